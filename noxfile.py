@@ -2,7 +2,8 @@
 
 nox -s table1                       reproduce Table 1 (installs once, then runs)
 nox -s table1 -- --profile smoke    arguments after -- go to the command
-nox -s tests -- -k partition        ... or to pytest, which then runs in one process
+nox -s tests -- --all               the second tier of tests, too
+nox -s tests -- -k partition        ... or to pytest, which then runs both tiers in one process
 nox -s table1 -- --here             use this interpreter and what it has installed (a GPU container)
 nox --no-venv -s table1             the same
 """
@@ -55,10 +56,11 @@ def prepare(session: nox.Session) -> tuple[str, list[str]]:
     return str(python), arguments
 
 
-def run_python(session: nox.Session, *command: str, **environment: str) -> None:
+def run_python(session: nox.Session, *command: str, passed: bool = True) -> None:
+    """With the session's own arguments behind it, if they are to be `passed`."""
     python, arguments = prepare(session)
     threads = {name: os.environ.get(name, value) for name, value in THREADS.items()}
-    session.run(python, *command, *arguments, external=True, env={**threads, **environment})
+    session.run(python, *command, *(arguments if passed else ()), external=True, env=threads)
 
 
 def usable_cores(session: nox.Session) -> str:
@@ -88,14 +90,24 @@ def report(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", tags=["ci"])
 def tests(session: nox.Session) -> None:
-    """The test suite: tests side by side, then those that need the machine to themselves."""
-    if prepare(session)[1]:
+    """The public behaviour once; with -- --all also what is marked `deep`, or `alone` on the machine."""
+    arguments = prepare(session)[1]
+    if arguments not in ([], ["--all"]):
         run_python(session, "-m", "pytest")
         return
     # Each process begins with a share of the list, so files stay together; who is done takes from the others.
     side_by_side = ("--numprocesses", usable_cores(session), "--dist", "worksteal")
-    run_python(session, "-m", "pytest", *side_by_side, "-m", "not alone")
-    run_python(session, "-m", "pytest", "-m", "alone")
+    suite = ("-m", "pytest", "--ignore", "tests/checks")
+    which = "not alone" if arguments else "not alone and not deep"
+    run_python(session, *suite, *side_by_side, "-m", which, passed=False)
+    if arguments:
+        run_python(session, *suite, "-m", "alone", passed=False)
+
+
+@nox.session(venv_backend="none", tags=["ci"], default=False)
+def checks(session: nox.Session) -> None:
+    """What is not behaviour: pages and their generated tables, packaging, sessions, rules for all code."""
+    run_python(session, "-m", "pytest", "tests/checks")
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)

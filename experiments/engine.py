@@ -147,8 +147,9 @@ def _overlap(job: Job, times: Times) -> list[Quantity]:
     """Against the schedule with the nominal wait in every action, each step on its own; and, round by round,
     with the time that the bare stages take for an action, which includes what waking up costs here.
     """
-    from gpipe_bench.pipeline.plan.replay import replay
-    from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+    from gpipe_bench.pipeline.plan.named import gpipe
+    from gpipe_bench.pipeline.plan.schedule import Kind
+    from gpipe_bench.pipeline.plan.simulate import replay
 
     schedule = gpipe(job.num_stages, job.num_microbatches, job.engines["ours"][1])
     num_slots = replay(schedule, dict.fromkeys((Kind.F, Kind.R, Kind.B), 1)).makespan_s
@@ -196,7 +197,7 @@ def _small(job: Job, times: Times) -> list[Quantity]:
 
 
 def _in_process(job: Job, times: Times) -> list[Quantity]:
-    from gpipe_bench.pipeline.plan.schedule import gpipe
+    from gpipe_bench.pipeline.plan.named import gpipe
 
     num_actions = sum(1 for _ in gpipe(job.num_stages, job.num_microbatches, job.engines["ours"][1]))
     note = "over the bare layers' own time"

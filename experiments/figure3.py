@@ -22,7 +22,7 @@ from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text, timed
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed import claims, cuts, real_steps
 from gpipe_bench.experiments.timed.replay import results
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
@@ -40,6 +40,8 @@ BASELINES = {"resnet101": 1, "amoebanet": 2}
 """k of the naive-k that a model's speeds are divided by."""
 ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
+REAL_MICROBATCHES = (1, 2, 4)
+REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
 ROW = "normalized throughput"
 COLORS = {
     "paper (TPU)": "#0173b2",
@@ -53,7 +55,8 @@ COLORS = {
 
 def cases(options: RunOptions) -> list[Case]:
     steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
-    return steps + predictions.cases("figure3", options)
+    others = real_steps.cases(VERSION1, REAL_ESTIMATES_S, options) + cuts.cases(["amoebanet"])
+    return steps + others + predictions.cases("figure3", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -62,7 +65,15 @@ def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.timed.steps import measure, num_devices
 
     name = str(case.key["model"])
-    workload = VERSION1[name][options.profile]
+    sizes = VERSION1[name]
+    workload = sizes[options.profile]
+    match case.key.get("part"):
+        case cuts.PART:
+            paper_size = cuts.paper_size("figure3", name, options)
+            return cuts.run(f"figure3-{name}", workload, paper_size, STAGES[1:])
+        case real_steps.PART:
+            size = max(1, workload.batch_size // 2)
+            return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     stages = STAGES[:2] if options.profile == "smoke" else STAGES
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
@@ -85,7 +96,7 @@ def configurations(name: str, batch_size: int, stages: Sequence[int], real: int)
 
 
 def _done(records: Sequence[Record]) -> dict[str, Record]:
-    return claims.by_model(timed(records), VERSION1)
+    return claims.by_model(claims.of_steps(records), VERSION1)
 
 
 def _places(model: str, record: Record) -> dict[str, tuple[str, str, str]]:
@@ -96,8 +107,8 @@ def _places(model: str, record: Record) -> dict[str, tuple[str, str, str]]:
 def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each number of the figure and for the sentences about it."""
     done = _done(records)
-    found = [cell for model, record in done.items() for cell in _cells(timed(records), model, record)]
-    found += [claim for model, record in done.items() for claim in _sentences(timed(records), model, record)]
+    found = [cell for model, record in done.items() for cell in _cells(records, model, record)]
+    found += [claim for model, record in done.items() for claim in _sentences(records, model, record)]
     return found + as_published(records)
 
 
@@ -111,7 +122,10 @@ def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[An
         quantity = record.quantity("normalised throughput", **record.details["cells"][label]["key"])
         for place in ((table, row, label), (table, f"{row} by the text", label)):
             if quantity is not None and place[1:] in printed:
-                yield claims.entry(records, record, place, quantity, note, moves="as the step grows")
+                made = claims.made_of(record, label)
+                yield claims.entry(
+                    records, record, place, quantity, note, moves="as the step grows", context=made
+                )
 
 
 def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
@@ -121,23 +135,24 @@ def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterato
         for label, facts in record.details["cells"].items()
     }
     if model == "amoebanet":
-        row, column = "AmoebaNet-D (4, 512): share of a linear speed-up", "pipeline-8 over naive-2"
-        pair = of.get("pipeline-8"), of.get("naive-2")
-        found = claims.derived("share of a linear speed-up", lambda many, few: many / few / 4, *pair)
-        note = "throughput with 8 stages over naive-2's, over four"
+        row, names = "AmoebaNet-D (4, 512): share of a linear speed-up", ("pipeline-8", "naive-2")
+        note = "Throughput with 8 stages over naive-2's, over four"
+        yield from claims.sentence_over_cuts(
+            records, record, row, "pipeline-8 over naive-2", names, [of.get(name) for name in names],
+            lambda many, few: many / few / 4, note,
+        )  # fmt: skip
     else:
         row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
         pair = of.get("naive-1"), of.get("pipeline-1")
         found = claims.derived("extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%")
-        note = "seconds of a step with re-materialization over those without, less one"
-    yield from claims.sentence(records, record, row, column, found, note)
+        note = "Seconds of a step with re-materialization over those without, less one"
+        yield from claims.sentence(records, record, row, column, found, note)
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     """Everything that `run` and `compare` print."""
-    verdicts = claims.verdicts_here(comparisons)
     parts = [
-        claims.throughput_text(record, _title(record), _places(model, record), verdicts)
+        claims.throughput_text(record, _title(record), _places(model, record))
         for model, record in _done(records).items()
     ]
     parts += [claims.replay_errors(timed(records)), prediction_text(records)]

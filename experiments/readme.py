@@ -19,7 +19,7 @@ from gpipe_bench.harness.places import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.report.grid import between
 from gpipe_bench.harness.report.html import MARKS, MEANINGS
 from gpipe_bench.harness.report.page import Page
-from gpipe_bench.harness.report.table import EVIDENCE, RULE, replies_markdown
+from gpipe_bench.harness.report.table import EVIDENCE
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import JUDGED, Verdict
 
@@ -48,10 +48,9 @@ def _page() -> Page:
     return build(RECORDS, figures=False)
 
 
-def replies() -> str:
-    """Both questions answered from the reference records: the same as the report's first screen."""
-    page = _page()
-    return f"{replies_markdown(page.cells, page.names)}\n\n{RULE}"
+def answer() -> str:
+    """The answer, as on the report's first screen."""
+    return _page().first.markdown()
 
 
 def widths() -> str:
@@ -69,7 +68,7 @@ def widths() -> str:
             found[f"all{name}"] = [counts.with_verdict(verdict) for verdict in columns]
         for label, numbers in found.items():
             said = " | ".join(str(number or "-") for number in numbers)
-            lines.append(f"| {view.reply.question} | {label} | {said} |")
+            lines.append(f"| {view.question} | {label} | {said} |")
     return "\n".join(lines)
 
 
@@ -97,7 +96,7 @@ def _time(experiment: Experiment) -> str:
 
 
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
-    "replies": (ROOT / "README.md", replies),
+    "answer": (ROOT / "README.md", answer),
     "verdicts": (ROOT / "README.md", verdicts),
     "sessions": (ROOT / "README.md", sessions),
     "experiments": (ROOT / "docs" / "commands.md", descriptions),

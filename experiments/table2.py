@@ -28,7 +28,7 @@ from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed import claims, cuts, real_steps
 from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
@@ -37,11 +37,11 @@ from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Comparison
-from gpipe_bench.pipeline.plan.breakdown import even_stages
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import RULES, partition
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.planner.breakdown import even_stages
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +62,9 @@ BATCHES = {
     "fixed": "(a) the same mini-batch in all cells: only K and M differ",
     "fitted": "(b) the largest mini-batch under a memory cap in every cell, as the paper did",
 }
-JUDGED = "fitted"  # the mini-batch as the paper chose it
+JUDGED = "fixed"  # of the sentences, which are about the same model
+AS_THE_PAPER = "fitted"  # of the cells: the mini-batch as the paper chose it
+REAL_ESTIMATES_S = (195.0, 175.0)  # of AmoebaNet-D and Transformer
 FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 LARGEST_MICROBATCH = 32
 SHARED_CORES = "on shared cores"
@@ -81,13 +83,23 @@ def cases(options: RunOptions) -> list[Case]:
     shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in TABLE2]
     if smoke or options.engine not in (None, "ours"):
         shared = []
-    return steps + shared + predictions.cases("table2", options)
+    others = real_steps.cases(TABLE2, REAL_ESTIMATES_S, options) + cuts.cases([*TABLE2])
+    return steps + shared + others + predictions.cases("table2", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("table2", case, options)
-    workload, batch = TABLE2[str(case.key["model"])][options.profile], str(case.key["batch"])
+    sizes, stages = TABLE2[str(case.key["model"])], STAGES[options.profile]
+    workload = sizes[options.profile]
+    match case.key.get("part"):
+        case cuts.PART:
+            model = str(case.key["model"])
+            paper_size = cuts.paper_size("table2", model, options)
+            return cuts.run(TABLES[model], workload, paper_size, stages)
+        case real_steps.PART:
+            return real_steps.run(workload, MICROBATCHES[options.profile], options)
+    batch = str(case.key["batch"])
     if batch == SHARED_CORES:
         return run_on_shared_cores(workload)
     from gpipe_bench.experiments.timed.steps import measure
@@ -263,10 +275,16 @@ def work_on_shared_cores(workload: Workload, num_stages: int) -> Ran:
 
 def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each (K, M) of each model on record, and for the sentences about them."""
-    of = _of_models(records, JUDGED)
-    found = [cell for model, record in of.items() for cell in _cells(records, model, record)]
-    found += [claim for model, record in of.items() for claim in _speed_ups(records, model, record)]
-    return [*found, *_more_microbatches(records, of), *_bubble(records, of), *as_published(records)]
+    fitted, fixed = (_of_models(records, batch) for batch in (AS_THE_PAPER, JUDGED))
+    found = [cell for model, record in fitted.items() for cell in _cells(records, model, record)]
+    for model, record in fixed.items():
+        found += _speed_ups(records, model, record, fitted.get(model))
+    return [
+        *found,
+        *_more_microbatches(records, fixed, fitted),
+        *_bubble(records, fixed),
+        *as_published(records),
+    ]
 
 
 def _of_models(records: Sequence[Record], batch: str) -> dict[str, Record]:
@@ -289,17 +307,18 @@ def _at(record: Record, num_stages: int, num_microbatches: int) -> Quantity | No
 
 def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
     scale = record.details["scale"]
-    where = f"A scaled model ({scale}): the shape of the table is compared, not its speeds. " if scale else ""
-    note = (
-        f"{where}Exact partition by measured seconds, early recomputation, the mini-batch fitted to a memory "
-        "cap; the paper gives neither its mini-batches nor its partitions."
+    note = "Cut by measured seconds, early recomputation, the mini-batch fitted to a memory cap." + (
+        f" A scaled model: {scale}." if scale else ""
     )
     for name, place in _places(model, record).items():
         quantity = record.quantity("normalised throughput", **record.details["cells"][name]["key"])
-        yield claims.entry(records, record, place, quantity, note, moves="as the step grows")
+        made = claims.made_of(record, name)
+        yield claims.entry(records, record, place, quantity, note, moves="as the step grows", context=made)
 
 
-def _speed_ups(records: Sequence[Record], model: str, record: Record) -> Iterator[Answer]:
+def _speed_ups(
+    records: Sequence[Record], model: str, record: Record, fitted: Record | None
+) -> Iterator[Answer]:
     """What the text says of throughput with 8 stages over that with 2: row, column, M, divisor."""
     constant, share = "throughput without pipelining, over the accelerators", "share of a linear speed-up"
     sentences = {
@@ -313,49 +332,81 @@ def _speed_ups(records: Sequence[Record], model: str, record: Record) -> Iterato
             (f"Transformer-48: {share} at M >> K", "K=8 over K=2, M=32", 32, 4.0),
         ],
     }
-    note = "normalised throughput with 8 stages over that with 2, scaled models, mini-batch fitted"
     for row, column, m, divisor in sentences[model]:
-        pair = _at(record, 8, m), _at(record, 2, m)
-        quantity = claims.derived(column, lambda many, few, by=divisor: many / few / by, *pair)
-        yield from claims.sentence(records, record, row, column, quantity, note)
+        quotient = partial(_quotient, divisor)
+        names = [f"K={k} M={m}" for k in (8, 2)]
+        pair = [_at(record, k, m) for k in (8, 2)]
+        other = [] if fitted is None else [_at(fitted, k, m) for k in (8, 2)]
+        note = "Throughput with 8 stages over that with 2 at one mini-batch, a scaled model" + _fitted(
+            claims.derived(column, quotient, *other) if other else None
+        )
+        yield from claims.sentence_over_cuts(records, record, row, column, names, pair, quotient, note)
 
 
-def _more_microbatches(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Answer]:
+def _quotient(divisor: float, many: float, few: float) -> float:
+    return many / few / divisor
+
+
+def _fitted(quantity: Quantity | None) -> str:
+    """What the same is where the mini-batch is fitted to memory, as context."""
+    return "" if quantity is None else f"; with the mini-batch fitted to memory {quantity.value:.3g}"
+
+
+def _more_microbatches(
+    records: Sequence[Record], fixed: Mapping[str, Record], fitted: Mapping[str, Record]
+) -> Iterator[Answer]:
     """The least gain from a number of micro-batches to the next, over both models and all K."""
-    gains: list[tuple[Quantity, str, Record]] = []
-    for model, record in of.items():
-        places = sorted((each["num_stages"], each["num_microbatches"]) for each in _facts(record))
-        for (k, fewer), (other, more) in pairwise(places):
-            pair = _at(record, k, more), _at(record, k, fewer)
-            gain = claims.derived(f"K={k}, M={more} / M={fewer}", lambda a, b: a / b, *pair)
-            gains += [(gain, model, record)] if k == other and gain is not None else []
-    if gains:
-        least, model, record = min(gains, key=lambda each: each[0].value or 0.0)
+    least = _least_gain(fixed)
+    if least is not None:
+        (model, *names), _ = least
+        other = _least_gain(fitted)
+        note = f"{names[0]} over {names[1]} of {model} at one mini-batch, the least of all" + _fitted(
+            None if other is None else other[1]
+        )
         row, column = (
             "more micro-batches, more throughput",
             "the smallest quotient of neighbours in M, K fixed",
         )
-        note = f"the least of {len(gains)} is {model}, {least.name}"
-        yield from claims.sentence(records, record, row, column, least, note)
+        record = fixed[model]
+        pair = [record.quantity("normalised throughput", **record.details["cells"][n]["key"]) for n in names]
+        quotient = partial(_quotient, 1.0)
+        yield from claims.sentence_over_cuts(records, record, row, column, names, pair, quotient, note)
+
+
+def _least_gain(of: Mapping[str, Record]) -> tuple[tuple[str, str, str], Quantity] | None:
+    """The model and the two configurations, more micro-batches first, and what is gained."""
+    gains = []
+    for model, record in of.items():
+        places = sorted((each["num_stages"], each["num_microbatches"]) for each in _facts(record))
+        for (k, fewer), (other, more) in pairwise(places):
+            pair = _at(record, k, more), _at(record, k, fewer)
+            gain = claims.derived("gain", partial(_quotient, 1.0), *pair)
+            if k == other and gain is not None:
+                gains.append(((model, f"K={k} M={more}", f"K={k} M={fewer}"), gain))
+    return min(gains, key=lambda each: each[1].value or 0.0, default=None)
 
 
 def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Answer]:
     """The largest bubble of the steps with at least four micro-batches for each stage."""
     bubbles = []
     for model, record in of.items():
-        link = record.details["link"]
-        over = Link(link["name"], link["latency_s"], link["bandwidth_bytes_per_s"])
-        for facts in _facts(record):
-            k, m = facts["num_stages"], facts["num_microbatches"]
-            if m >= 4 * k and "actions" in facts:
-                shares = take_apart(TimedActions.from_data(facts["actions"]), over, m).shares
-                bubbles.append((100 * float(shares["bubble"]), f"K={k}, M={m}", model, record))
+        share = partial(_bubble_share, claims.link_of(record))
+        for name, facts in record.details["cells"].items():
+            if facts["num_microbatches"] >= 4 * facts["num_stages"] and "actions" in facts:
+                bubble = share(TimedActions.from_data(facts["actions"]), facts)
+                bubbles.append((bubble, name, model, share))
     if bubbles:
-        share, name, model, record = max(bubbles, key=lambda each: each[0])
-        quantity = from_samples(name, [share], "%", provenance="replayed")
-        note = f"share of K x step of {model}, {name}, the largest of {len(bubbles)}"
-        row, column = "bubble at M >= 4K", "largest over K"
-        yield from claims.sentence(records, record, row, column, quantity, note)
+        found, name, model, share = max(bubbles, key=lambda each: each[0])
+        quantity = from_samples(name, [found], "%", provenance="replayed")
+        note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}"
+        yield from claims.sentence_over_cuts(
+            records, of[model], "bubble at M >= 4K", "largest over K", [name], [quantity],
+            lambda bubble: bubble, note, measure=share, unit="%",
+        )  # fmt: skip
+
+
+def _bubble_share(link: Link, timed: TimedActions, facts: Mapping[str, Any]) -> float:
+    return 100 * float(take_apart(timed, link, facts["num_microbatches"]).shares["bubble"])
 
 
 # Text
@@ -366,13 +417,10 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     them: what the replay errs by, and what a step loses to the rule that cuts the layers.
     """
     parts = [
-        claims.throughput_text(
-            record, _title(record, batch), _places(model, record),
-            claims.verdicts_here(comparisons) if batch == JUDGED else {}, batch_sizes=True,
-        )
+        claims.throughput_text(record, _title(record, batch), _places(model, record), batch_sizes=True)
         for batch in BATCHES
         for model, record in _of_models(records, batch).items()
-    ]  # fmt: skip
+    ]
     parts += [claims.replay_errors(records), shared_cores(records), partition_rules(records)]
     parts += [prediction_text(records), text_table(comparisons) if comparisons else ""]
     return "\n\n".join(part for part in parts if part)
@@ -386,8 +434,8 @@ def _title(record: Record, batch: str) -> str:
         f"  normalised throughput, K=2 M=1 is 1; engine {details['engine']}{scale}\n"
         f"  replayed: actions timed in {details['processes']} process(es), laid out on K devices over "
         f"{link['name']} ({link['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s); measured: run on K devices\n"
-        "  bound: the same work spread evenly over the stages, over a free link; of bound: step of the bound "
-        "/ replayed step"
+        "  balance: how near to even stages; schedule: what it gives even stages; micro-batch: how efficient "
+        "one of that size is"
     )
 
 

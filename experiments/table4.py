@@ -7,12 +7,12 @@ the rest bubble and uneven stages, more of both with more stages.
 
 The actions of K stages are timed in whole steps of 4 micro-batches, laid out with 16 on K devices
 (`replayed`) and laid out again without a link, without set-up and with even stages; the differences are the
-parts, and they add up to 100 % (pipeline/plan/breakdown.py).
+parts, and they add up to 100 % (planner/breakdown.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,15 +21,22 @@ from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text, timed
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims
-from gpipe_bench.experiments.timed.replay import by_turn, joined, link_of, results, take_apart
+from gpipe_bench.experiments.timed import claims, cuts, real_steps
+from gpipe_bench.experiments.timed.replay import (
+    TimedActions,
+    by_turn,
+    joined,
+    link_of,
+    results,
+    take_apart,
+)
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Comparison
-from gpipe_bench.pipeline.plan.breakdown import PARTS
+from gpipe_bench.planner.breakdown import PARTS
 
 if TYPE_CHECKING:
     from matplotlib.container import BarContainer
@@ -39,7 +46,10 @@ NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
 TIMED_MICROBATCHES = 4  # that really run
 COUNTS = NUM_MICROBATCHES, TIMED_MICROBATCHES  # that are laid out
 STAGES = (2, 4, 8)
+JUDGED = ("resnet101",)  # of the sentences
 SHARE = "share of the step"
+REAL_MICROBATCHES = (1, 2, 4)
+REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
 ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 55.0, "full": 100.0}
 COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0f0f0")  # of the parts
@@ -54,7 +64,8 @@ SETUP = (
 
 def cases(options: RunOptions) -> list[Case]:
     steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
-    return steps + predictions.cases("table4", options)
+    others = real_steps.cases(VERSION1, REAL_ESTIMATES_S, options) + cuts.cases(JUDGED)
+    return steps + others + predictions.cases("table4", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -62,7 +73,15 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return predictions.run("table4", case, options)
     from gpipe_bench.experiments.timed.steps import measure, num_devices
 
-    workload = VERSION1[str(case.key["model"])][options.profile]
+    sizes = VERSION1[str(case.key["model"])]
+    workload = sizes[options.profile]
+    match case.key.get("part"):
+        case cuts.PART:
+            paper_size = cuts.paper_size("figure3", "resnet101", options)
+            return cuts.run("breakdown-v5", workload, paper_size, STAGES)
+        case real_steps.PART:
+            size = max(1, workload.batch_size // 2)
+            return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     examples, real = TIMED_MICROBATCHES * max(1, workload.batch_size // 2), num_devices(options.device)
     plan = tuple(
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1, counts=COUNTS)
@@ -97,7 +116,7 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     ResNet-101 on two partitions, so it is held against that.
     """
     here = timed(records)
-    record = find(here, "done", model="resnet101")
+    record = find(claims.of_steps(here), "done", model="resnet101")
     found = [] if record is None else [*_cells(here, record), *_sentences(here, record)]
     return found + as_published(records)
 
@@ -121,8 +140,8 @@ def _cells(records: Sequence[Record], record: Record) -> Iterator[Answer]:
     places.append((("breakdown-v1", "recompute", "K=2 and K=4"), most, note))
     for place, quantity, what in places:
         if quantity is not None:
-            other = SETUP if place[1] == "setup" else ""
-            yield claims.entry(records, record, place, quantity, what, not_comparable=other)
+            what += f" {SETUP}" if place[1] == "setup" else ""
+            yield claims.entry(records, record, place, quantity, what, context=claims.NOT_JUDGED)
 
 
 def _sentences(records: Sequence[Record], record: Record) -> Iterator[Answer]:
@@ -130,33 +149,54 @@ def _sentences(records: Sequence[Record], record: Record) -> Iterator[Answer]:
     section 4.2, says both of two and of four stages.
     """
     rest = [part for part in PARTS if part not in ("computation", "recompute")]
-    bubbles, recomputed = [], []
-    for k in (2, 4):
-        name, formula = f"K={k}, M={NUM_MICROBATCHES}", 100 * (k - 1) / (NUM_MICROBATCHES + k - 1)
-        bubble, recompute, *others = (_share(record, part, k) for part in ("bubble", "recompute", *rest))
-        bubbles.append(claims.derived(name, lambda share, by=formula: share / by, bubble))
-        ratio = claims.derived(name, lambda most, *others: most / max(others), recompute, *others)
-        recomputed.append(ratio)
-    for choose, found, row, what in (
+    link = claims.link_of(record)
+
+    def bubble(num_stages: int, shares: Mapping[str, float]) -> float:
+        return shares["bubble"] / (100 * (num_stages - 1) / (NUM_MICROBATCHES + num_stages - 1))
+
+    def recomputed(_: int, shares: Mapping[str, float]) -> float:
+        return shares["recompute"] / max(shares[part] for part in rest)
+
+    for choose, number, row, what in (
         (
             max,
-            bubbles,
+            bubble,
             "bubble observed over (K-1)/(M+K-1)",
-            "share of K x step over the formula's, the larger",
+            "Share of K x step over the formula's, the larger",
         ),
-        (min, recomputed, "recomputation over the next largest overhead", "the smaller"),
+        (min, recomputed, "recomputation over the next largest overhead", "The smaller"),
     ):
-        known = [each for each in found if each is not None]
-        chosen = choose(known, key=lambda each: each.value or 0.0, default=None)
-        note = f"{what}: {chosen.name if chosen else ''}"
-        yield from claims.sentence(records, record, row, "ResNet-101", chosen, note)
+        found = {}
+        for k in (2, 4):
+            shares = {part: each for part in PARTS if (each := _share(record, part, k)) is not None}
+            of = partial(_of_shares, number, k, tuple(shares))
+            ratio = claims.derived(row, of, *shares.values())
+            found |= {k: ratio} if ratio is not None else {}
+        if found:
+            k = choose(found, key=lambda each: found[each].value or 0.0)
+            name = f"K={k} M={NUM_MICROBATCHES}"
+
+            def measure(timed: TimedActions, _: Mapping[str, Any], of: Any = number, k: int = k) -> float:
+                shares = take_apart(timed, link, NUM_MICROBATCHES).shares
+                return float(of(k, {part: 100 * float(share) for part, share in shares.items()}))
+
+            yield from claims.sentence_over_cuts(
+                records, record, row, "ResNet-101", [name], [found[k]], lambda ratio: ratio,
+                f"{what}: {name}", measure=measure,
+            )  # fmt: skip
+
+
+def _of_shares(
+    number: Callable[[int, Mapping[str, float]], float], num_stages: int, parts: Sequence[str], *of: float
+) -> float:
+    return number(num_stages, dict(zip(parts, of, strict=True)))
 
 
 def _taken_apart(records: Sequence[Record]) -> list[tuple[Record, str, dict[str, Any]]]:
     """The configurations whose step is taken apart: record, name and facts."""
     return [
         (record, name, facts)
-        for record in timed(records)
+        for record in claims.of_steps(records)
         if record.status == "done"
         for name, facts in record.details["cells"].items()
         if "shares" in facts

@@ -37,7 +37,7 @@ def compare(
     tables = list(dict.fromkeys(entry.table for entry in ours))
     cells = [cell for cell in (load_paper() if paper is None else paper) if cell.table in tables]
     published, peers = {(cell.source, *cell.key): cell for cell in cells}, peers_of(cells)
-    answered = {(entry.source, *entry.place) for entry in ours}
+    answered = {(entry.source, *entry.place) for entry in ours if not entry.context}
     entries = [*ours] + [
         absent(cell)
         for place, cell in published.items()

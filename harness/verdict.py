@@ -26,7 +26,9 @@ from gpipe_bench.harness.record import Quantity, Record, Status
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.unknowns import Unknown
 
-Verdict = Literal["reproduced", "identity", "undecided", "above", "below", "not comparable", "not run"]
+Verdict = Literal[
+    "reproduced", "identity", "undecided", "above", "below", "not judged", "not comparable", "not run"
+]  # fmt: skip
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "below")
 HOLDS: tuple[Verdict, ...] = ("reproduced", "identity")
@@ -77,6 +79,7 @@ class Answer(Place):
         allowed: what the paper's words allow, where they stand for a number that they do not give
         record: the one that the number comes from, None where it is computed from several
         not_comparable: why the two numbers can't be held against each other; empty where they can
+        context: why our number stands beside the paper's and is not judged; empty where it is judged
         note: what our number is, for a footnote; never why it differs
         explained_by: the tested settings that account for a difference, named as the table of hypotheses
             names them
@@ -90,6 +93,7 @@ class Answer(Place):
     allowed: Allowed | None = None
     record: Record | None = None
     not_comparable: str = ""
+    context: str = ""
     note: str = ""
     explained_by: str = ""
     others_tried: int = 0
@@ -201,7 +205,7 @@ def judge(
         same = ("kind", "printed", "corrected_printed", "hardware", "location")
         known |= {name: getattr(cell, name) for name in same}
         known |= {"paper": cell.value, "corrected": cell.corrected_value}
-        known["counted"] = cell.source == "paper" and cell.counted
+        known["counted"] = cell.source == "paper" and cell.counted and not ours.context
     return Comparison(
         ours=value,
         unit=unit,
@@ -254,6 +258,8 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
     value, low, high = (convert(number, quantity.unit, cell.unit) for number in (quantity.value, *found))
     low, high = (value + tolerance * (end - value) for end in (low, high))
     held: dict[str, Any] = {"range_low": low, "range_high": high}
+    if ours.context:
+        return {**held, "verdict": "not judged", "reason": ours.context}
     if barred := ours.not_comparable if cell.comparable else cell.erratum:
         return {**held, "verdict": "not comparable", "reason": barred}
     allowed = (ours.allowed or printed(cell)).scaled(tolerance, cell.target)

@@ -52,7 +52,7 @@ class Pipeline(Assembled):
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty:
             a mini-batch of fewer examples is taken in as many micro-batches, unless the schedule is one of
             one's own.
-        schedule: "gpipe", "1f1b", "naive" or another name of `plan.schedules.known`; "auto" for one made for
+        schedule: "gpipe", "1f1b", "naive" or another name of `plan.named`; "auto" for one made for
             the times that the first training steps take; or a `Schedule` of one's own.
         remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
             stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it
@@ -65,7 +65,7 @@ class Pipeline(Assembled):
         num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
             all of them. Default: the ranks of `group`, or as many as leave each two stages.
         action_s: for `schedule="auto"`, instead of timing steps: seconds of each kind of action, by kind or
-            by (stage, kind), as for `plan.replay`: of F, of R under re-materialization, of B, or I and W, or
+            by (stage, kind), as for `replay`: of F, of R under re-materialization, of B, or I and W, or
             all three. The same on all ranks.
         link_s: for `schedule="auto"`: seconds of a message between two workers. Default: measured with the
             steps, or 0 where `action_s` is given.
@@ -107,7 +107,7 @@ class Pipeline(Assembled):
 
     @property
     def portals(self) -> tuple[Line, ...]:
-        """What goes past stages, for `plan.drawn.drawing`, `plan.drawn.svg` and `plan.replay`."""
+        """What goes past stages, for `draw`, `svg` and `replay`."""
         return self._lines
 
     @property

@@ -18,14 +18,13 @@ from torch.nn.parameter import is_lazy
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.model.parts import OwnLayers
+from gpipe_bench.pipeline.plan.auto import Calibration, automatic
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
-from gpipe_bench.pipeline.plan.schedules.automatic import automatic
-from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.placement import shared_by
-from gpipe_bench.pipeline.ranks.connecting.network import Network
+from gpipe_bench.pipeline.plan.simulate import ActionTimes
+from gpipe_bench.pipeline.plan.vee import shared_by
+from gpipe_bench.pipeline.ranks.connect import Network
 from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.trees import Tree
 

@@ -17,18 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of
 from gpipe_bench.pipeline.layout import layout_of
-from gpipe_bench.pipeline.mesh.division import divided_over
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
-from gpipe_bench.pipeline.mesh.reduce import joint_of
+from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
 from gpipe_bench.pipeline.plan.portals import lines_of
 from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.portals import with_portals
-from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
+from gpipe_bench.pipeline.ranks.connect import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.order import execution_order
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import Transport

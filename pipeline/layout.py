@@ -21,11 +21,11 @@ from gpipe_bench.pipeline.arguments import (
     worker_of,
 )
 from gpipe_bench.pipeline.model.parts import OwnLayers
+from gpipe_bench.pipeline.plan.auto import Calibration
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
-from gpipe_bench.pipeline.ranks.connecting.network import Network
+from gpipe_bench.pipeline.ranks.connect import Network
 from gpipe_bench.pipeline.ranks.tied import Tie, find_ties
 from gpipe_bench.pipeline.stage.trees import Tree
 

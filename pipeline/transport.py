@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.errors import ActionError, summary
+from gpipe_bench.pipeline.plan.named import shortened
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import shortened
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message
 from gpipe_bench.pipeline.transfers import Mark, Sent, Transfers

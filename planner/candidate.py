@@ -16,9 +16,10 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 FSDP_LEVELS = (0, 2, 3)
 """What the ranks of `fsdp` share out: nothing; gradients and optimizer state (ZeRO-2); parameters too."""
@@ -104,7 +105,7 @@ class Candidate:
 
     Args:
         cut: the layers of each stage, all of them in their order
-        schedule: a name of `pipeline.plan.schedules.known.NAMED`
+        schedule: a name of `pipeline.plan.named.NAMED`
         num_microbatches: M, of each replica
         remat: one of REMAT_MODES for each stage
         num_workers: of the pipeline, K where each holds one stage

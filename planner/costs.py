@@ -12,14 +12,11 @@ The first B or W of a step makes the gradients that the later ones add to, so it
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,7 +36,7 @@ Run = tuple[tuple[float, ...], ...]
 """By process: what single actions of one step took, each over the median of its kind."""
 
 FORMAT = 3
-"""Of a costs file; another one is refused."""
+"""Of costs as data; another one is refused."""
 
 
 class About(NamedTuple):
@@ -243,20 +240,6 @@ class Costs:
         if data.get("format") != FORMAT:
             raise ValueError(f"costs of format {data.get('format')!r}; this version reads {FORMAT}")
         return replace(msgspec.convert(data, cls, str_keys=True), profiles=profiles)
-
-    def save(self, path: Path) -> None:
-        """Writes a costs file, whole or not at all."""
-        beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-        beside.write_text(json.dumps(self.to_data(), indent=1) + "\n", encoding="utf-8")
-        beside.replace(path)
-
-    @classmethod
-    def load(cls, path: Path, profiles: Callable[[int, bool, int], Any] | None = None) -> Costs:
-        """What `save` wrote. ValueError for a file that holds no costs."""
-        try:
-            return cls.from_data(json.loads(path.read_text(encoding="utf-8")), profiles)
-        except (OSError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} holds no costs: {error}") from error
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:

@@ -146,10 +146,10 @@ class AloneBound:
         if messages and stop < times.num_layers:
             link, (ahead, back) = self._links[stage], times.message(stop)
             round_s += link.occupied_s(ahead) + link.occupied_s(back) + 2 * link.latency_s
-        *takes, after_s = times.stage(start, stop)
+        takes = times.at_least(start, stop)
         # The head only shifts everything.
-        ends_s, sent_s = self._laid_out(stage, tuple(takes), recomputed(remat, self._count), round_s)
-        return head_s + max(ends_s + after_s, sent_s + tail_s)
+        ends_s, sent_s = self._laid_out(stage, takes[:5], recomputed(remat, self._count), round_s)
+        return head_s + max(ends_s + takes.after_s, sent_s + tail_s)
 
     def _lay_out(
         self, stage: int, takes: tuple[float, ...], again: int, round_s: float
@@ -231,7 +231,7 @@ class _Search:
         low_s = max(times.beyond_s(0), work_s / self.schedule.num_workers)
         if self.bounds is None:
             return low_s
-        return self._narrowed(low_s, 2 * work_s + times.stage(0, self.layers).after_s, messages=False)[0]
+        return self._narrowed(low_s, 2 * work_s + times.at_least(0, self.layers).after_s, messages=False)[0]
 
     def _narrowed(
         self, low_s: float, high_s: float, *, messages: bool = True
@@ -389,7 +389,7 @@ class _Search:
         head_s = self.times.ahead_s(start) if stage == next(iter(self.homes[worker])) else 0.0
         for stop in range(last if stage == self.stages - 1 else start + 1, last + 1):
             self.left -= 1
-            after_s = self.times.stage(start, stop).after_s
+            after_s = self.times.at_least(start, stop).after_s
             more_s = self.schedule.num_microbatches * self.times.least_s(start, stop) + after_s
             busy = list(busy_s)
             busy[worker] += more_s + head_s

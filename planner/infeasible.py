@@ -15,8 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from gpipe_bench.pipeline.memory.peaks import StageMemory
-from gpipe_bench.pipeline.plan.by_cost import leanest, partition_by
-from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.partition import Partition, leanest, partition, partition_by
 from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
 from gpipe_bench.planner.candidate import Way
 from gpipe_bench.planner.memory import Footprints, Room

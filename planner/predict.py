@@ -15,28 +15,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from gpipe_bench.pipeline.plan.breakdown import breakdown
-from gpipe_bench.pipeline.plan.reductions import (
-    Bucket,
-    data_parallel,
+from gpipe_bench.pipeline.plan.named import named
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.breakdown import breakdown
+from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.collectives import (
     every_pass_s,
-    fetched,
-    pass_s,
-    sharded,
     tensor_parallel_s,
 )
-from gpipe_bench.pipeline.plan.replay import replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, kinds_of
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.steps import divided
+from gpipe_bench.planner.steps import Collectives, divided
 from gpipe_bench.planner.topology import Topology
 
 DRAWS = 64
@@ -70,9 +64,17 @@ class Layout:
         self.candidate, self.costs = candidate, costs
         self.at = costs.at(self.size)
         self.kinds = kinds_of(self.schedule)
-        self._ahead = request.accelerated  # a CPU gathers and computes in turn
         self.topology = Topology(request, candidate.grid, costs.sums_beside(request.link))
         self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
+        self._collectives = Collectives(
+            candidate.grid,
+            self.topology,
+            costs,
+            self.size,
+            split=any(action.kind is Kind.W for action in self.schedule),
+            ahead=request.accelerated,  # a CPU gathers and computes in turn
+            shards=self._shards,
+        )
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
             for key in {(action.stage, kind) for action, kind in self.kinds.items()}
@@ -143,22 +145,15 @@ class Layout:
             found["activation_bytes"] = [self.at.activation_bytes[end] for end in ends]
         if self.at.gradient_bytes:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
+        stages = candidate.cut
         if candidate.replicas > 1:
-            sums = [self._buckets(span) for span in candidate.cut]
-            if self.topology.sums:
-                # They take the cores that compute: what leaves inside the last backward makes it longer by as
-                # much as it would take behind it.
-                sums = [tuple(replace(each, ready=1.0) for each in some) for some in sums]
-            found["reductions"] = sums
-        if self._shards is not None:
-            return found  # gathers are in the passes and the sums that were timed
+            found["reductions"] = list(map(self._collectives.buckets, stages))
         if candidate.fsdp_level == 2:
-            link = self.topology.ring("fsdp")
-            found["gathers"] = [
-                fetched(self._sizes(span), candidate.fsdp, link, forward_s=self._of("G", span))
-                for span in candidate.cut
-            ]
-        waits_s = [self._every_pass()] if candidate.fsdp_level == 3 else []
+            found["gathers"] = list(map(self._collectives.gathers, stages))
+        waits_s = []
+        if self._collectives.every_pass:
+            ahead_s, back_s = zip(*map(self._collectives.passes_s, stages), strict=True)
+            waits_s.append(every_pass_s(schedule, ahead_s, back_s))
         if candidate.tp > 1:
             waits_s.append(self._sums_inside())
         if waits_s:
@@ -170,43 +165,6 @@ class Layout:
         sent = (*self.at.activation_bytes, 0.0)
         sizes = [[sent[layer] for layer in span for _ in range(2)] for span in self.candidate.cut]
         return tensor_parallel_s(sizes, self.candidate.tp, self.topology.ring("tp"))
-
-    def _buckets(self, span: range) -> tuple[Bucket, ...]:
-        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
-        candidate = self.candidate
-        split = any(action.kind is Kind.W for action in self.schedule)
-        gradients = [self.costs.parameter_bytes[layer] for layer in span]
-        shares = [[size / candidate.fsdp for size in layer] for layer in gradients]
-        if self._shards is not None:
-            timed = Bucket(1.0, sum(self._shards.once_s[span.start : span.stop]))
-            return timed, *data_parallel(shares, candidate.dp, self.topology.ring("dp"))
-        backward_s = self._of("W" if split else "B", span)
-        if candidate.fsdp_level == 2:
-            return sharded(
-                gradients, candidate.fsdp, self.topology.ring("fsdp"), replicas=candidate.dp,
-                replica_link=self.topology.ring("dp"), backward_s=backward_s, split=split,
-            )  # fmt: skip
-        return data_parallel(shares, candidate.dp, self.topology.ring("dp"), backward_s=backward_s)
-
-    def _every_pass(self) -> Callable[[Action], float]:
-        """Parameters that every pass gathers, and gradients that a pass back scatters."""
-
-        def seconds(kind: str, *, scattered: bool) -> list[float]:
-            return [
-                pass_s(
-                    self._sizes(order), self._of(kind, order), self.candidate.fsdp,
-                    self.topology.ring("fsdp"), ahead=self._ahead, scattered=scattered,
-                )
-                for order in (span[::-1] if scattered else span for span in self.candidate.cut)
-            ]  # fmt: skip
-
-        return every_pass_s(self.schedule, seconds("G", scattered=False), seconds("B", scattered=True))
-
-    def _sizes(self, span: range) -> list[int]:
-        return [sum(self.costs.parameter_bytes[layer]) for layer in span]
-
-    def _of(self, kind: str, span: range) -> list[float]:
-        return [self.at.layers_s[kind][layer] for layer in span]
 
 
 def predict(

@@ -51,9 +51,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
-from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.stage.trees import flatten, split
 from gpipe_bench.planner.costs import LEVELS, About, kinds_of

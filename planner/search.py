@@ -20,9 +20,9 @@ from typing import Any
 
 from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.planner.candidate import Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.cuts import EFFORT, Cut, best_cut
@@ -203,10 +203,10 @@ class Search:
         stages, layers = way.num_stages, self.costs.num_layers
         times = self.times(way)
         if stages == layers:
-            return self._even(_rows_key(way), tuple(times.stage(each, each + 1) for each in range(layers)))
+            return self._even(_rows_key(way), tuple(times.at_least(each, each + 1) for each in range(layers)))
         if self._num_cuts(way) <= FEW_CUTS:
             return 0.0
-        even = StageTimes._make(each / stages for each in (*times.stage(0, layers)[:5], 0.0))
+        even = StageTimes._make(each / stages for each in (*times.at_least(0, layers)[:5], 0.0))
         even_s = self._even(_rows_key(way), (even,) * stages)
         # Uneven stages are faster where a pipeline is filled: (M + K - 1) / K with even ones, 1 / (1 - (1 -
         # 1/M)^K) with the best.
@@ -314,7 +314,8 @@ class Search:
     def _times_of(self, grid: Grid, size: int, split: bool) -> LayerTimes:
         shards = self.costs.shards(size, grid.fsdp, grid.fsdp_level, self.request.link)
         shards = shards if grid.tp == 1 else None
-        return times_on(grid, self.costs, size, self._topology(grid), split=split, shards=shards)
+        ahead = self.request.accelerated
+        return times_on(grid, self.costs, size, self._topology(grid), split=split, ahead=ahead, shards=shards)
 
     def _footprints_of(self, size: int, split: bool, tp: int) -> Footprints:
         if self.costs.profiles is None:

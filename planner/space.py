@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.pipeline.plan.schedules.known import NAMED
+from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.planner.candidate import Grid, Way, splits
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.steps import REMATS
@@ -24,7 +24,7 @@ class Space:
     """Limits to what is tried; by default there are none but on tensor parallelism, which needs a plan.
 
     Args:
-        schedules: names of `pipeline.plan.schedules.known.NAMED`
+        schedules: names of `pipeline.plan.named.NAMED`
         microbatches: M; None for every one that divides the mini-batch
         pp, tp: sizes of these dimensions; None for every one that divides the accelerators
         remats: what stages may recompute

@@ -1,15 +1,15 @@
 """How long a step takes, for many cuts of one model under one schedule.
 
 A search looks at hundreds of thousands of stages, so the seconds of any are a few look-ups (`LayerTimes`) and
-a step is one pass over lists of numbers (`QuickSteps`). What a grid makes of the seconds of layers still adds
-up layer by layer, so each collective is charged to its layer (`times_on`):
+a step is one pass over lists of numbers (`QuickSteps`). A grid adds collectives to them (`Collectives`):
 
     tensor parallel    a layer's work divided, two sums of its activations in F and in B that nothing hides
-    fsdp, level 3      a layer's parameters are gathered beside the computation: the longer of the two counts
-    fsdp, level 2      gathered once in a step, before it begins
+    fsdp, level 3      parameters are gathered in every pass, beside the computation
+    fsdp, level 2      gathered once in a step, from its beginning on, beside the first forward
     dp, fsdp           gradients are summed from the last backward on; what that does not hide comes after it
 
-The prediction of a candidate (`predict`) lays out the same collectives one by one.
+Tensor parallelism adds up layer by layer. The others depend on which layers a stage has: they are found for
+each stage that is laid out, as the replay of a prediction has them (`predict`), and remembered.
 """
 
 from __future__ import annotations
@@ -21,17 +21,24 @@ from math import inf
 from operator import add
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.order import execution_order
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    data_parallel,
+    fetched,
+    pass_s,
+    reduce_scatter_s,
+    sharded,
+)
 from gpipe_bench.planner.costs import Costs, ShardCosts
 from gpipe_bench.planner.topology import Topology
 
 REMATS = ("never", "except_last", "always")
 """What a stage may recompute, what takes least first."""
-_SUMMED = ("forward_s", "again_s", "backward_s", "inputs_s", "weights_s", "update_s", "reduce_s")
+_SUMMED = ("forward_s", "again_s", "backward_s", "inputs_s", "weights_s", "update_s")
 
 
 def recomputed(remat: str, num_microbatches: int) -> int:
@@ -47,7 +54,9 @@ class StageTimes(NamedTuple):
     backward_s: float  # B
     inputs_s: float  # I
     weights_s: float  # W
-    after_s: float
+    after_s: float  # the optimizer
+    buckets: tuple[Bucket, ...] = ()
+    gathers: tuple[Gather, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,9 +69,9 @@ class LayerTimes:
         inputs_s, weights_s: I and W; empty for schedules that have none
         activation_bytes, gradient_bytes: between layer i and i + 1, of one micro-batch each way
         update_s: of the optimizer
-        reduce_s: of summing the layer's gradients over replicas, which begins inside the last backward
         again_s: R; as F if not given
         action_s: of an action of a stage whatever its layers, by kind
+        collectives: what a grid adds; nothing if not given
 
     Raises:
         ValueError: no layers, numbers that do not go with them, seconds that are negative or not finite.
@@ -75,9 +84,10 @@ class LayerTimes:
     activation_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
     update_s: Sequence[float] = ()
-    reduce_s: Sequence[float] = ()
     again_s: Sequence[float] = ()
     action_s: Mapping[str, float] = field(default_factory=dict)
+    collectives: Collectives | None = None
+    _stages: dict[tuple[int, int], StageTimes] = field(default_factory=dict, repr=False, compare=False)
     _sums: dict[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +109,9 @@ class LayerTimes:
         if self.inputs_s:
             seconds["back_s"] = list(map(min, self.backward_s, self.inputs_s))
             seconds["least_s"] = list(map(min, self.backward_s, map(add, self.inputs_s, self.weights_s)))
-        seconds["least_s"] = list(map(add, self.forward_s, seconds["least_s"]))
+        more = self.collectives
+        seconds["gather_s"] = more.gather_s() if more and more.every_pass else [0.0] * layers
+        seconds["sums_s"] = (more.sums_s() if more else []) or [0.0] * layers
         self._sums.update({name: list(accumulate(each, initial=0.0)) for name, each in seconds.items()})
 
     @property
@@ -107,38 +119,77 @@ class LayerTimes:
         return len(self.forward_s)
 
     def stage(self, start: int, stop: int) -> StageTimes:
-        """Of layers start..stop - 1; what its last backward does not hide of sums over replicas is after."""
-        sums, more = self._sums, self.action_s
-        forward, again, backward, inputs, weights, update, reduce = (
-            sums[name][stop] - sums[name][start] for name in _SUMMED
+        """Of layers start..stop - 1."""
+        known = self._stages.get((start, stop))
+        if known is None:
+            known = self._stages[start, stop] = self._with_collectives(start, stop)
+        return known
+
+    def _with_collectives(self, start: int, stop: int) -> StageTimes:
+        alone, more, span = self._alone(start, stop), self.collectives, range(start, stop)
+        if more is None:
+            return alone
+        ahead_s, back_s = more.passes_s(span)
+        return alone._replace(
+            forward_s=alone.forward_s + ahead_s,
+            again_s=alone.again_s + ahead_s,
+            backward_s=alone.backward_s + back_s,
+            buckets=more.buckets(span),
+            gathers=more.gathers(span),
         )
-        halved = bool(self.inputs_s)
-        hidden = weights if halved else backward
+
+    def _alone(self, start: int, stop: int) -> StageTimes:
+        """As if the collectives that depend on a stage's layers took no time."""
+        more, halved = self.action_s, bool(self.inputs_s)
+        forward, again, backward, inputs, weights, update = (self._of(n, start, stop) for n in _SUMMED)
         return StageTimes(
             forward + more.get("F", 0.0),
             again + more.get("R", 0.0),
             backward + more.get("B", 0.0),
             inputs + more.get("I", 0.0) * halved,
             weights + more.get("W", 0.0) * halved,
-            update + max(0.0, reduce - hidden),
+            update,
         )
 
+    def at_least(self, start: int, stop: int) -> StageTimes:
+        """What `stage` takes at least, from additions over layers alone, so that a longer stage takes more.
+        What the last backward cannot hide of sums over replicas is in `after_s`.
+        """
+        alone, gather_s = self._alone(start, stop), self._of("gather_s", start, stop)
+        hides_s = alone.weights_s if self.inputs_s else alone.backward_s
+        if gather_s:
+            alone = alone._replace(
+                forward_s=max(alone.forward_s, gather_s),
+                again_s=max(alone.again_s, gather_s),
+                backward_s=max(alone.backward_s, 2 * gather_s),
+            )
+            hides_s = inf  # how much longer the last backward is depends on the stage's layers
+        behind_s = max(0.0, self._of("sums_s", start, stop) - hides_s)
+        return alone._replace(after_s=alone.after_s + behind_s)
+
+    def _of(self, name: str, start: int, stop: int) -> float:
+        sums = self._sums[name]
+        return sums[stop] - sums[start]
+
     def least_s(self, start: int, stop: int) -> float:
-        """Work of layers start..stop - 1 on one micro-batch, its backward whole or in halves."""
-        return self._sums["least_s"][stop] - self._sums["least_s"][start]
+        """Work of layers start..stop - 1 on one micro-batch at least, its backward whole or in halves."""
+        gather_s = self._of("gather_s", start, stop)
+        ahead_s, back_s = self._of("forward_s", start, stop), self._of("least_s", start, stop)
+        return max(ahead_s, gather_s) + max(back_s, 2 * gather_s)
 
     def ahead_s(self, layer: int) -> float:
-        """Forwards of all layers before this one."""
-        return self._sums["forward_s"][layer]
+        """Forwards of all layers before this one, at least."""
+        return max(self._sums["forward_s"][layer], self._sums["gather_s"][layer])
 
     def back_s(self, layer: int) -> float:
-        """Until a gradient has been back through all layers before this one."""
-        return self._sums["back_s"][layer]
+        """Until a gradient has been back through all layers before this one, at least."""
+        return max(self._sums["back_s"][layer], 2 * self._sums["gather_s"][layer])
 
     def beyond_s(self, layer: int) -> float:
-        """There and back through this layer and all after it."""
-        ahead, back = self._sums["forward_s"], self._sums["back_s"]
-        return ahead[-1] - ahead[layer] + back[-1] - back[layer]
+        """There and back through this layer and all after it, at least."""
+        last, gather_s = self.num_layers, self._of("gather_s", layer, self.num_layers)
+        ahead_s, back_s = self._of("forward_s", layer, last), self._of("back_s", layer, last)
+        return max(ahead_s, gather_s) + max(back_s, 2 * gather_s)
 
     def message(self, boundary: int) -> tuple[float, float]:
         """Bytes over a cut in front of layer `boundary`, forward and back."""
@@ -148,6 +199,117 @@ class LayerTimes:
         return ahead, self.gradient_bytes[boundary - 1] if self.gradient_bytes else ahead
 
 
+class Collectives:
+    """What the collectives of a grid add to stages of any layers, for the search and for the replay.
+
+    Args:
+        grid, near: the sizes of its dimensions, and the links of its rings
+        costs: of the layers as one accelerator has them (`divided`)
+        microbatch_size: of the actions
+        split: whether the schedule has I and W in the place of B
+        ahead: whether parameters are fetched while the layer before computes, as on an accelerator
+        shards: what parameters in parts were timed to add, in the place of fsdp's collectives
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        near: Topology,
+        costs: Costs,
+        microbatch_size: int,
+        *,
+        split: bool,
+        ahead: bool,
+        shards: ShardCosts | None = None,
+    ) -> None:
+        self.grid, self.near, self.shards, self._split, self._ahead = grid, near, shards, split, ahead
+        self._gradients = costs.parameter_bytes or [()] * costs.num_layers
+        self.layer_bytes = list(map(sum, self._gradients))
+        self._parts = [[size / grid.fsdp for size in layer] for layer in self._gradients]
+        self._layers_s = costs.at(microbatch_size).layers_s
+
+    def buckets(self, span: range) -> tuple[Bucket, ...]:
+        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
+        grid, near, part = self.grid, self.near, slice(span.start, span.stop)
+        if grid.replicas == 1:
+            return ()
+        if self.shards is not None:
+            timed = Bucket(1.0, sum(self.shards.once_s[part]))
+            found = timed, *data_parallel(self._parts[part], grid.dp, near.ring("dp"))
+        else:
+            backward_s = self._layers_s["W" if self._split else "B"][part]
+            if grid.fsdp_level == 2:
+                found = sharded(
+                    self._gradients[part], grid.fsdp, near.ring("fsdp"), replicas=grid.dp,
+                    replica_link=near.ring("dp"), backward_s=backward_s, split=self._split,
+                )  # fmt: skip
+            else:
+                found = data_parallel(self._parts[part], grid.dp, near.ring("dp"), backward_s=backward_s)
+        # Sums that take the cores that compute make the last backward longer by as much as they would take
+        # behind it.
+        return tuple(replace(each, ready=1.0) for each in found) if near.sums else found
+
+    def gathers(self, span: range) -> tuple[Gather, ...]:
+        """Parameters that are fetched once for a step (ZeRO-2)."""
+        if self.grid.fsdp_level != 2 or self.shards is not None:
+            return ()
+        part = slice(span.start, span.stop)
+        forward_s = self._layers_s[forward_kind(self._layers_s)][part]
+        return fetched(self.layer_bytes[part], self.grid.fsdp, self.near.ring("fsdp"), forward_s=forward_s)
+
+    def passes_s(self, span: range) -> tuple[float, float]:
+        """Seconds that a pass ahead and one back take longer, since each gathers parameters (ZeRO-3)."""
+        if not self.every_pass:
+            return 0.0, 0.0
+
+        def longer_s(kind: str, order: slice, *, scattered: bool) -> float:
+            return pass_s(
+                self.layer_bytes[span.start : span.stop][order],
+                self._layers_s[kind][span.start : span.stop][order],
+                self.grid.fsdp, self.near.ring("fsdp"), ahead=self._ahead, scattered=scattered,
+            )  # fmt: skip
+
+        ahead_s = longer_s(forward_kind(self._layers_s), slice(None), scattered=False)
+        return ahead_s, longer_s("B", slice(None, None, -1), scattered=True)
+
+    @property
+    def every_pass(self) -> bool:
+        return self.grid.fsdp_level == 3 and self.shards is None
+
+    def gather_s(self) -> list[float]:
+        """Of each layer, in every pass."""
+        ring = self.near.ring("fsdp")
+        return [all_gather_s(each, self.grid.fsdp, ring) for each in self.layer_bytes]
+
+    def sums_s(self) -> list[float]:
+        """Of each layer, what its sums over replicas take at least, whatever buckets they leave in."""
+        grid, near = self.grid, self.near
+        if grid.replicas == 1:
+            return []
+        if self.shards is not None:
+            found = list(self.shards.once_s)
+        elif grid.fsdp_level == 2:
+            found = [
+                reduce_scatter_s(each, grid.fsdp, without_latency(near.ring("fsdp")))
+                for each in self.layer_bytes
+            ]
+        else:
+            found = [0.0] * len(self.layer_bytes)
+        over = without_latency(near.ring("dp"))
+        parts = [all_reduce_s(each / grid.fsdp, grid.dp, over) for each in self.layer_bytes]
+        return list(map(add, found, parts))
+
+
+def without_latency(link: Link) -> Link:
+    """The link as long messages see it."""
+    return replace(link, latency_s=0.0)
+
+
+def forward_kind(layers_s: Mapping[str, Sequence[float]]) -> str:
+    """A forward that keeps its graph, where it was timed apart."""
+    return "G" if "G" in layers_s else "F"
+
+
 def times_on(
     grid: Grid,
     costs: Costs,
@@ -155,56 +317,38 @@ def times_on(
     near: Topology,
     *,
     split: bool,
+    ahead: bool,
     shards: ShardCosts | None = None,
 ) -> LayerTimes:
-    """The times of the layers on a grid; `split` where the schedule has I and W in the place of B. What
-    `shards` of parameters were timed to add takes the place of fsdp's collectives.
-    """
+    """The times of the layers on a grid; arguments as of `Collectives`, but the costs are whole."""
     sums_s = [
         2 * all_reduce_s(each, grid.tp, near.ring("tp")) if grid.tp > 1 else 0.0
         for each in (*costs.at(microbatch_size).activation_bytes, 0.0)
     ] or [0.0]
     costs = divided(costs, microbatch_size, grid.tp)
     size, layers = costs.at(microbatch_size), costs.num_layers
-    ahead, backs = "G" if "G" in size.layers_s else "F", ("B", "I") if split else ("B",)
-    takes_s = {kind: list(size.layers_s.get(kind, size.layers_s[ahead])) for kind in (ahead, "R", *backs)}
+    forward, backs = forward_kind(size.layers_s), ("B", "I") if split else ("B",)
+    takes_s = {kind: list(size.layers_s.get(kind, size.layers_s[forward])) for kind in (forward, "R", *backs)}
     if grid.tp > 1:
         takes_s = {kind: list(map(add, seconds, sums_s)) for kind, seconds in takes_s.items()}
-    held = [sum(layer) for layer in costs.parameter_bytes] or [0] * layers
-    gathers_s = [0.0 if shards else all_gather_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
-    if shards is not None:
-        for kind, seconds in takes_s.items():
-            more_s = [shards.more(kind, range(layer, layer + 1)) for layer in range(layers)]
-            takes_s[kind] = [max(0.0, each + more) for each, more in zip(seconds, more_s, strict=True)]
-    if grid.fsdp_level == 3:
-        takes_s = {kind: list(map(max, seconds, gathers_s)) for kind, seconds in takes_s.items()}
-    reduce_s = [0.0] * layers
-    if shards is not None:
-        reduce_s = list(shards.once_s)
-    elif grid.fsdp > 1:
-        reduce_s = [reduce_scatter_s(each, grid.fsdp, near.ring("fsdp")) for each in held]
-    if grid.dp > 1:
-        over = near.ring("dp")
-        reduce_s = [
-            a + all_reduce_s(b / grid.fsdp, grid.dp, over) for a, b in zip(reduce_s, held, strict=True)
-        ]
     update_s = [each / grid.fsdp for each in costs.update_s] or [0.0] * layers
     if shards is not None:
         update_s = list(shards.update_s)
-    if grid.fsdp_level == 2:
-        update_s = list(map(add, update_s, gathers_s))
-    action_s = {"F": size.action_s.get(ahead, 0.0), **{kind: size.action_s.get(kind, 0.0) for kind in "RBIW"}}
+        for kind, seconds in takes_s.items():
+            more_s = [shards.more(kind, range(layer, layer + 1)) for layer in range(layers)]
+            takes_s[kind] = [max(0.0, each + more) for each, more in zip(seconds, more_s, strict=True)]
+    action_s = {kind: size.action_s.get(kind, 0.0) for kind in "RBIW"}
     return LayerTimes(
-        takes_s[ahead],
+        takes_s[forward],
         takes_s["B"],
         takes_s["I"] if split else (),
         size.layers_s["W"] if split else (),
         size.activation_bytes,
         size.gradient_bytes,
         update_s,
-        reduce_s,
         takes_s["R"],
-        action_s,
+        action_s | {"F": size.action_s.get(forward, 0.0)},
+        Collectives(grid, near, costs, microbatch_size, split=split, ahead=ahead, shards=shards),
     )
 
 
@@ -278,18 +422,26 @@ class QuickSteps:
         ahead_s = [link.occupied_s(size) for link, (size, _) in zip(self.links, given, strict=True)]
         back_s = [link.occupied_s(size) for link, (_, size) in zip(self.links, given, strict=True)]
         latency_s = [link.latency_s for link in self.links]
-        forward_s, again_s, backward_s, inputs_s, weights_s, after_s = zip(*stages, strict=True)
+        forward_s, again_s, backward_s, inputs_s, weights_s, after_s, sums, gathers = zip(
+            *stages, strict=True
+        )
         again = [recomputed(each, count) for each in remat]
         inputs = [[0.0] * count for _ in stages]
         gradients = [[0.0] * count for _ in stages]
         free = [0.0] * self.schedule.num_workers
         busy = [0.0] * self._num_links
+        ended = [(0.0, 0.0)] * len(stages)  # the last action: when, and how long it took
+        waits = self._fetched(gathers)
         through_ahead, through_back = self._ahead, self._back
         for code, stage, microbatch, worker in self._order:
             now = free[worker]
             if code == 0:
                 arrival = inputs[stage][microbatch]
-                now = (arrival if arrival > now else now) + forward_s[stage]
+                now = arrival if arrival > now else now
+                if waits[stage]:
+                    now = _waiting(waits[stage], now, forward_s[stage])
+                    waits[stage] = ()
+                now += forward_s[stage]
                 if stage < last:
                     link = through_ahead[stage]
                     if link < 0:
@@ -304,6 +456,7 @@ class QuickSteps:
                 arrival = gradients[stage][microbatch]
                 takes_s = backward_s[stage] if code == 1 else inputs_s[stage]
                 now = (arrival if arrival > now else now) + takes_s
+                ended[stage] = now, takes_s
                 if stage:
                     link = through_back[stage - 1]
                     if link < 0:
@@ -314,10 +467,41 @@ class QuickSteps:
                         gradients[stage - 1][microbatch] = sent + latency_s[stage - 1]
             else:
                 now += weights_s[stage]
+                ended[stage] = now, weights_s[stage]
             free[worker] = now
+        if any(sums):
+            reduced = [0.0] * len(free)
+            order = sorted(range(len(stages)), key=lambda stage: ended[stage][0])
+            for stage in order:
+                (end_s, takes_s), worker = ended[stage], self._homes[stage]
+                for bucket in sums[stage]:
+                    ready_s = end_s - takes_s + bucket.ready * takes_s
+                    reduced[worker] = max(ready_s, reduced[worker]) + bucket.takes_s
+            free = list(map(max, free, reduced))
         for worker, seconds in zip(self._homes, after_s, strict=True):
             free[worker] += seconds
         return max(free)
+
+    def _fetched(self, gathers: Sequence[tuple[Gather, ...]]) -> list[tuple[tuple[float, float], ...]]:
+        """By stage, after which share of its first forward it needs what comes when: each worker fetches from
+        the beginning of the step on, one after the other.
+        """
+        ends, found = [0.0] * self.schedule.num_workers, []
+        for worker, each in zip(self._homes, gathers, strict=True):
+            there = []
+            for gather in each:
+                ends[worker] += gather.takes_s
+                there.append((gather.needed, ends[worker]))
+            found.append(tuple(there))
+        return found
+
+
+def _waiting(needs: Sequence[tuple[float, float]], start_s: float, takes_s: float) -> float:
+    """When an action that waits inside for what it needs would have begun if it did not wait."""
+    late_s = start_s
+    for share, there_s in needs:
+        late_s = max(late_s, there_s - share * takes_s)
+    return late_s
 
 
 _CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}

@@ -6,14 +6,19 @@ What the processes run is found by its module and name, so a case is a function 
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import pickle
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.harness.store import file_lock
 from gpipe_bench.pipeline.ranks.launch import launch
@@ -23,6 +28,9 @@ if TYPE_CHECKING:  # forked processes have no pytest
 
 Case = Callable[[], None]
 Cases = Mapping[str, Case]
+
+HANGING_S = 45.0  # longer than any case waits for what it tests; a few seconds more and the test has ended
+IDLE = 0.02  # of a core that all ranks together take while they only give signs of life to each other
 
 
 class Outcome(NamedTuple):
@@ -66,7 +74,51 @@ def selected(request: pytest.FixtureRequest, cases: Cases) -> Cases:
 
 def outcomes_of(cases: Cases, num_ranks: int = 4) -> Outcomes:
     """What each rank of one launch says of the cases."""
-    return launch(run_all, num_ranks, dict(cases), device="cpu")
+    return watched(run_all, num_ranks, dict(cases))
+
+
+def watched(
+    function: Callable[..., Any], num_ranks: int, *arguments: Any, hanging_s: float = HANGING_S
+) -> list[Any]:
+    """What `launch` returns of the function on CPUs. Where all ranks wait, each for another, `AssertionError`
+    with the stacks of all after `hanging_s`, or later on a machine that is busy with something else.
+    """
+    with tempfile.TemporaryDirectory(prefix="watched-") as folder:
+        try:
+            return launch(_watched, num_ranks, Path(folder), hanging_s, function, *arguments, device="cpu")
+        except ChildFailedError as error:
+            if stacks := [path.read_text() for path in sorted(Path(folder).glob("stacks-*"))]:
+                raise AssertionError("\n".join(["all ranks wait", *stacks])) from error
+            raise
+
+
+def _watched(folder: Path, hanging_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """On each rank."""
+    over = threading.Event()
+    watch = threading.Thread(target=_watch, args=(folder, hanging_s, over), daemon=True, name="watch")
+    watch.start()
+    try:
+        return function(*arguments)
+    finally:
+        over.set()
+
+
+def _watch(folder: Path, hanging_s: float, over: threading.Event) -> None:
+    """The thread: tells the other ranks what this one has computed, and looks whether anybody still does."""
+    own, size = dist.get_rank(), dist.get_world_size()
+    since_s, before_s, clocks = time.monotonic(), 0.0, [folder / f"clock-{rank}" for rank in range(size)]
+    while not over.wait(max(hanging_s / 50, 0.25)):  # seldom: looking takes time, too
+        clocks[own].write_text(f"{time.process_time():20.6f}")  # of one length, so never half of it
+        spent_s = sum(float(clock.read_text() or 0) for clock in clocks if clock.exists())
+        waited_s = time.monotonic() - since_s
+        if spent_s - before_s > IDLE * max(hanging_s, waited_s):
+            since_s, before_s = time.monotonic(), spent_s
+        elif waited_s > hanging_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)):
+            with (folder / f"stacks-{own}").open("w") as file:
+                print(f"rank {own} of {size}:", file=file, flush=True)
+                faulthandler.dump_traceback(file)
+            over.wait(hanging_s / 10)  # for the others to say where they are
+            os._exit(1)
 
 
 def once(path: Path, make: Callable[[], Outcomes]) -> Outcomes:

@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 from case_runner import Outcomes, once, outcomes_of, selected
+from tiers import is_deep, patterns, pytest_addoption, pytest_configure  # noqa: F401
 
 from gpipe_bench.harness.store import Store
 
@@ -93,7 +94,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    second = patterns()
+    for item in items:
+        if is_deep(item.nodeid.removeprefix("tests/"), second):
+            item.add_marker(pytest.mark.deep)
     # Of the processes that share the list, one begins with its head: it runs what starts processes, one file
     # after the other, while the others run the rest.
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)

@@ -7,11 +7,11 @@ count.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from unittest import mock
 
 import torch
+from covering import pairwise
 from ranks import EXACT, Ranks, assert_own_gradients, halves, raises, shared_folder
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from gpipe_bench import models
 from gpipe_bench.models.amoebanet.modules import set_drop_path
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, gpipe
-from gpipe_bench.pipeline.plan.schedules import calibration
+from gpipe_bench.pipeline.plan import auto
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.transport import InProcess
 
@@ -38,14 +39,13 @@ TRANSFORMER = {
 
 def transparency(ranks: Ranks | None = None, numbers: tuple[int, ...] = (1, 3, 8)) -> None:
     ranks = ranks or Ranks()
-    for num_microbatches in numbers:
+    for num_microbatches, schedule, remat in pairwise(numbers, tuple(SCHEDULES), REMAT_MODES):
         batch, target = everything_batch(num_microbatches + 3)
         plain = plain_step(seeded(everything), batch, target, cross_entropy, num_microbatches)
-        for schedule, remat in itertools.product(SCHEDULES, REMAT_MODES):
-            pipeline = ranks.pipeline(seeded(everything), num_microbatches, schedule=schedule, remat=remat)
-            loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
-            torch.testing.assert_close(loss, plain.loss, **EXACT)
-            assert_own_gradients(pipeline, plain.gradients, **EXACT)
+        pipeline = ranks.pipeline(seeded(everything), num_microbatches, schedule=schedule, remat=remat)
+        loss = pipeline.step(*ranks.own(batch, target), cross_entropy)
+        torch.testing.assert_close(loss, plain.loss, **EXACT)
+        assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
 def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
@@ -70,7 +70,7 @@ def mini_batches_of_changing_shapes(ranks: Ranks | None = None) -> None:
             assert output is None or torch.equal(output, wanted)
 
 
-@mock.patch.multiple(calibration, WARM_UP_STEPS=0, TIMED_STEPS=1)
+@mock.patch.multiple(auto, WARM_UP_STEPS=0, TIMED_STEPS=1)
 def short_batches() -> None:
     """Fewer examples than micro-batches, between others, under schedules with several stages and halves; that
     of "auto" changes in between.

@@ -26,8 +26,8 @@ from torch import nn
 from gpipe_bench.pipeline import Pipeline, Profiler, launch, pipeline_memory
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.workers import shared_weights
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 
 DIGESTS = Path(__file__).with_suffix(".txt")
 REMATS = ("never", "except_last", "always")

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpipe_bench.pipeline import checkpoint
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.ranks import host
-from gpipe_bench.pipeline.ranks.failures.failure import Lookout
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
 
 mse_loss = nn.functional.mse_loss
@@ -163,22 +162,19 @@ def a_rank_that_does_not_answer() -> None:
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
 
-def a_failure_that_only_the_blackboard_tells() -> None:
-    """What a GPU's host relies on, because its waits are the device's: here with the CPU's connections left
-    open.
-    """
+def a_failure_that_only_the_board_tells() -> None:
+    """What a GPU's host relies on, because its waits are the device's: here no connection is closed."""
     ranks = Ranks()
     pipeline = ranks.pipeline(seeded(mlp))
     pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-    transport = pipeline._transport
-    noticed = threading.Event()
-    Lookout(transport._ties._blackboard, noticed.set, limit_s=TIMEOUT_S, interval_s=0.01)
+    job = pipeline._transport._ties.job
+    job.watch(TIMEOUT_S, TIMEOUT_S)
     dist.barrier()
-    assert not noticed.is_set()
+    assert not job.noticed
     if ranks.rank == 2:
-        transport._ties._blackboard.report(ActionError(None, "told", 2))
-    assert noticed.wait(TIMEOUT_S)
-    transport._ties.notice()
+        job.board.report(ActionError(None, "told", 2))
+    while not job.noticed:
+        time.sleep(0.01)
     with raises(ActionError, "a step on rank 2 failed: told"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
@@ -195,9 +191,9 @@ def a_failure_that_is_noticed_after_the_last_receive() -> None:
         transport, last = pipeline._transport, pipeline.schedule.actions[ranks.rank][-1]
 
         def notice(transport=transport) -> None:
-            transport._ties._blackboard.report(ActionError(None, "told", 2))
+            transport._ties.job.board.report(ActionError(None, "told", 2))
             with mock.patch.object(Connection, "cut"):
-                transport._ties.notice()
+                transport._ties.job.notice()
 
         @contextmanager
         def observe(action, when=when, last=last, notice=notice):
@@ -284,7 +280,7 @@ CASES = (
     failure_beside_workers_of_a_loader,
     failure_before_the_first_action,
     a_rank_that_does_not_answer,
-    a_failure_that_only_the_blackboard_tells,
+    a_failure_that_only_the_board_tells,
     a_failure_that_is_noticed_after_the_last_receive,
     a_rank_that_cannot_write,
 )

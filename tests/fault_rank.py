@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.mesh.reduce import Joint
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.ranks.connecting import network
+from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.launch import start_process
 from gpipe_bench.pipeline.ranks.store import Store
 
@@ -125,13 +125,13 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         where: dict[str, Any] = {"group": dist.group.WORLD}
         if isinstance(fault, GridFault):
             where = {"mesh": init_device_mesh("cpu", (fault.dp, fault.pp), mesh_dim_names=("dp", "pp"))}
-            dist.barrier()  # making a mesh waits as the process group does
+        dist.barrier()  # who is still joining the process group, or making a mesh, waits as long as these do
         bomb.at("before construction")
         inside = {
             "before the store": bomb.inside(Store, "connect", "before the store"),
             "while meeting": bomb.inside(Store, "await_from", "while meeting"),
             "in construction": bomb.inside(
-                network, "backend", "in construction", lambda *_, name, **__: name == "gradients"
+                connect, "backend", "in construction", lambda *_, name, **__: name == "gradients"
             ),
             "before agreeing": bomb.inside(Pipeline, "gather", "before agreeing"),
         }

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule
-from gpipe_bench.pipeline.plan.schedules import calibration
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan import auto
+from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.rng import run_plain
 from gpipe_bench.pipeline.stage.trees import sizes
 
@@ -114,7 +115,7 @@ class Example:
 
     def problems(self, group: dist.ProcessGroup | None) -> list[str]:
         """What is wrong in this process."""
-        with mock.patch.multiple(calibration, WARM_UP_STEPS=0, TIMED_STEPS=1):  # rows change after each step
+        with mock.patch.multiple(auto, WARM_UP_STEPS=0, TIMED_STEPS=1):  # rows change after each step
             return self._problems(group)
 
     def _problems(self, group: dist.ProcessGroup | None) -> list[str]:

@@ -51,6 +51,16 @@ def found(*each: Steps) -> Found:
     return Found(each, layers_s, 1000, 1e12, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2))
 
 
+def cuts_of(model: str = "transformer", **cuts: Any) -> dict[str, Any]:
+    """Case and details of a record of the cuts of eight layers; `cuts` by setting, even ones unless given."""
+    even = {str(k): [[n * 8 // k, (n + 1) * 8 // k] for n in range(k)] for k in (2, 4, 8)}
+    details = {
+        "title": "A model", "cuts": {"operations, least variance": even, **cuts}, "parameters": [10] * 8,
+        "sent_bytes": [100] * 8, "returned_bytes": [100] * 8,
+    }  # fmt: skip
+    return {"case": {"part": "cuts", "model": model}, "details": details, "quantities": ()}
+
+
 def job_of(*configurations: Configuration, **more: Any) -> Job:
     return Job(TINY, configurations, 2, **more)
 

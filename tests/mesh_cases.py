@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench import models
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.auto import Calibration
+from gpipe_bench.pipeline.plan.named import named
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 AMOEBANET = {

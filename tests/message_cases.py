@@ -16,8 +16,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.ranks import distributed
-from gpipe_bench.pipeline.ranks.connecting import introduction
+from gpipe_bench.pipeline.ranks import connect, distributed
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
 
@@ -113,7 +112,7 @@ def through_memory_and_the_network() -> None:
     """Ranks 0 and 1 share memory and so do 2 and 3; between 1 and 2 is a network, as with two hosts."""
     ranks = Ranks(share_memory=True)
     elsewhere = f"machine {ranks.rank // 2}"
-    with mock.patch.object(introduction, "machine_id", return_value=elsewhere):
+    with mock.patch.object(connect, "machine_id", return_value=elsewhere):
         transparency(ranks)
         mini_batches_of_changing_shapes(ranks)
         for action in ("0F3", "1R1", "2B2"):
@@ -177,7 +176,7 @@ def memory_between_networks() -> None:
     ranks = Ranks(share_memory=True)
     batch, target = mlp_batch(6)  # micro-batches 2 and 3 are smaller, of a size that is new
     plain = plain_step(seeded(mlp), batch, target, mse_loss, 4)
-    with mock.patch.object(introduction, "machine_id", return_value=f"machine {(ranks.rank + 1) // 2}"):
+    with mock.patch.object(connect, "machine_id", return_value=f"machine {(ranks.rank + 1) // 2}"):
         pipeline = ranks.pipeline(seeded(mlp), 4, schedule=BOTH_LOOK_AWAY)
         for _ in range(3):
             pipeline.num_steps = 0

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import to_text
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Schedule
+from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
 
 NUM_PROCESSES = 3

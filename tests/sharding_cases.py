@@ -35,7 +35,7 @@ from gpipe_bench import models
 from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.models.tasks import class_loss, token_loss
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.mesh.division import Divided
+from gpipe_bench.pipeline.mesh.reduce import Divided
 from gpipe_bench.pipeline.mesh.sharding import Holders
 from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 

@@ -12,16 +12,14 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.auto import Calibration, automatic, link_s_of, times_of
+from gpipe_bench.pipeline.plan.generate import fused, most_alive_of
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Kind, Schedule, ends_of
-from gpipe_bench.pipeline.plan.schedules.automatic import automatic, link_s_of, times_of
-from gpipe_bench.pipeline.plan.schedules.calibration import Calibration
-from gpipe_bench.pipeline.plan.schedules.fusing import fused
-from gpipe_bench.pipeline.plan.schedules.generator import most_alive_of
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.plan.schedules.placement import shared_by, vee
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.named import named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.vee import shared_by, vee
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 STEPS_OF_CALIBRATION = 5

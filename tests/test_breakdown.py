@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.breakdown import PARTS, Breakdown, breakdown
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Kind, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.planner.breakdown import PARTS, Breakdown, breakdown
 
 
 def parts(found: Breakdown) -> dict[str, float]:

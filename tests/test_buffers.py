@@ -15,7 +15,7 @@ from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
 
 WIDTH, NUM_MICROBATCHES, NUM_STEPS = 6, 4, 3

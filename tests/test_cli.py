@@ -27,14 +27,16 @@ def fake(monkeypatch):
     monkeypatch.setitem(EXPERIMENTS, "fake", "fake_experiment")
 
 
+PUBLISHED = "computed from the paper's description"
+
 # Running
 
 
 def test_a_run_shows_the_table_and_keeps_records_and_figures(tmp_path):
     status, out, err = run_fake(tmp_path)
     assert status == 0
-    assert re.search(r"ours \(modelled\) +81\.79M", out)
-    assert "as published: nothing judged; 15 not run\nhere: 4 of 5 identities hold\n" in out
+    assert re.search(r"ours +81\.8M =", out)
+    assert f"{PUBLISHED}: nothing judged; 15 not run\nrun here: 4 of 5 identities hold\n" in out
     assert "[5/5] step=5 kind=odd: done in" in err
     assert len((tmp_path / "fake.jsonl").read_text().splitlines()) == 5
     assert (tmp_path / "figures" / "fake.txt").read_text().count("step=") == 5
@@ -61,7 +63,7 @@ def test_only_narrows_and_the_table_still_knows_the_rest(tmp_path):
     _, out, _ = run_fake(tmp_path, "--only", "kind=odd", "--only", "step=1", "--only", "step=3", "--json")
     assert [record["case"]["step"] for record in lines(out)] == [1, 3]
     _, out, _ = run_fake(tmp_path, "--only", "step=2")
-    assert "as published: nothing judged; 17 not run\nhere: 2 of 3 identities hold\n" in out
+    assert f"{PUBLISHED}: nothing judged; 17 not run\nrun here: 2 of 3 identities hold\n" in out
 
 
 def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
@@ -70,9 +72,11 @@ def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
     assert "failed: step=2 kind=even: RuntimeError: the wheel came off" in err
     assert "fake.jsonl; run again to retry" in err
     assert "Traceback" not in err
-    assert "failed: RuntimeError: the wheel came off" in " ".join(out.split())
-    assert "ran out of memory here: MemoryError: no room for 3 GiB" in " ".join(out.split())
-    assert "skipped: needs 8 devices" in out
+    assert re.search(r"ours .* - <", out), "what ran out of memory is below"
+    whole = " ".join(call("compare", "fake", "--full", "--results", tmp_path)[1].split())
+    assert "failed: RuntimeError: the wheel came off" in whole
+    assert "ran out of memory here: MemoryError: no room for 3 GiB" in whole
+    assert "skipped: needs 8 devices" in whole
     records = lines((tmp_path / "fake.jsonl").read_text())
     assert [record["status"] for record in records] == ["done", "failed", "done", "out_of_memory", "skipped"]
     assert "the wheel came off" in records[1]["details"]["traceback"]

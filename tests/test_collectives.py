@@ -9,29 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.breakdown import COLLECTIVES, PARTS, breakdown
-from gpipe_bench.pipeline.plan.collectives import (
+from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.breakdown import COLLECTIVES, PARTS, breakdown
+from gpipe_bench.planner.collectives import (
     all_gather_s,
     all_gather_sent_bytes,
     all_reduce_s,
     all_reduce_sent_bytes,
-    reduce_scatter_s,
-)
-from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.reductions import (
-    Bucket,
-    Gather,
     data_parallel,
     every_pass_s,
     fetched,
     pass_s,
+    reduce_scatter_s,
     sharded,
     tensor_parallel_s,
 )
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, Schedule, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.plan.timeline import Timeline
 
 LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]
 RANKS = st.integers(1, 64)

@@ -18,7 +18,7 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
 
 CELLS = {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True}
 TEXT = {

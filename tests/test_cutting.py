@@ -11,14 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.cuts import AloneBound, best_cut
-from gpipe_bench.planner.steps import REMATS, LayerTimes, QuickSteps
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.steps import REMATS, Collectives, LayerTimes, QuickSteps
+from gpipe_bench.planner.topology import Topology
 
 SLOW = Link("slow", 0.25, 4.0)
+RING = Link("ring", 0.25, 2**21)
 SECONDS = st.integers(0, 8).map(lambda number: number / 4)
 SINGLE = [name for name, each in NAMED.items() if each.stages_per_worker == 1]
 TWICE = ["interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v"]
@@ -61,6 +66,7 @@ def replayed_s(
         replace(schedule, remat="always", actions=rows), seconds, link,
         activation_bytes=[ahead for ahead, _ in messages], gradient_bytes=[back for _, back in messages],
         update_s=[stage.after_s for stage in takes],
+        reductions=[stage.buckets for stage in takes], gathers=[stage.gathers for stage in takes],
     ).makespan_s  # fmt: skip
 
 
@@ -80,10 +86,28 @@ def cases(draw: st.DrawFn, names: list[str], per_worker: int) -> tuple[Schedule,
     def each(number: int) -> list[float]:
         return draw(st.lists(SECONDS, min_size=number, max_size=number))
 
+    forward_s, backward_s = each(layers), each(layers)
+    inputs_s, weights_s = (each(layers), each(layers)) if split else ((), ())
+    levels = [None, 0, 2] if split else [None, 0, 2, 3]
+    level = draw(st.sampled_from(levels))
+    collectives = None
+    if level is not None:
+        halves = {"I": inputs_s, "W": weights_s} if split else {}
+        costs = Costs(
+            sizes={1: SizeCosts(layers_s={"F": forward_s, "B": backward_s, **halves})},
+            parameter_bytes=[
+                draw(st.lists(st.integers(0, 8).map(lambda size: size * 2**19), max_size=3))
+                for _ in range(layers)
+            ],
+        )
+        grid = Grid(workers, fsdp=2, fsdp_level=level) if level else Grid(workers, dp=2)
+        request = Request(accelerators=2 * workers, memory_bytes=2**30, batch_size=8, link=RING)
+        near = Topology(request, grid)
+        collectives = Collectives(grid, near, costs, 1, split=split, ahead=draw(st.booleans()))
     times = LayerTimes(
-        each(layers), each(layers), each(layers) if split else (), each(layers) if split else (),
-        each(layers - 1), each(layers - 1), each(layers), each(layers), each(layers),
-        draw(st.sampled_from([{}, {"F": 0.5, "B": 0.25, "R": 1.0, "I": 0.5, "W": 0.25}])),
+        forward_s, backward_s, inputs_s, weights_s,
+        each(layers - 1), each(layers - 1), each(layers), each(layers),
+        draw(st.sampled_from([{}, {"F": 0.5, "B": 0.25, "R": 1.0, "I": 0.5, "W": 0.25}])), collectives,
     )  # fmt: skip
     bytes_of = draw(st.lists(st.integers(1, 4), min_size=layers, max_size=layers))
     cap = draw(st.integers(2, 3 * sum(bytes_of)))

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.engine import ActionError, prepare
-from gpipe_bench.pipeline.plan.drawn.table import from_csv
-from gpipe_bench.pipeline.plan.order import execution_order
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Action, Kind, dependencies, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.files import from_csv
+from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, gpipe, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, dependencies, execution_order
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss

@@ -15,14 +15,13 @@ from torch.distributed import _functional_collectives as functional
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks import failure
 from gpipe_bench.pipeline.ranks import store as store_module
-from gpipe_bench.pipeline.ranks.failures import failure
-from gpipe_bench.pipeline.ranks.failures.collective import let_down, missing
-from gpipe_bench.pipeline.ranks.failures.failure import Blackboard
+from gpipe_bench.pipeline.ranks.failure import Board, missing, peer_error_of
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
 
-class Board:
+class Keys:
     """The store of some threads; may be made silent or gone."""
 
     host, is_in_rank = 0, True
@@ -74,11 +73,11 @@ def waits_for(peer: int | None, action: str = "") -> PeerError:
     return PeerError(found, peer, "did not answer: timed out", timed_out=True)
 
 
-def explain_all(errors: dict[int, PeerError], size: int, board: Board | None = None) -> list[ActionError]:
+def explain_all(errors: dict[int, PeerError], size: int, board: Keys | None = None) -> list[ActionError]:
     """What the ranks that wait conclude, each in a thread."""
-    board = board or Board()
+    board = board or Keys()
     with ThreadPoolExecutor(len(errors)) as pool:
-        boards = {rank: Blackboard(board, rank, range(size)) for rank in errors}
+        boards = {rank: Board(board, rank, range(size)) for rank in errors}
         return list(pool.map(lambda rank: boards[rank].explain(errors[rank]), errors))
 
 
@@ -108,11 +107,9 @@ def test_a_rank_that_waits_for_an_unknown_one_is_not_blamed(monkeypatch: pytest.
 
 
 def test_who_waited_in_vain_hears_of_the_failure_that_a_rank_writes_meanwhile() -> None:
-    board, told = Board(), ActionError(Action.parse("1F0"), "told", 1)
-    board.on_get = lambda: (
-        setattr(board, "on_get", lambda: None) or Blackboard(board, 1, range(3)).report(told)
-    )
-    assert str(Blackboard(board, 2, range(3)).explain(waits_for(0))) == str(told)
+    board, told = Keys(), ActionError(Action.parse("1F0"), "told", 1)
+    board.on_get = lambda: setattr(board, "on_get", lambda: None) or Board(board, 1, range(3)).report(told)
+    assert str(Board(board, 2, range(3)).explain(waits_for(0))) == str(told)
 
 
 @pytest.mark.parametrize("alive", [False, True])
@@ -120,12 +117,12 @@ def test_of_many_ranks_the_right_one_is_blamed_after_a_few_questions(
     monkeypatch: pytest.MonkeyPatch, alive: bool
 ) -> None:
     """Rank 300 of 512 has stopped, and all others wait in vain for a neighbour. One process answers them."""
-    size, stopped, board, all_said = 512, 300, Board(), threading.Event()
+    size, stopped, board, all_said = 512, 300, Keys(), threading.Event()
     monkeypatch.setattr(failure, "EXPLANATION_S", 600.0)
     board.on_get = lambda: all_said.set() if board.num_said == size - 1 else None
 
     def conclude(rank: int) -> ActionError:
-        ours = Blackboard(board, rank, range(size), alive=alive, sleep=lambda _: all_said.wait())
+        ours = Board(board, rank, range(size), alive=alive, sleep=lambda _: all_said.wait())
         return ours.explain(waits_for(rank + 1 if rank < stopped else rank - 1))
 
     with ThreadPoolExecutor(size) as pool:
@@ -134,8 +131,8 @@ def test_of_many_ranks_the_right_one_is_blamed_after_a_few_questions(
     assert board.num_asked < 16 * size
 
 
-def of_grid(board: Board, rank: int, size: int = 4) -> Blackboard:
-    return Blackboard(board, rank, range(size), alive=True, coordinates=lambda r: f"dp={r // 2} pp={r % 2}")
+def of_grid(board: Keys, rank: int, size: int = 4) -> Board:
+    return Board(board, rank, range(size), alive=True, coordinates=lambda r: f"dp={r // 2} pp={r % 2}")
 
 
 def in_a_sum() -> PeerError:
@@ -147,7 +144,7 @@ def test_of_those_who_may_be_meant_the_silent_one_is_blamed(monkeypatch: pytest.
     live. Rank 3 does not.
     """
     monkeypatch.setattr(failure, "EXPLANATION_S", 0.3)
-    board, looks = Board(), []
+    board, looks = Keys(), []
 
     def live() -> None:
         looks.append(0)
@@ -165,7 +162,7 @@ def test_who_waits_in_a_sum_believes_a_neighbour_of_the_one_that_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(failure, "EXPLANATION_S", 0.3)
-    board = Board()
+    board = Keys()
     with ThreadPoolExecutor(2) as pool:
         gone = PeerError(Action.parse("0B1"), 2, "disappeared: closed", timed_out=False)
         closed = PeerError(None, None, "a collective failed: closed", timed_out=False)
@@ -179,13 +176,13 @@ def test_who_waits_in_a_sum_believes_a_neighbour_of_the_one_that_is_gone(
 
 def test_the_rank_that_holds_the_store_stays_until_the_others_know() -> None:
     """But for the one that failed. The others need not stay."""
-    board, known = Board(), ActionError(None, "told", 2)
+    board, known = Keys(), ActionError(None, "told", 2)
     to_come = [1, 3]
 
     def others_come(_: float) -> None:
-        Blackboard(board, to_come.pop(), range(4), sleep=others_come).stay(known)
+        Board(board, to_come.pop(), range(4), sleep=others_come).linger(known)
 
-    Blackboard(board, 0, range(4), now=lambda: 0.0, sleep=others_come).stay(known)
+    Board(board, 0, range(4), now=lambda: 0.0, sleep=others_come).linger(known)
     assert to_come == []
 
 
@@ -220,17 +217,17 @@ def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
         for collective in of_collectives:
             with pytest.raises(RuntimeError) as caught:
                 collective()
-            assert let_down(caught.value) is not None
+            assert peer_error_of(caught.value) is not None
     finally:
         dist.destroy_process_group()
     with pytest.raises(RuntimeError) as again:
         raise RuntimeError(str(caught.value))
-    assert let_down(again.value) is None
+    assert peer_error_of(again.value) is None
 
 
 @pytest.mark.parametrize(("silent", "what"), [(True, "did not answer"), (False, "disappeared")])
 def test_a_store_that_cannot_be_asked_is_its_hosts_failure(silent: bool, what: str) -> None:
-    board = Board()
+    board = Keys()
     board.broken = StoreError("is not there", silent=silent)
     found = explain_all({1: waits_for(0, "0F1"), 2: waits_for(1, "1F1")}, 3, board)
     assert [error.rank for error in found] == [0, 0]
@@ -239,7 +236,7 @@ def test_a_store_that_cannot_be_asked_is_its_hosts_failure(silent: bool, what: s
 
 
 def test_a_store_of_the_launcher_that_cannot_be_asked_leaves_what_is_known_here() -> None:
-    board = Board()
+    board = Keys()
     board.host, board.is_in_rank = None, False
     board.broken = StoreError("is not there", silent=True)
     (found,) = explain_all({2: waits_for(1, "1F1")}, 3, board)

@@ -22,7 +22,7 @@ from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import Record
-from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.named import gpipe, one_f_one_b
 
 
 def finished(**wanted: object) -> list[Record]:

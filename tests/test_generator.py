@@ -8,14 +8,15 @@ from collections import Counter
 import pytest
 from random_schedules import random_placement
 
+from gpipe_bench.pipeline.plan import generate as generator
+from gpipe_bench.pipeline.plan import list_scheduler
+from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules import generator, listing
-from gpipe_bench.pipeline.plan.schedules.generator import generate
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.named import NAMED, loop, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.vee import vee
 
 
 def in_slots(schedule: Schedule) -> float:
@@ -139,9 +140,9 @@ def test_large_schedules_take_little_work(monkeypatch: pytest.MonkeyPatch) -> No
     and looks at what a worker could take next, at most two for each action besides the first ones.
     """
     looks, replays = Counter[str](), Counter[str]()
-    look, lay_out = listing._List._best, generator.replay
+    look, lay_out = list_scheduler._List._best, generator.replay
 
-    def counted_look(self: listing._List, worker: int) -> object:
+    def counted_look(self: list_scheduler._List, worker: int) -> object:
         looks["all"] += 1
         return look(self, worker)
 
@@ -149,7 +150,7 @@ def test_large_schedules_take_little_work(monkeypatch: pytest.MonkeyPatch) -> No
         replays["all"] += 1
         return lay_out(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(listing._List, "_best", counted_look)
+    monkeypatch.setattr(list_scheduler._List, "_best", counted_look)
     monkeypatch.setattr(generator, "replay", counted_replay)
     found = generate(loop(16, 1), 64)
     assert in_slots(found) == 3 * 64 + 15  # the skew alone is idle, as with ZB-H1

@@ -12,7 +12,7 @@ from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.experiment import EXPERIMENT
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.pipeline.plan.collectives import all_reduce_s
+from gpipe_bench.planner.collectives import all_reduce_s
 
 PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
 

@@ -14,7 +14,7 @@ from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.ranks.launch import launch
 from gpipe_bench.pipeline.stage.trees import split
 

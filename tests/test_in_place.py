@@ -10,7 +10,7 @@ from tiny_models import mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 
 mse_loss = nn.functional.mse_loss
 

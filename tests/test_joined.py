@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 
 import joined_cases
-
-from gpipe_bench.pipeline.ranks.launch import launch
+from case_runner import watched
 
 EXAMPLES = int(os.environ.get("JOINED_EXAMPLES", "12"))
 
 
 def test_over_processes_all_options_together_give_the_plain_models_numbers() -> None:
-    outcomes = launch(joined_cases.run_all, joined_cases.NUM_PROCESSES, 0, 0, EXAMPLES, device="cpu")
+    outcomes = watched(joined_cases.run_all, joined_cases.NUM_PROCESSES, 0, 0, EXAMPLES)
     assert not [text for of_rank in outcomes for text in of_rank]
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import sys
 import threading
+import types
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -44,6 +46,17 @@ def test_windows_is_refused_with_what_to_do_instead(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch.sys, "platform", "win32")
     with pytest.raises(ValueError, match="which win32 does not have; on Windows take WSL, or one process"):
         launch.launch(nothing, 2)
+
+
+def test_a_function_of_a_notebook_is_refused_with_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose `__main__` is no file. In a script's it is found by the processes."""
+    notebook = types.ModuleType("__main__")
+    exec("def train(): pass", notebook.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    with pytest.raises(
+        ValueError, match="train was defined in a notebook or at a prompt, .* write it to a file"
+    ):
+        launch.launch(notebook.train, 2, device="cpu")
 
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)

@@ -19,7 +19,8 @@ from gpipe_bench.pipeline.memory.counts import steps as steps_of
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.memory.stage_bytes import Moment, StageBytes
 from gpipe_bench.pipeline.memory.workers import pipeline_memory, stage_memory
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Kind, Schedule, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 C, SIDE = 8, 8
 

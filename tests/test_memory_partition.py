@@ -16,7 +16,8 @@ from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.schedule import Schedule, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Schedule
 
 PROFILER = Profiler()
 WIDTHS = (4, 16, 64)

@@ -9,6 +9,7 @@ from closed_forms import (
     transformer_lm_parameters,
     transformer_seq2seq_parameters,
 )
+from covering import pairwise
 
 from gpipe_bench.models import MODELS, count_parameters, layer_parameters
 
@@ -168,9 +169,9 @@ def test_amoebanet_b_18_512_layer_by_layer():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", ["tf", "torchgpipe"])
-@pytest.mark.parametrize("num_filters", [16, 128, 208])
-@pytest.mark.parametrize("num_layers", range(1, 9))
+@pytest.mark.parametrize(
+    ("num_layers", "num_filters", "preset"), pairwise(range(1, 9), (16, 208), ("tf", "torchgpipe"))
+)
 def test_the_closed_form_of_amoebanet_d_is_the_built_model(num_layers, num_filters, preset):
     options = {"num_layers": num_layers, "num_filters": num_filters, "preset": preset, "num_classes": 10}
     model = build("amoebanet-d", aux_head=False, **options)

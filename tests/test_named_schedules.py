@@ -5,26 +5,28 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
+from gpipe_bench.pipeline.plan import list_scheduler
+from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Kind, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules import (
-    controllable,
-    listing,
-    loops,
-    recomputed,
-    vees,
-    zero_bubble,
+from gpipe_bench.pipeline.plan.named import (
+    NAMED,
+    breadth_first,
+    gpipe,
+    interleaved,
+    loop,
+    named,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
 )
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, recomputed, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.vee import dualpipe_v, v_half, vee, zb_v
 
 
 def in_slots(schedule: Schedule) -> float:
@@ -188,7 +190,7 @@ def test_recomputation_is_early_and_fits_before_every_backward() -> None:
             for remat in REMAT_MODES:
                 assert named(name, num_workers, size, remat=remat) == make(num_workers, size, remat=remat)
     with pytest.raises(ValueError, match="recomputes already"):
-        recomputed.recomputed(gpipe(2, 2, remat="always"), "always")
+        recomputed(gpipe(2, 2, remat="always"), "always")
 
 
 def test_what_is_no_named_schedule_is_refused() -> None:
@@ -208,8 +210,8 @@ def test_what_is_no_named_schedule_is_refused() -> None:
 def listed() -> Schedule:
     """Of the list scheduler, as described where it stands."""
     seconds = {kind: [slots] * 2 for kind, slots in SLOTS.items()}
-    work = listing.Work((0, 1), 3, "never", True, seconds, [0.0], [0.0])
-    return Schedule("listed", 2, 3, "never", listing.rows(work, listing.Policy(lead=(2, 1))))
+    work = list_scheduler.Work((0, 1), 3, "never", True, seconds, [0.0], [0.0])
+    return Schedule("listed", 2, 3, "never", list_scheduler.rows(work, list_scheduler.Policy(lead=(2, 1))))
 
 
 def _pictures(text: str) -> list[str]:
@@ -222,19 +224,19 @@ def _pictures(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "schedule"),
     [
-        (loops.interleaved.__doc__, named("interleaved", 2, 3)),
-        (loops.breadth_first.__doc__, named("breadth-first", 2, 2)),
-        (zero_bubble.zb_h1.__doc__, named("zb-h1", 3, 4)),
-        (zero_bubble.zb_h2.__doc__, named("zb-h2", 3, 5)),
-        (vees.zb_v.__doc__, named("zb-v", 2, 3)),
-        (vees.dualpipe_v.__doc__, named("dualpipe-v", 2, 3)),
-        (controllable.v_half.__doc__, named("v-half", 2, 3)),
+        (interleaved.__doc__, named("interleaved", 2, 3)),
+        (breadth_first.__doc__, named("breadth-first", 2, 2)),
+        (zb_h1.__doc__, named("zb-h1", 3, 4)),
+        (zb_h2.__doc__, named("zb-h2", 3, 5)),
+        (zb_v.__doc__, named("zb-v", 2, 3)),
+        (dualpipe_v.__doc__, named("dualpipe-v", 2, 3)),
+        (v_half.__doc__, named("v-half", 2, 3)),
         (recomputed.__doc__, named("zb-h1", 3, 3, remat="always")),
-        (listing.__doc__, listed()),
+        (list_scheduler.__doc__, listed()),
     ],
 )
-def test_pictures_in_the_code_show_what_the_code_makes(text: str | ModuleType, schedule: Schedule) -> None:
-    (picture,) = _pictures(str(text))
+def test_pictures_in_the_code_show_what_the_code_makes(text: str, schedule: Schedule) -> None:
+    (picture,) = _pictures(text)
     assert picture == draw(replay(schedule, SLOTS))
 
 

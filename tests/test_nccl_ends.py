@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_failure import Board
+from test_failure import Keys
 
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import channels, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.ranks.connecting.warm_up import meetings
-from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
+from gpipe_bench.pipeline.ranks.connect import in_turn
+from gpipe_bench.pipeline.ranks.failure import Board
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, nccl_options, unreachable
 from gpipe_bench.pipeline.ranks.store import bounded
 
@@ -82,30 +80,10 @@ def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torc
         assert tensor.data_ptr() == buffer.tensor.data_ptr()
 
 
-# Meetings
-
-
-def test_a_chain_meets_in_two_rounds_the_even_pairs_first() -> None:
-    rounds = [[{meeting[0].source, meeting[0].target} for meeting in turn] for turn in meetings(gpipe(5, 2))]
-    assert rounds == [[{0, 1}, {2, 3}], [{1, 2}, {3, 4}]]
-    assert meetings(gpipe(1, 2)) == []
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_every_pair_meets_once_on_every_way_and_nobody_twice_at_a_time(name: str) -> None:
-    for num_workers in (2, 3, 4):
-        schedule = named(name, num_workers, 4)
-        rounds = meetings(schedule)
-        for turn in rounds:
-            pairs = [{rank for each in meeting for rank in (each.source, each.target)} for meeting in turn]
-            assert all(len(pair) == 2 for pair in pairs)
-            assert len(set().union(*pairs)) == 2 * len(pairs)
-        greetings = [each for turn in rounds for meeting in turn for each in meeting]
-        assert len(greetings) == len(set(greetings))
-        found = {(each.source, each.target, each.way[0]) for each in greetings if each.way is not None}
-        assert found == set(channels(schedule))
-        assert all(each.way[1] == (each.target > each.source) for each in greetings if each.way is not None)
-        assert any(each.way is None for each in greetings) == bool(schedule.placement)
+def test_neighbours_meet_first_and_the_even_pairs_before_the_odd_ones() -> None:
+    """Every rank takes its pairs in this order: nobody waits in a ring, and a chain takes two turns."""
+    assert in_turn({(0, 1), (1, 2), (2, 3), (3, 4)}) == [(0, 1), (2, 3), (1, 2), (3, 4)]
+    assert in_turn([(0, 3), (2, 3), (1, 2), (0, 1)]) == [(0, 1), (2, 3), (1, 2), (0, 3)]
 
 
 def test_a_call_that_is_given_up_is_left_behind() -> None:
@@ -129,11 +107,8 @@ class Life:
     """The heartbeats of some ranks over one store and one clock."""
 
     def __init__(self, size: int) -> None:
-        self.now_s, self.board = 0.0, Board()
-        self.of_rank = [
-            Heartbeats(self.board, rank, range(size), limit_s=10.0, now=lambda: self.now_s)
-            for rank in range(size)
-        ]
+        self.now_s, keys = 0.0, Keys()
+        self.of_rank = [Board(keys, rank, range(size), now=lambda: self.now_s) for rank in range(size)]
 
     def pass_time(self, seconds: int, alive: set[int]) -> dict[int, ActionError]:
         """What the living find out, looking once a second."""
@@ -141,7 +116,7 @@ class Life:
         for _ in range(seconds):
             self.now_s += 1.0
             for rank in sorted(alive):
-                if (error := self.of_rank[rank].beat()) is not None:
+                if (error := self.of_rank[rank].beat(10.0)) is not None:
                     found.setdefault(rank, error)
         return found
 

@@ -17,9 +17,9 @@ from test_nccl_pipeline import Scale, Through, Turn
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.ranks.connecting import opening, ties
+from gpipe_bench.pipeline.plan.named import gpipe, named, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.messages.control import Control
 from gpipe_bench.pipeline.ranks.messages.gate import Gate
 from gpipe_bench.pipeline.ranks.messages.holders import Holders
@@ -194,7 +194,7 @@ PLANTED = {
     ),
     "activations and gradients in one queue": Planted(
         trains(one_f_one_b(3, 5), lambda: layers(3)),
-        patched((opening, "names_of_ways", lambda s: {(False, True): "all", (True, False): "all"})),
+        patched((connect, "names_of_ways", lambda s: {(False, True): "all", (True, False): "all"})),
         (Deadlock, AssertionError),
     ),
     "a receive of gpipe is posted before its producer's needs": Planted(
@@ -215,7 +215,7 @@ PLANTED = {
     "unequal sizes": Planted(trains(gpipe(2, 4), lambda: layers(2)), larger_outline, (RuleBroken,)),
     "no warm-up": Planted(
         a_rank_fails_before_the_first_message,
-        patched((opening, "warm_up", lambda *arguments: None)),
+        patched((connect, "warm_up", lambda *arguments: None)),
         (Deadlock,),
     ),
     "a message is freed before it has left": Planted(
@@ -223,12 +223,12 @@ PLANTED = {
     ),
     "shut down with messages on the way": Planted(
         closes_with_messages_on_the_way,
-        patched((ties.Ties, "synchronize", lambda self: None)),
+        patched((connect.Session, "synchronize", lambda self: None)),
         (RuleBroken,),
     ),
     "types that NCCL has no name for": Planted(
         trains(gpipe(2, 4), lambda: [Turn(False), Turn(True)]),
-        patched((ties, "NCCL_TYPES", None)),
+        patched((connect, "NCCL_TYPES", None)),
         (ActionError, TypeError),
     ),
 }
@@ -255,6 +255,6 @@ def test_a_step_that_ignores_the_notice_returns_garbage() -> None:
         return gradient
 
     assert isinstance(run(2, take)[0], ActionError)
-    with mock.patch.object(ties.Ties, "refuse_after_notice"):
+    with mock.patch.object(connect.Session, "refuse_after_notice"):
         found = run(2, take)[0]
     assert isinstance(found, ActionError) or not torch.isfinite(found).all()

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -12,10 +12,10 @@ from nccl_cases import WIDTH, assert_as_plain, batch, large_messages, mse_loss, 
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pop, PortalSequential, Stash
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.portal_posting import portal_postings
 from gpipe_bench.pipeline.plan.portals import Line
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 
 
 class Add(nn.Module):

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.ranks.connecting.introduction import machine_id, meet
+from gpipe_bench.pipeline.ranks.connect import neighbours
+from gpipe_bench.pipeline.ranks.host import machine_id
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 
 TIMEOUT_S = 10.0
@@ -289,14 +290,14 @@ class Store(dict[str, bytes]):
 def test_ranks_on_other_machines_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
     store.set("address of rank 0", '{"machine": "elsewhere", "token": "00"}')
-    assert meet(store, 1, [0], willing=True, timeout_s=1.0) == {}
+    assert neighbours(store, 1, [0], willing=True, timeout_s=1.0) == {}
     assert store["answer of rank 1 to rank 0"] == b"no"
     # On this machine, but out of reach, as in another network namespace.
     store.set("address of rank 0", f'{{"machine": "{machine_id()}", "token": "00"}}')
-    assert meet(store, 1, [0], willing=True, timeout_s=1.0) == {}
+    assert neighbours(store, 1, [0], willing=True, timeout_s=1.0) == {}
     store.set("address of rank 0", "{}")
-    assert meet(store, 1, [0], willing=True, timeout_s=1.0) == {}
-    assert meet(store, 0, [1], willing=True, timeout_s=1.0) == {}
+    assert neighbours(store, 1, [0], willing=True, timeout_s=1.0) == {}
+    assert neighbours(store, 0, [1], willing=True, timeout_s=1.0) == {}
 
 
 class SharedStore(Store):
@@ -323,7 +324,7 @@ def test_any_two_ranks_of_a_host_meet() -> None:
     store, received = SharedStore(), dict[tuple[int, int], float]()
 
     def take_part(rank: int) -> None:
-        found = meet(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+        found = neighbours(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
         assert sorted(found) == peers[rank]
         posted = {}
         for peer, neighbour in found.items():
@@ -371,7 +372,7 @@ def test_a_rank_that_has_connected_and_not_gone_on_yet_is_nobody_elses_connectio
 
     def take_part(rank: int) -> None:
         try:
-            met = meet(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+            met = neighbours(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
             found[rank] = sorted(met)
         finally:
             answer_is_asked_for.set()

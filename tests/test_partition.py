@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from work_done import lines_run
 
-from gpipe_bench.pipeline.plan.by_cost import can_partition_by, leanest, partition_by
-from gpipe_bench.pipeline.plan.partition import Partition, cumulative_shares, partition
+from gpipe_bench.pipeline.plan.partition import (
+    Partition,
+    can_partition_by,
+    cumulative_shares,
+    leanest,
+    partition,
+    partition_by,
+)
 
 costs_lists = st.one_of(
     st.lists(st.integers(0, 30), min_size=1, max_size=9),

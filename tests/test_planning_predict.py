@@ -9,10 +9,10 @@ import pytest
 
 from gpipe_bench.experiments.plan import elsewhere, exact
 from gpipe_bench.experiments.plan.steps import WAYS, ranked, searched, title, with_replicas
-from gpipe_bench.pipeline.plan.collectives import all_gather_s, all_reduce_s
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import Layout, predict
 from gpipe_bench.planner.request import Request

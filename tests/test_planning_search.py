@@ -12,7 +12,7 @@ from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_sta
 from gpipe_bench.pipeline.memory.messages import Transport
 from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.planner import search as search_module
 from gpipe_bench.planner.answer import plan
 from gpipe_bench.planner.candidate import Grid, Way

@@ -12,7 +12,7 @@ from gpipe_bench.pipeline import Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.portals import portal_memory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.stage.trees import split
 
 SIZES = {"num_convs": 1, "num_filters": 8, "depth": 2, "dropout": 0.0, "image_size": 32}

@@ -6,14 +6,13 @@ from fractions import Fraction
 
 import pytest
 
-from gpipe_bench.pipeline.plan.breakdown import breakdown
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.svg import svg
+from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.portals import Line
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.svg import svg
+from gpipe_bench.planner.breakdown import breakdown
 
 SKIP = Line(0, 0, 3, ("skip",))
 WIRE = Link("wire", latency_s=1, bandwidth_bytes_per_s=1)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.portals import Declared, Line, lines_of, portal_rings, portal_transfers
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.transport import BetweenDevices, InProcess
 
 SPLIT = "zb-h1"

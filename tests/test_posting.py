@@ -9,6 +9,7 @@ import re
 import pytest
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.receiving import posting
 from gpipe_bench.pipeline.plan.receiving.posting import Posting, postings
 from gpipe_bench.pipeline.plan.receiving.ring import (
@@ -18,8 +19,7 @@ from gpipe_bench.pipeline.plan.receiving.ring import (
     gradient_ring,
     turns,
 )
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, ends_of, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, ends_of
 
 
 class Walk:

@@ -48,12 +48,13 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.breakdown import breakdown
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.replay import replay
-from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner import accelerators
 from gpipe_bench.planner.accelerators import P100_16, TPU_V2, Accelerator
+from gpipe_bench.planner.breakdown import breakdown
 
 TRANSFORMER = {
     "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,

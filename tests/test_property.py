@@ -6,14 +6,13 @@ import os
 
 import property_cases
 import pytest
-
-from gpipe_bench.pipeline.ranks.launch import launch
+from case_runner import watched
 
 EXAMPLES = int(os.environ.get("PROPERTY_EXAMPLES", "30"))
 
 
 def test_over_processes_every_gradient_is_the_plain_models() -> None:
-    outcomes = launch(property_cases.run, property_cases.NUM_PROCESSES, 0, 0, EXAMPLES, device="cpu")
+    outcomes = watched(property_cases.run, property_cases.NUM_PROCESSES, 0, 0, EXAMPLES)
     assert not [text for of_rank in outcomes for text in of_rank]
 
 

@@ -13,16 +13,14 @@ from random_schedules import random_remat
 from torch import nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.auto import automatic
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
+from gpipe_bench.pipeline.plan.generate import generate
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, naive, named, one_f_one_b
 from gpipe_bench.pipeline.plan.receiving.ring import gradient_ring
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, naive, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.automatic import automatic
-from gpipe_bench.pipeline.plan.schedules.generator import generate
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 7))
 

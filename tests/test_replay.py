@@ -13,22 +13,19 @@ from work_done import lines_run
 
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
-from gpipe_bench.pipeline.plan.order import execution_order
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import (
-    REMAT_MODES,
-    SCHEDULES,
     Action,
     Kind,
     Schedule,
     dependencies,
-    gpipe,
-    naive,
-    one_f_one_b,
+    execution_order,
     transfers,
+    validate,
 )
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.validate import validate
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 from test_schedule import schedules
 
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.receiving.ring import (
     SENDS_ON_THE_WAY,
     Ring,
@@ -18,10 +19,8 @@ from gpipe_bench.pipeline.plan.receiving.ring import (
     gradient_ring,
     turns,
 )
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 
 def test_gpipe_posts_every_activation_at_once() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES
+from gpipe_bench.pipeline.plan.named import SCHEDULES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.rng import Generators, may_draw, mix, run_plain, stream_key
 
 

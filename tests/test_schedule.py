@@ -13,27 +13,23 @@ from hypothesis import strategies as st
 from tiny_models import mlp
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
-from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.portals import Line, portal_rings
 from gpipe_bench.pipeline.plan.receiving import ring
 from gpipe_bench.pipeline.plan.receiving.memory import rings
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import (
-    REMAT_MODES,
-    SCHEDULES,
     Action,
     Kind,
     Schedule,
     Transfer,
     dependencies,
-    gpipe,
-    naive,
-    one_f_one_b,
+    execution_order,
     transfers,
+    validate,
 )
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 
 @st.composite
@@ -176,7 +172,7 @@ def test_what_follows_from_the_rows_is_found_once() -> None:
     assert hash(schedule) == hash(same)
     assert "_hash" not in vars(pickle.loads(pickle.dumps(same)))  # is another one in another process
     assert Counted.hashes <= 1
-    with mock.patch("gpipe_bench.pipeline.plan.validate._validate_channels") as checks:
+    with mock.patch("gpipe_bench.pipeline.plan.schedule._check_channels") as checks:
         Pipeline(mlp(), num_stages=6, num_microbatches=4, schedule=schedule)
     assert checks.call_count == 1
 

@@ -10,8 +10,8 @@ from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.named import named
+from gpipe_bench.pipeline.plan.schedule import validate
 
 PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 SMALL = [setting for setting in published.SETTINGS if setting.num_workers <= 16]

@@ -9,7 +9,7 @@ from tiny_models import mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.rng import run_plain
 

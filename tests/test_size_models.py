@@ -17,8 +17,7 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.messages import Transport
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
-from gpipe_bench.pipeline.plan.schedule import gpipe
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.named import gpipe, named
 from gpipe_bench.planner import model as size_models
 
 

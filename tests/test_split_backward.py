@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench import models
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, one_f_one_b
+from gpipe_bench.pipeline.plan.named import one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten
 

@@ -23,9 +23,9 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, devices, transfers
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Action, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.times import clock
 from gpipe_bench.pipeline.transport import InProcess
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpipe_bench.experiments.report.drawing import gantt
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.named import gpipe, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
 

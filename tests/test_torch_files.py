@@ -12,11 +12,10 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.files import from_csv, to_csv
+from gpipe_bench.pipeline.plan.named import NAMED, loop, named
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule, validate
+from gpipe_bench.pipeline.plan.vee import vee
 
 NUM_WORKERS, NUM_MICROBATCHES = 2, 4
 V = ("ZBVZeroBubble", "DualPipeV")

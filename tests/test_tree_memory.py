@@ -15,7 +15,7 @@ from gpipe_bench.pipeline import Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.portals import portal_memory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
 
 WIDTH = 64
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tree_models import ByKey, Keyed, Mode, Output, Pair, Part, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.trees import Constant, change, flatten, merge, sizes, split, unflatten
 from gpipe_bench.pipeline.transport import InProcess
 

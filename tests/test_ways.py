@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from gpipe_bench.pipeline.plan.named import gpipe, named
 from gpipe_bench.pipeline.plan.receiving.ring import turns
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, gpipe
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
 from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain, loss_route

@@ -14,17 +14,14 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.workers import (
     bytes_of_stages,
-    held_by,
     memories,
     peak_bytes,
     pipeline_memory,
 )
-from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
-from gpipe_bench.pipeline.plan.recomputing.held import Ledger
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import recomputed
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.planner.adaptive import Ledger, adaptive, held_by
 
 
 def model() -> nn.Sequential:

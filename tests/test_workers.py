@@ -12,24 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
 
-from gpipe_bench.pipeline.plan.breakdown import breakdown
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named
 from gpipe_bench.pipeline.plan.receiving.ring import turns
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import (
     Kind,
     Schedule,
     channels,
     dependencies,
-    gpipe,
+    execution_order,
     transfers,
+    validate,
 )
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.planner.breakdown import breakdown
 
 
 def written(*rows: str, remat: str = "never") -> Schedule:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import Action, Kind
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, validate
 
 mse_loss = nn.functional.mse_loss
 

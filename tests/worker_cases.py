@@ -14,8 +14,8 @@ from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.messages import receiving, sending
 
 cross_entropy = nn.functional.cross_entropy

@@ -1,4 +1,4 @@
-"""`compare NAME`: paper | ours | verdict, re-derived from records alone.
+"""`compare NAME`: paper | ours | verdict, re-derived from records alone; `--full` has the reasons too.
 
 With `--machines A B` the same cells of several machines in one table. A machine is a folder of records: one
 of those committed under results/reference, by its name, or any other by its path, or a file that `export`
@@ -19,13 +19,13 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.registry import PROFILES, load, suggestion
-from gpipe_bench.experiments.report.readings import Shown, environment_warnings, readable, shown_of
+from gpipe_bench.experiments.report.readings import Shown, environment_warnings, readable, screen, shown_of
 from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
-from gpipe_bench.harness.report.table import markdown_table, replies_markdown
+from gpipe_bench.harness.report.table import markdown_table
 from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
 from gpipe_bench.harness.verdict import NO_RECORD, Answer, Comparison
 
@@ -37,6 +37,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
+    verb.add_argument("--full", action="store_true", help="also ranges, reasons, footnotes and details")
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     verb.add_argument(
         "--machines", nargs="+", metavar="MACHINE",
@@ -75,10 +76,10 @@ def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
     if arguments.markdown and not comparisons:
         say(f"```text\n{shown.text}\n```")
     elif arguments.markdown:
-        answers = replies_markdown(comparisons)
-        say("\n\n".join([*([answers] if answers else []), markdown_table(comparisons)]))
+        say(markdown_table(comparisons))
     else:
-        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n\n{shown.text}")
+        text = shown.text if arguments.full else screen(shown, experiment.name)
+        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n\n{text}")
     if problems:
         say(f"\n{left_out(problems, experiment.name)}")
 

@@ -21,10 +21,10 @@ from gpipe_bench.experiments.commands.asked import (
 )
 from gpipe_bench.experiments.commands.output import print_line, write_text
 from gpipe_bench.harness.report.grid import Grid, fill
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
+from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.planner.request import MEASURED, Request
 from gpipe_bench.planner.topology import link_named, link_within
 

@@ -17,7 +17,6 @@ from gpipe_bench.harness.bundle import unpacked
 from gpipe_bench.harness.places import short_path
 from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import cells_csv
-from gpipe_bench.harness.report.table import counts_lines
 from gpipe_bench.harness.store import write_whole
 
 HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print_line(msgspec.json.encode(line))
         return exits.DONE
     folder = arguments.output or arguments.results
-    print("\n".join(counts_lines(page.cells)), end="\n\n")
+    print(page.first.text(), end="\n\n")
     files = ((HTML, html(page)), (MARKDOWN, markdown(page)), (CELLS, cells_csv(page.tables)))
     for name, text in files:
         write(folder / name, text)

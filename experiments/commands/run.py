@@ -16,7 +16,7 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import lines_only, print_line, say
 from gpipe_bench.experiments.registry import PROFILES, load, suggestion
 from gpipe_bench.experiments.report.figures import draw
-from gpipe_bench.experiments.report.readings import Shown, readable, shown_of
+from gpipe_bench.experiments.report.readings import Shown, readable, screen, shown_of
 from gpipe_bench.experiments.report.records import merge, select_records
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.places import short_path
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             return exits.interrupted(result.signal)
         shown = _shown(experiment, asked, store, result, show)
         if not arguments.json:
-            say(shown.text)
+            say(screen(shown, experiment.name))
         for path in _figures(experiment, shown, store.root / "figures", show):
             if not arguments.json:
                 print(f"figure: {short_path(path)}")

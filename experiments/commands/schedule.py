@@ -19,15 +19,13 @@ from typing import Any
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say, write_text
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.drawn.drawing import draw
-from gpipe_bench.pipeline.plan.drawn.svg import svg
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
-from gpipe_bench.pipeline.plan.remat import from_text, to_text
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, SCHEDULES, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
+from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES, from_text, to_text
+from gpipe_bench.pipeline.plan.schedule import Schedule, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.svg import svg
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.validate import validate
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""

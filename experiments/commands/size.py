@@ -23,9 +23,8 @@ from gpipe_bench.experiments.commands.output import print_line, say
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.models.paper import GIB, HALVES
 from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.pipeline.plan.remat import check_remat, from_text, to_text
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES, check_remat, from_text, to_text
 from gpipe_bench.planner.accelerators import accelerator
 from gpipe_bench.planner.candidate import splits
 from gpipe_bench.planner.request import MEASURED, Request

@@ -24,8 +24,8 @@ from torch.func import functional_call
 from gpipe_bench.experiments.consistency.tasks import Task
 from gpipe_bench.experiments.consistency.training import WeightAverage, evaluate
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.order import execution_order
-from gpipe_bench.pipeline.plan.schedule import Kind, one_f_one_b
+from gpipe_bench.pipeline.plan.named import one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Kind, execution_order
 from gpipe_bench.pipeline.stage.rng import Generators, stream_key
 
 

@@ -20,9 +20,10 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.experiments.engines.setup import LossFn
-from gpipe_bench.pipeline.plan.drawn.table import from_csv, to_csv
+from gpipe_bench.pipeline.plan.files import from_csv, to_csv
+from gpipe_bench.pipeline.plan.named import loop
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.schedules.placement import loop, vee
+from gpipe_bench.pipeline.plan.vee import vee
 from gpipe_bench.pipeline.stage.trees import tensors_of
 
 CLASSES: dict[str, str] = {

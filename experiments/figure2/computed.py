@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 UNIT = "forwards"

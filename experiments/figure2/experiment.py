@@ -34,7 +34,7 @@ from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
 from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.harness.verdict import Answer, Part, Spread, printed
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
 
 DRAWN_STAGES = 4
 DRAWN_MICROBATCHES = (4, 8)

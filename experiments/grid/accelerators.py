@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.reductions import (
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.planner.collectives import (
     data_parallel,
     every_pass_s,
     fetched,
@@ -31,8 +34,6 @@ from gpipe_bench.pipeline.plan.reductions import (
     sharded,
     tensor_parallel_s,
 )
-from gpipe_bench.pipeline.plan.replay import replay
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, gpipe
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize

@@ -28,9 +28,10 @@ from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Provenance, Quantity
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.reductions import data_parallel
-from gpipe_bench.pipeline.plan.replay import replay
-from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.planner.collectives import data_parallel
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
 STEPS, WAITING = "steps", "waiting stages"
@@ -210,7 +211,7 @@ def _by_shape(way: str, pipeline: Any, batch: Any) -> int:
     from torch import distributed as dist
 
     from gpipe_bench.pipeline.memory.boundary import Boundary
-    from gpipe_bench.pipeline.plan.collectives import all_reduce_sent_bytes
+    from gpipe_bench.planner.collectives import all_reduce_sent_bytes
 
     if way == "dp":
         gradients = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)

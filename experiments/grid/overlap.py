@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.experiments.schedules.waiting import Waiting, slow_sums
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.reductions import Bucket
-from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.links import Bucket
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.launch import launch
 

@@ -71,7 +71,7 @@ def content() -> dict[str, Any]:
 
 def counters(case: Case) -> dict[str, Any]:
     """The numbers of one case."""
-    from gpipe_bench.pipeline.plan.schedule import SCHEDULES
+    from gpipe_bench.pipeline.plan.named import SCHEDULES
 
     schedule = SCHEDULES[case.schedule](case.num_stages, case.num_microbatches, case.remat)
     return {**of_schedule(schedule), **of_step(case, schedule)}
@@ -79,7 +79,7 @@ def counters(case: Case) -> dict[str, Any]:
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
     """What follows from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
-    from gpipe_bench.pipeline.plan.replay import SLOTS, replay
+    from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
     timeline = replay(schedule, SLOTS)
     stages = range(schedule.num_stages)

@@ -24,9 +24,9 @@ from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, Scalar
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import FREE
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.replay import SLOTS
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.simulate import SLOTS
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import predict, schedule_of

@@ -34,8 +34,9 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.planner.accelerators import HOST_BYTES_PER_S, UPDATE_BYTES, Accelerator
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 

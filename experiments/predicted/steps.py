@@ -1,9 +1,9 @@
 """GPipe's step laid out for many settings at once.
 
-The replay (pipeline/plan/replay.py) lays out one step in milliseconds; all combinations of what a paper
+The replay (pipeline/plan/simulate.py) lays out one step in milliseconds; all combinations of what a paper
 leaves open are tens of thousands. GPipe's order on every stage and every link is known beforehand, so these
 times follow from one pass over stages and micro-batches in which every time is an array over the settings.
-Tests hold it to the replay, and its shares to the breakdown (pipeline/plan/breakdown.py), number by number.
+Tests hold it to the replay, and its shares to the breakdown (planner/breakdown.py), number by number.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Steps:
 
 
 def _attributed(work: Sequence[Array], steps: Sequence[Array], count: int) -> dict[str, Array]:
-    """Shares of `count` times the step, by reason, as pipeline/plan/breakdown.py names and counts them."""
+    """Shares of `count` times the step, by reason, as planner/breakdown.py names and counts them."""
     step, free, ready, even = steps
     computing, again, update, setup = work
     total = count * step

@@ -26,8 +26,8 @@ from gpipe_bench.experiments.predicted.sweep import (
     Sweep,
 )
 from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.pipeline.plan.breakdown import PARTS
 from gpipe_bench.planner.accelerators import P100_12, P100_16, TPU_V2, TPUS, Accelerator
+from gpipe_bench.planner.breakdown import PARTS
 
 TITLES = {
     ("table2", "amoebanet"): "AmoebaNet-D (18, 256)", ("table2", "transformer"): "Transformer-48",

@@ -32,8 +32,8 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.planner.accelerators import P40
 
 SAME_UNKNOWNS = "table3-amoebanet"

@@ -1,6 +1,7 @@
-"""Everything on record as one page of data: the tables, both answers, figures, charts and machines.
+"""Everything on record as one page of data: the first screen, tables, figures, charts and machines.
 
-The verb `report` writes it as files, and the README takes its two answers from the same data.
+The verb `report` writes it as files, and the README takes its first screen from the same data. That screen is
+about the paper and comes from the committed records alone: a number of one's own changes nothing of it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpipe_bench.experiments.report.facts import facts_of
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import Reading, answers, readings
 from gpipe_bench.experiments.report.records import check_engine_is_there, folders, load_all, sources
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.places import PUBLISHED, short_path
+from gpipe_bench.harness.places import PUBLISHED, REFERENCE, short_path
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, TableInfo, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
 from gpipe_bench.harness.report.table import Row
@@ -58,10 +60,10 @@ def build(
     every = [reading for several in found.values() for reading in several]
     if engine is not None:
         check_engine_is_there(engine, [reading.source for reading in every])
-    given: dict[tuple[str, ...], Row] = {}
-    for several in found.values():
-        for row in answers(several):
-            given.setdefault(row.comparison.key, row)  # an entry belongs to the first that reports it
+    committed = {
+        name: [each for each in several if each.source.folder.resolve().parent == REFERENCE.resolve()]
+        for name, several in found.items()
+    }
     shown = {name: _of_each_machine(several) for name, several in found.items()}
     views = []
     for experiment in experiments:
@@ -76,7 +78,17 @@ def build(
             warnings.append(f"the figures of {experiment.name} can't be drawn: {text}")
         views.append(_view(experiment, found[experiment.name], shown[experiment.name], pictures))
     profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
-    page = page_of(list(given.values()), load_paper(), table_infos(experiments, profiles))
+    recorded = {
+        name: [record for each in several for record in each.source.records]
+        for name, several in committed.items()
+    }
+    page = page_of(
+        _first_of_each(found),
+        load_paper(),
+        table_infos(experiments, profiles),
+        facts_of(recorded),
+        _first_of_each(committed),
+    )
     return replace(
         page,
         experiments=tuple(views),
@@ -110,6 +122,15 @@ def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[st
     return infos | {name: TableInfo(**words) for name, words in others.items()}
 
 
+def _first_of_each(found: Mapping[str, Sequence[Reading]]) -> list[Row]:
+    """An answer for each entry, of the first experiment that reports it."""
+    given: dict[tuple[str, ...], Row] = {}
+    for several in found.values():
+        for row in answers(several):
+            given.setdefault(row.comparison.key, row)
+    return list(given.values())
+
+
 def _of_each_machine(several: Sequence[Reading]) -> list[Reading]:
     """One reading for each machine, the one its numbers are taken from."""
     first: dict[str, Reading] = {}
@@ -126,7 +147,7 @@ def _view(
     # the same machine's other runs of that profile had other engines
     place = (first.source.folder, first.source.profile)
     beside = [each for each in several if (each.source.folder, each.source.profile) == place]
-    texts = [each.shown.text for each in beside]
+    texts = [each.shown.own for each in beside]
     if len(beside) > 1:
         engines = [each.source.records[-1].options.get("engine") for each in beside]
         texts = [f"--engine {engine}\n\n{text}" for engine, text in zip(engines, texts, strict=True)]

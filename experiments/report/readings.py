@@ -21,7 +21,7 @@ from gpipe_bench.harness.environment import differences
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.hypotheses import with_reasons
 from gpipe_bench.harness.record import Record
-from gpipe_bench.harness.report.table import Row, replies_text, text_table
+from gpipe_bench.harness.report.table import Row, short_text, text_table
 from gpipe_bench.harness.verdict import Answer, Comparison
 
 T = TypeVar("T")
@@ -38,17 +38,26 @@ MOST_LINES = 5
 class Shown:
     """What some records of one experiment come to, worked out once: whoever shows them reads it here.
 
-    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced.
+    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced;
+    `own` is the text without them.
     """
 
     records: tuple[Record, ...]
     entries: tuple[Answer, ...]
     comparisons: tuple[Comparison, ...]
     text: str
+    own: str
+
+
+def screen(shown: Shown, name: str) -> str:
+    """A screen of it, and how to see the rest; all of the text where the paper has no numbers for it."""
+    if not any(cell.ours is not None for cell in shown.comparisons):
+        return shown.text
+    return f"{short_text(shown.comparisons)}\n\nranges, reasons and footnotes: compare {name} --full"
 
 
 def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
-    """The experiment's entries beside the paper's numbers, and its text with the two answers before it.
+    """The experiment's entries beside the paper's numbers, and its text.
 
     Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
     """
@@ -60,8 +69,8 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
         raise RuntimeError(f"the cells of {experiment.name} can't be compared") from error
     tables = experiment.tables
     text = text_table(comparisons) if tables is None else tables(records, comparisons)
-    parts = filter(None, [replies_text(comparisons), text])
-    return Shown(tuple(records), tuple(entries), tuple(comparisons), "\n\n".join(parts))
+    own = "" if tables is None else tables(records, [])
+    return Shown(tuple(records), tuple(entries), tuple(comparisons), text, own)
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:

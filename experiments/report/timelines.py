@@ -22,8 +22,10 @@ from gpipe_bench.harness.units import show
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
-MOST_BOXES = 9000
-"""Boxes drawn on one page; a browser stays quick, and what is left out can still be downloaded."""
+MOST_BOXES = 200
+"""Boxes drawn of one experiment: the page stays small enough to be sent."""
+MOST_TRACES = 2
+"""Charts beyond these boxes that can be downloaded; the records have all."""
 
 LANE_PX = 26
 BOX_PX = 22
@@ -78,14 +80,16 @@ class Chart:
 
 
 def charts_of(experiment: Experiment, source: Source) -> list[Chart]:
-    """A chart for every timeline that is shown; beyond MOST_BOXES in all, some are only their traces."""
+    """A chart for every timeline that is shown; beyond MOST_BOXES in all, a few are only their traces."""
     if experiment.timelines is None:
         return []
-    drawn, charts = 0, []
+    drawn, charts, left_out = 0, [], 0
     for chart in map(_chart, experiment.timelines(source.records)):
         fits = drawn + len(chart.boxes) <= MOST_BOXES
         drawn += len(chart.boxes) if fits else 0
-        charts.append(chart if fits else replace(chart, boxes=(), lanes=()))
+        left_out += not fits
+        if fits or left_out <= MOST_TRACES:
+            charts.append(chart if fits else replace(chart, boxes=(), lanes=()))
     return charts
 
 

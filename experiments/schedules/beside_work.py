@@ -21,12 +21,12 @@ from gpipe_bench.experiments.timed.replay import samples_of
 from gpipe_bench.experiments.timed.steps import layer_seconds
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.drawn.table import to_csv
+from gpipe_bench.pipeline.plan.files import to_csv
+from gpipe_bench.pipeline.plan.generate import generate
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.generator import generate
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.plan.schedules.placement import vee
+from gpipe_bench.pipeline.plan.vee import vee
 
 MODEL = "transformer-lm"
 TIMED_STEPS = 4  # of which the first does not count

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Quantity, Scalar
+from gpipe_bench.pipeline.plan.generate import generate, most_alive_of
+from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.generator import generate, most_alive_of
-from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.plan.schedules.placement import vee
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.plan.vee import vee
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.profile import ModelProfile

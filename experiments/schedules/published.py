@@ -23,14 +23,14 @@ from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
 from gpipe_bench.harness.experiment import Case, Outcome, PaperTable
 from gpipe_bench.harness.record import Record, Scalar, of_case
 from gpipe_bench.harness.verdict import Answer
+from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.replay import replay
+from gpipe_bench.pipeline.plan.list_scheduler import Policy, StuckError, Work, rows
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.generator import generate
-from gpipe_bench.pipeline.plan.schedules.known import named
-from gpipe_bench.pipeline.plan.schedules.listing import Policy, StuckError, Work, rows
-from gpipe_bench.pipeline.plan.schedules.placement import vee
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.plan.vee import vee
 
 PART = "published"
 RATES, RATES_V, SPEEDS, ELSEWHERE = "zero-bubble", "zero-bubble-v", "zero-bubble-speed", "schedules-elsewhere"

@@ -3,7 +3,7 @@
 The models have their published sizes, so what their layers take is computed (operations at a share of the
 peak of the paper's accelerators), the steps are replayed with these times over a free link, and the memory is
 modelled. One word for all stages is compared with one word for each, the best there is, and with the choice
-of stages and micro-batches that `plan.recomputing.adaptive` finds. The ratio of two steps hangs little on the
+of stages and micro-batches that `planner.adaptive` finds. The ratio of two steps hangs little on the
 share of the peak, which is unknown; its range stands beside it.
 """
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.pipeline.plan.recomputing.adaptive import adaptive
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
-from gpipe_bench.pipeline.plan.replay import replay
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.schedules.known import named
+from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.planner.adaptive import adaptive, held_by
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize
@@ -114,7 +114,7 @@ def _subject_of(model: str) -> Subject:
 
 def ways_of(subject: Subject, cut: Partition, name: str, share: float) -> dict[str, Found]:
     """The shortest step under the cap of each way that fits; "nothing" is there whether it fits or not."""
-    from gpipe_bench.pipeline.memory.workers import bytes_of_stages, held_by, peak_bytes
+    from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
 
     footprints = bytes_of_stages(subject.profile.layers, subject.profile.loss, cut)
     num_workers, number, cap_bytes = len(cut), subject.num_microbatches, subject.cap_gib * GIB

@@ -28,11 +28,11 @@ from gpipe_bench.experiments.timed.steps import run_processes
 from gpipe_bench.harness.rounds import against_itself, ratios, slowest
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.auto import TIMED_STEPS, WARM_UP_STEPS
+from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.remat import from_text
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedules.calibration import TIMED_STEPS, WARM_UP_STEPS
-from gpipe_bench.pipeline.plan.schedules.known import NAMED
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.planner.timing import CPU
 
 TORCH = "torch "

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.mesh.collectives import Collectives
-from gpipe_bench.pipeline.plan.replay import SLOTS
 from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.simulate import SLOTS
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.stage.stage import Stage
 

@@ -50,8 +50,8 @@ from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import gpipe, naive
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import gpipe, naive
 
 BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES = 4  # parameters are single precision, as stated, and so are the sums of their gradients

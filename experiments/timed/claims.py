@@ -1,8 +1,12 @@
-"""Our replayed numbers beside the paper's: entries to be judged, what its words admit, and the text.
+"""Our replayed numbers beside the paper's: sentences to be judged, what their words admit, and the text.
 
 "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number that it is
 about and by what its words admit. Which reading of a word is meant is an unknown like any other, so the
-limits come from the file of unknowns.
+limits come from the file of unknowns. So is what the paper cut its models by: a sentence is judged over all
+of these cuts. What is said of "the same model" is judged at one mini-batch.
+
+Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
+accelerators. Each shows the three factors that it is made of instead.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from gpipe_bench.experiments.timed.cuts import MISSING, SETTINGS, Cuts
+from gpipe_bench.experiments.timed.replay import TimedActions, lay_out
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import Grid, numbers
@@ -21,7 +27,6 @@ from gpipe_bench.harness.unknowns import Unknown, load_unknowns
 from gpipe_bench.harness.verdict import (
     Allowed,
     Answer,
-    Comparison,
     Part,
     Spread,
     about,
@@ -29,6 +34,8 @@ from gpipe_bench.harness.verdict import (
     at_most,
     within_factor,
 )
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 TABLE = "claims-text"
 """The table of the paper's sentences."""
@@ -38,10 +45,18 @@ UNKNOWN = (
     "Run it where two processes have a core each."
 )
 FEWEST_ERRORS = 3
-"""Errors of one model below which those of the other models of the table are taken as well."""
+"""Steps of one model that ran for real below which those of the other models of the table count as well."""
+NOT_JUDGED = (
+    "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
+)
 Moves = Literal["as the step grows", "either way"]
 """How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
 the step may move either way."""
+
+
+def of_steps(records: Sequence[Record]) -> list[Record]:
+    """Those of a table whose cases have no parts but what they are of: its steps."""
+    return [record for record in records if "part" not in record.case]
 
 
 def by_model(records: Sequence[Record], models: Iterable[str], **case: Scalar) -> dict[str, Record]:
@@ -113,8 +128,10 @@ def entry(
     *,
     moves: Moves = "either way",
     more: Sequence[tuple[str, float, float]] = (),
+    settings: int = 0,
     allowed: Allowed | None = None,
     not_comparable: str = "",
+    context: str = "",
 ) -> Answer:
     """A replayed number with its range, beside a number or a sentence of the paper.
 
@@ -126,16 +143,18 @@ def entry(
         note: what it is
         moves: how it moves when a step takes longer than it was laid out
         more: what else moves it, each with the smallest and the largest factor
+        settings: how many settings of what the paper leaves open these factors are over
         allowed: what a sentence's words admit, where the paper's file does not say it by itself
         not_comparable: why the number can't decide it
+        context: why it is not judged
     """
-    spread = replayed_spread(quantity, next_error(records, record.case["model"]), moves, more)
-    if not not_comparable:
+    spread = replayed_spread(quantity, next_error(records, record.case["model"]), moves, more, settings)
+    if record.profile == "smoke" or not not_comparable:
         not_comparable = SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN
     table, row, column = place
     return Answer(
         table=table, row=row, column=column, quantity=quantity, spread=spread, allowed=allowed,
-        record=record, note=note, not_comparable=not_comparable,
+        record=record, note=note, not_comparable=not_comparable, context=context,
     )  # fmt: skip
 
 
@@ -157,10 +176,117 @@ def sentence(
     return [entry(records, record, (TABLE, row, column), quantity, note, allowed=allowed, **more)]
 
 
+def sentence_over_cuts(
+    records: Sequence[Record],
+    record: Record,
+    row: str,
+    column: str,
+    names: Sequence[str],
+    of: Sequence[Quantity | None],
+    formula: Callable[..., float],
+    note: str,
+    *,
+    measure: Callable[[TimedActions, Mapping[str, Any]], float] | None = None,
+    unit: str = "ratio",
+) -> list[Answer]:
+    """The entry of a sentence about some configurations, over the cuts that the paper may have made.
+
+    The number is that of the first setting, and the range is over all of them; what the cut by measured
+    seconds gives stands in the note.
+
+    Args:
+        records: of the experiment
+        record: whose configurations these are
+        row: of the sentence
+        column: likewise
+        names: of the configurations
+        of: the number of each, as it was measured
+        formula: of these numbers
+        note: what the number is
+        measure: such a number from the actions of a configuration and its facts; by default its speed
+        unit: of what the formula gives
+    """
+    measured = derived(column, formula, *of, unit=unit)
+    if measured is None or measured.value is None:
+        return []
+    cuts = Cuts.of(records, str(record.case["model"]))
+    if cuts is None:
+        return sentence(records, record, row, column, measured, note, not_comparable=MISSING)
+    values = [float(each.value) for each in of if each is not None and each.value is not None]
+    moved = {
+        setting: formula(*(value * factor for value, factor in zip(values, factors, strict=True)))
+        for setting, factors in cuts.factors(record, names, measure or speed(record)).items()
+    }
+    middle, *_ = moved.values()
+    scale = middle / float(measured.value)
+    quantity = derived(column, lambda *given: scale * formula(*given), *of, unit=unit)
+    said = f"cut by {next(iter(moved))}, and by measured seconds {measured.value:.3g}"
+    ends = [(" and ".join(SETTINGS), min(moved.values()) / middle, max(moved.values()) / middle)]
+    return sentence(records, record, row, column, quantity, f"{note}; {said}", more=ends, settings=len(moved))
+
+
+def speed(record: Record) -> Callable[[TimedActions, Mapping[str, Any]], float]:
+    """Steps in a second of a configuration of the record, from its actions and facts."""
+    link = link_of(record)
+    return lambda timed, facts: 1 / lay_out(timed, link, facts["num_microbatches"]).makespan_s
+
+
+def link_of(record: Record) -> Link:
+    """What joins the stages of a record's steps."""
+    known = record.details["link"]
+    return Link(known["name"], known["latency_s"], known["bandwidth_bytes_per_s"])
+
+
+class Factors(NamedTuple):
+    """What a cell is made of, each relative to the cell that is 1. The three multiply to it exactly.
+
+    Args:
+        balance: how near the stages are to even ones
+        schedule: what the schedule gives even stages, F : R : B = 1 : 1 : 2, over a free link
+        microbatch: the rest: how efficient a micro-batch of its size is, with set-up and update
+    """
+
+    balance: float
+    schedule: float
+    microbatch: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.balance:.2f} balance x {self.schedule:.2f} schedule x {self.microbatch:.2f} efficiency "
+            "of a micro-batch"
+        )
+
+
+def factors(record: Record, name: str) -> Factors | None:
+    """Of a configuration of the record, relative to its first; None where its steps were not timed."""
+    cells = record.details["cells"]
+    shares, schedules = [], []
+    for facts in (cells[name], next(iter(cells.values()))):
+        share = record.quantity("share of the balanced step", **facts["key"])
+        if share is None or not share.value:
+            return None
+        shares.append(float(share.value))
+        count = facts["num_microbatches"]
+        program = TimedActions.from_data(facts["actions"]).program(count)
+        schedules.append(count * program.num_stages / replay(program, SLOTS).makespan_s)
+    value = record.quantity("normalised throughput", **cells[name]["key"])
+    assert value is not None
+    assert value.value is not None
+    balance, schedule = shares[0] / shares[1], schedules[0] / schedules[1]
+    return Factors(balance, schedule, float(value.value) / balance / schedule)
+
+
+def made_of(record: Record, name: str) -> str:
+    """Why a cell is not judged, and its factors."""
+    found = factors(record, name)
+    return NOT_JUDGED if found is None else f"{NOT_JUDGED}: {found}"
+
+
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:
     """Where the logarithm of measured over replayed seconds of another step of this model will lie.
 
-    None below two errors.
+    Every step that ran for real counts, at whatever number of micro-batches, so the range covers both how
+    steps scatter and how the replay fits another schedule. None below two steps.
     """
     errors = _errors([r for r in records if r.case.get("model") == model])
     if len(errors) < FEWEST_ERRORS:
@@ -170,11 +296,12 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
 
 def _errors(records: Sequence[Record]) -> list[float]:
     return [
-        -math.log1p(error.value)
+        -math.log1p(each)
         for record in records
         if record.status == "done"
         for error in record.quantities
         if error.name == "replay error" and error.value is not None
+        for each in (error.samples or (error.value,))
     ]
 
 
@@ -199,6 +326,7 @@ def replayed_spread(
     error: tuple[float, float] | None,
     moves: Moves,
     more: Sequence[tuple[str, float, float]] = (),
+    settings: int = 0,
 ) -> Spread | None:
     """The range of a replayed number: its interval, the error of the replay, and further factors.
 
@@ -207,6 +335,7 @@ def replayed_spread(
         error: of `next_error`
         moves: how it moves when a step takes longer than it was laid out
         more: what else moves it, each with the smallest and the largest factor
+        settings: over how many settings of what is not known
 
     None where there is no number or where the error is not known.
     """
@@ -223,12 +352,7 @@ def replayed_spread(
         moved = sorted((value * smallest, value * largest))  # a difference may lie below zero
         parts.append(Part(what=what, low=moved[0], high=moved[1]))
         low, high = min(low * smallest, low * largest), max(high * smallest, high * largest)
-    return Spread(low=low, high=high, parts=tuple(parts))
-
-
-def verdicts_here(comparisons: Sequence[Comparison]) -> dict[tuple[str, str, str], str]:
-    """The verdict on what ran here, by table, row and column."""
-    return {each.place: each.verdict for each in comparisons if each.question == "here"}
+    return Spread(low=low, high=high, parts=tuple(parts), combinations=settings)
 
 
 def interval(quantity: Quantity | None, why: str = "") -> str:
@@ -251,31 +375,24 @@ def table_text(title: str, columns: Sequence[str], lines: Sequence[Sequence[obje
 
 
 def throughput_text(
-    record: Record,
-    title: str,
-    places: Mapping[str, tuple[str, str, str]],
-    verdicts: Mapping[tuple[str, str, str], str],
-    *,
-    batch_sizes: bool = False,
+    record: Record, title: str, places: Mapping[str, tuple[str, str, str]], *, batch_sizes: bool = False
 ) -> str:
-    """Paper, torchgpipe as published, ours replayed and measured, bound and verdict of each configuration.
+    """Paper, torchgpipe as published, ours replayed and measured, and the factors of each configuration.
 
     Args:
         record: of one model
         title: above the table
         places: of each configuration of the record, where it stands in the paper: table, row and column
-        verdicts: by place
         batch_sizes: whether the mini-batch is a column too
     """
-    table = next(iter(places.values()))[0]
-    known, lines = published(table), []
+    known, lines = published(next(iter(places.values()))[0]), []
     for name, (_, row, column) in places.items():
         facts = record.details["cells"][name]
-        ours, ran, bound = (
-            record.quantity(f"normalised {what}throughput", **facts["key"])
-            for what in ("", "real ", "bound ")
+        ours, ran = (
+            record.quantity(f"normalised {what}throughput", **facts["key"]) for what in ("", "real ")
         )
         paper, peer = (known.get((source, row, column)) for source in ("paper", "torchgpipe"))
+        made = factors(record, name)
         lines.append(
             [
                 name,
@@ -283,14 +400,14 @@ def throughput_text(
                 "-" if peer is None else peer.printed,
                 interval(ours, facts["why"]),
                 "-" if ran is None else interval(ran),
-                interval(bound),
-                percent(record.quantity("share of the balanced step", **facts["key"])),
+                *(("-",) * 3 if made is None else (f"{each:.2f}" for each in made)),
                 *([str(facts["batch_size"])] if batch_sizes else []),
-                verdicts.get((table, row, column), "-"),
             ]
         )
-    columns = ["", "paper", "torchgpipe", "ours, replayed", "ours, measured", "bound", "of bound"]
-    columns += ["N", "verdict"] if batch_sizes else ["verdict"]
+    columns = [
+        "", "paper", "torchgpipe", "ours, replayed", "ours, measured", "= balance", "x schedule",
+        "x micro-\nbatch", *(["N"] if batch_sizes else []),
+    ]  # fmt: skip
     starred = any(str(line[1]).endswith("*") for line in lines)
     notes = [f"  * {cell.erratum}" for cell in known.values() if not cell.comparable][:1] if starred else []
     return table_text(title, columns, lines, *notes)

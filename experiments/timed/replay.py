@@ -20,12 +20,13 @@ from gpipe_bench.experiments.timed.workloads import Job
 from gpipe_bench.harness.record import Provenance, Quantity, Scalar
 from gpipe_bench.harness.rounds import Usage, used_by_others
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.pipeline.plan.breakdown import Breakdown, breakdown, even_stages
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.replay import replay
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.planner.breakdown import Breakdown, breakdown, even_stages
 
 GPU_LINK = "nvlink4"
 SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it

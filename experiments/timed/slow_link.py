@@ -43,7 +43,8 @@ from gpipe_bench.experiments.timed.replay import TimedActions, check_ran, sample
 from gpipe_bench.experiments.timed.steps import work
 from gpipe_bench.experiments.timed.workloads import Job
 from gpipe_bench.harness.rounds import Usage, turns
-from gpipe_bench.pipeline.plan.schedule import Kind, gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.launch import start_process
 from gpipe_bench.planner.timing import CPU, time_step
 

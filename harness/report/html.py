@@ -7,6 +7,7 @@ and a report can be kept under version control.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import math
 import re
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 MARKS = {
-    "reproduced": "✓", "identity": "=", "undecided": "?", "above": "▲", "below": "▼", "not comparable": "◇",
-    "not run": "○",
+    "reproduced": "✓", "identity": "=", "undecided": "?", "above": "▲", "below": "▼", "not judged": "·",
+    "not comparable": "◇", "not run": "○",
 }  # fmt: skip
 """A shape beside each verdict, because colour alone reaches not everybody and no printer."""
 
@@ -37,6 +38,8 @@ MEANINGS = {
     "undecided": "our range meets it and is wider, so that it would have met much else",
     "above": "all of our range lies above it",
     "below": "all of our range lies below it, or memory ran out",
+    "not judged": "a cell of a table that small models ran here, shown with what it is made of; the paper's "
+    "sentences about the table are judged",
     "not comparable": "the paper contradicts itself there, or what the number depends on is different here",
     "not run": "there is no number of ours; what it would take stands beside it",
 }
@@ -51,7 +54,8 @@ def html(page: Page) -> str:
         (TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "report.js", "cite.bib")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    cells = data_url(cells_csv(page.tables).encode(), "text/csv;charset=utf-8")
+    packed = gzip.compress(cells_csv(page.tables).encode(), mtime=0)  # without a time of day
+    cells = data_url(packed, "application/gzip")
     return _rendered(
         "report.html.j2", page, style=style, script=script, script_digest=f"sha256-{digest}",
         cells_url=cells, bibtex=bibtex,
@@ -113,16 +117,16 @@ def _rendered(name: str, page: Page, **more: str) -> str:
     )
     environment.filters.update(
         ours=table.ours_text, interval=table.interval_text, range=table.range_text, parts=table.parts_text,
-        fails=table.fails_text, evidence=table.evidence, paper=table.paper_text, apart=table.apart_text,
+        fails=table.fails_text, evidence=table.evidence, paper=table.paper_text,
         plot=plot, ratio=lambda ratio: f"×{table.times_text(ratio)}", entry=entry_text,
         times=lambda factor: table.times_text(max(factor, 1 / factor)), key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
-        pipes=escaped, breakable=_breakable, ticks=_ticks,
+        pipes=escaped, emphasis=_emphasis, breakable=_breakable, ticks=_ticks,
     )  # fmt: skip
     return environment.get_template(name).render(
         page=page, names=page.names, verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, questions=QUESTIONS,
         side_markdown=side_markdown, verdict_text=table.verdict_text, asked=table.ASKED, judged=JUDGED,
-        replies_markdown=table.replies_markdown, rule=table.RULE, evidences=table.EVIDENCE, **more,
+        evidences=table.EVIDENCE, **more,
     )  # fmt: skip
 
 
@@ -136,6 +140,13 @@ def _ticks(text: str) -> Markup:
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if n % 2 else escape(part) for n, part in enumerate(parts)
     )
+
+
+def _emphasis(text: str) -> Markup:
+    """Text whose words between asterisks are stressed."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"\*(.+?)\*", r"<em>\1</em>", str(escape(text))))
 
 
 def _breakable(text: str) -> Markup:

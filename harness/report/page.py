@@ -12,23 +12,24 @@ import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gpipe_bench.harness.compare import absent, peers_of
 from gpipe_bench.harness.paper import PaperNumber
+from gpipe_bench.harness.report.first_screen import FirstScreen, first_screen
 from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import (
     Counts,
-    Reply,
     Row,
     Table,
+    counts_of,
     evidence,
     numbered,
     parts_of,
-    replies_to,
     scores,
 )
-from gpipe_bench.harness.verdict import DIFFERS, QUESTIONS, Comparison, Verdict, judge
+from gpipe_bench.harness.verdict import DIFFERS, QUESTIONS, Comparison, Question, Verdict, judge
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every range under which the verdicts are counted again."""
@@ -84,9 +85,9 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuestionView:
-    """The reply to a question, its scores over all tables, and what holds, differs and is open in each."""
+    """A question, its scores over all tables, and what holds, differs and is open in each."""
 
-    reply: Reply
+    question: Question
     scores: tuple[Counts, Counts, Counts]
     holds: tuple[Finding, ...]
     differs: tuple[Finding, ...]
@@ -130,6 +131,7 @@ class Page:
     """All of the report. `errata` are (table, cells, erratum)."""
 
     tables: tuple[TableView, ...]
+    first: FirstScreen
     questions: tuple[QuestionView, ...]
     errata: tuple[tuple[str, str, str], ...]
     experiments: tuple[ExperimentView, ...] = ()
@@ -169,9 +171,17 @@ class Page:
         return sum(row.profile == "smoke" for row in self.rows)
 
 
-def page_of(answers: Sequence[Row], paper: Sequence[PaperNumber], infos: Mapping[str, TableInfo]) -> Page:
+def page_of(
+    answers: Sequence[Row],
+    paper: Sequence[PaperNumber],
+    infos: Mapping[str, TableInfo],
+    facts: Mapping[str, str] = MappingProxyType({}),
+    headline: Sequence[Row] | None = None,
+) -> Page:
     """The page of our answers: every table with a published number or one of ours, in the order of `infos`,
-    then of the paper's file, the replies to both questions, and the errata of the paper, each once.
+    then of the paper's file, and the errata of the paper, each once.
+
+    The first screen is of `headline`, by default of all answers, and of `facts`.
 
     Raises ValueError where two answers are for one cell.
     """
@@ -187,23 +197,24 @@ def page_of(answers: Sequence[Row], paper: Sequence[PaperNumber], infos: Mapping
         )
         for name in dict.fromkeys([*(name for name in infos if name in names), *names])
     )
+    cells = [row.comparison for table in tables for row in table.rows]
     errata: dict[tuple[str, str], list[str]] = {}
     for cell in paper:
         if cell.erratum and cell.kind != "external":
             errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
     return Page(
         tables=tables,
-        questions=tuple(
-            _question(reply, tables)
-            for reply in replies_to(row.comparison for table in tables for row in table.rows)
-        ),
+        first=first_screen(cells, facts)
+        if headline is None
+        else page_of(headline, paper, infos, facts).first,
+        questions=tuple(_question(question, tables) for question in counts_of(cells)),
         errata=tuple((table, _places(cells), text) for (table, text), cells in errata.items()),
     )
 
 
 def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperNumber], info: TableInfo) -> TableView:
     published = {(*cell.key, cell.source): cell for cell in paper}
-    answered = {row.comparison.key[:-1] for row in answers}
+    answered = {row.comparison.key[:-1] for row in answers if row.comparison.verdict != "not judged"}
     peers, unanswered = peers_of(paper), []
     for place, cell in published.items():
         if cell.source == "paper" and place not in answered:
@@ -265,10 +276,10 @@ _SORTS: dict[str, tuple[Verdict, ...]] = {
 _MOST_PHRASES = 3
 
 
-def _question(reply: Reply, tables: Sequence[TableView]) -> QuestionView:
-    mine = [(t, part) for t in tables for part in t.parts if part.part == reply.question]
+def _question(question: Question, tables: Sequence[TableView]) -> QuestionView:
+    mine = [(t, part) for t in tables for part in t.parts if part.part == question]
     return QuestionView(
-        reply=reply,
+        question=question,
         scores=scores(row for _, part in mine for row in part.rows),
         **{sort: tuple(_findings(mine, verdicts)) for sort, verdicts in _SORTS.items()},
     )

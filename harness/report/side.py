@@ -13,7 +13,7 @@ from typing import Any
 
 from gpipe_bench.harness.environment import COMPARABLE_FIELDS
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.table import Part, ours_with_interval, part_of
+from gpipe_bench.harness.report.table import ASKED, Part, ours_with_interval, part_of
 from gpipe_bench.harness.verdict import Comparison
 
 _ABSENT = "-"
@@ -139,7 +139,7 @@ def _grids(side: SideBySide) -> list[Grid]:
     lines: dict[str, list[list[str]]] = {}
     for row in side.rows:
         last = row.ratios[-1]
-        lines.setdefault(f"{row.known.table}, {row.part}", []).append(
+        lines.setdefault(f"{row.known.table}, {ASKED.get(row.part, row.part)}", []).append(
             [
                 row.known.row,
                 row.known.column,

@@ -1,4 +1,4 @@
-"""Numbers of the paper with ours beside them: tables in words, counts of verdicts, both replies.
+"""Numbers of the paper with ours beside them: tables in words, and counts of verdicts.
 
 What was predicted for the paper's accelerators and what was found here are tables of their own and are never
 added up, and so is what was held against the numbers of others. What stands in an entry is decided here, and
@@ -8,14 +8,14 @@ it stands on a page is the matter of its template.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from gpipe_bench.harness.report.grid import Grid, fill, numbers
+from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.units import show, show_interval, show_with_interval
 from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Answer, Comparison, Question, Verdict
 
@@ -25,10 +25,16 @@ PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")
 against somebody else's numbers."""
 
 _ABSENT = "-"
+_FEW = 3
+"""Significant digits in the short form."""
 _DIGITS = 5
 """Significant digits of where a verdict turns: one more than a number has by itself."""
 _FAILS = "fails below / above"
 _LINES = ("paper", "torchgpipe", "ours", "our range", "verdict", _FAILS)
+
+
+ASKED: Mapping[str, str] = {"as published": "computed from the paper's description", "here": "run here"}
+"""The two questions in words that need no explanation."""
 
 
 def part_of(cell: Comparison) -> Part:
@@ -143,6 +149,65 @@ def text_table(comparisons: Sequence[Comparison]) -> str:
     return _shown(comparisons, markdown=False)
 
 
+_SHORT: Mapping[Verdict, str] = {
+    "reproduced": "+", "identity": "=", "undecided": "?", "above": ">", "below": "<", "not judged": ".",
+    "not comparable": "#", "not run": "-",
+}  # fmt: skip
+_WIDEST = 46
+"""Columns of what a number is, in the short form: with the rest of the line they make a screen of 100."""
+
+
+def short_text(comparisons: Sequence[Comparison]) -> str:
+    """Every table of the comparisons in a screen: paper, ours and a sign for the verdict, no notes."""
+    parts: list[str] = []
+    used: set[Verdict] = set()
+    shown: set[str] = set()
+    for table in tables_of(comparisons):
+        rows = [row for row in table.rows if row.comparison.verdict != "not run" and row.comparison.printed]
+        if not rows or (table.part == "others' numbers" and table.name in shown):
+            continue
+        shown.add(table.name)
+        table = dataclasses.replace(table, rows=tuple(rows))
+        used |= {row.comparison.verdict for row in rows}
+        title = f"{table.name}, {ASKED.get(table.part, table.part)}"
+        if table.diagonal:
+            lines = [
+                [
+                    _wrapped(f"{row.label}, {row.comparison.column}", _WIDEST),
+                    _wrapped(paper_text(row.comparison, _ABSENT), 22),
+                    _signed(row.comparison), range_text(row.comparison, _FEW) or _ABSENT,
+                ]
+                for row in rows
+            ]  # fmt: skip
+            grid = Grid(title=title, columns=["", "paper", "ours", "range"], lines=lines)
+        else:
+            lines = []
+            for label, of_label in table.groups:
+                at = {row.comparison.column: row.comparison for row in of_label}
+                cells = [at.get(column) for column in table.columns]
+                papers = [paper_text(cell, _ABSENT).partition(" (")[0] for cell in cells]
+                lines += [
+                    [_wrapped(label, 24), "paper", *(_wrapped(text, 16) for text in papers)],
+                    ["", "ours", *(_ABSENT if cell is None else _signed(cell) for cell in cells)],
+                ]
+            grid = Grid(title=title, columns=["", "", *table.columns], lines=lines)
+        parts.append(grid.text())
+    signs = ", ".join(f"{sign} {verdict}" for verdict, sign in _SHORT.items() if verdict in used)
+    said = [*([signs] if signs else []), *counts_lines(comparisons)]
+    counts = "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in said)
+    return "\n\n".join([*parts, counts])
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width))
+
+
+def _signed(cell: Comparison) -> str:
+    """`13.9M <`: ours and the sign of the verdict."""
+    ours = _ABSENT if cell.ours is None else show(cell.ours, cell.unit, _FEW)
+    return f"{ours} {_SHORT[cell.verdict]}"
+
+
 def markdown_table(comparisons: Sequence[Comparison]) -> str:
     """The same for a markdown page."""
     return _shown(comparisons, markdown=True)
@@ -165,7 +230,7 @@ def _grid(table: Table) -> Grid:
     places = dict.fromkeys(row.comparison.location for row in table.rows if row.comparison.location)
     hardware = dict.fromkeys(row.comparison.hardware for row in table.rows if row.comparison.hardware)
     known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
-    title = f"{table.name}, {table.part}" + (f" ({known})" if known else "")
+    title = f"{table.name}, {ASKED.get(table.part, table.part)}" + (f" ({known})" if known else "")
     if table.diagonal:
         shown = _found(table.rows, ("paper", "ours", "verdict"), ("our range", _FAILS))
         lines = [
@@ -248,11 +313,11 @@ def interval_text(entry: Comparison) -> str:
     return show_interval(entry.low, entry.high, entry.unit)
 
 
-def range_text(entry: Comparison) -> str:
+def range_text(entry: Comparison, digits: int = 4) -> str:
     """`3.1 to 4.2 GB`: over everything that is not known; nothing where the interval says it all."""
     if not entry.parts or entry.range_low is None or entry.range_high is None:
         return ""
-    return _pair(entry.range_low, entry.range_high, entry.unit, " to ", 4)
+    return _pair(entry.range_low, entry.range_high, entry.unit, " to ", digits)
 
 
 def parts_text(entry: Comparison) -> str:
@@ -287,13 +352,6 @@ def times_text(ratio: float) -> str:
     if ratio >= 1000:
         return f"{ratio:.0f}" if ratio < 1e6 else f"{ratio:.1e}"
     return next((text for digits in (3, 4, 5) if (text := f"{ratio:.{digits}g}") != "1"), "1")
-
-
-def apart_text(cell: Comparison) -> str:
-    """`above by at least a factor of 5.4`; only the verdict where there is no factor."""
-    if not cell.factor:
-        return cell.verdict
-    return f"{cell.verdict} by at least a factor of {times_text(max(cell.factor, 1 / cell.factor))}"
 
 
 # Counts -----------------------------------------------------------------------------------------------------
@@ -378,124 +436,6 @@ def counts_of(cells: Iterable[Comparison]) -> dict[Question, Counts]:
 
 
 def counts_lines(cells: Iterable[Comparison]) -> list[str]:
-    """A line for each question: `as published: 3 reproduced of 3 judged; 14 identities`."""
-    return [f"{question}: {counts}" for question, counts in counts_of(cells).items()] or ["nothing counted"]
-
-
-# Replies ----------------------------------------------------------------------------------------------------
-
-ASKED: Mapping[Question, str] = {
-    "as published": "Does our prediction for the paper's accelerators, at the paper's size, give the printed "
-    "number?",
-    "here": "Does what the paper says hold on the machines of these records?",
-}
-"""The two questions in words."""
-
-MOST = 3
-RULE = (
-    "The strongest differences are the judged numbers above or below whose range lies furthest from what the "
-    "paper admits, by the factor between the nearest ends: a wide range makes no difference look strong. "
-    "Where there is no number of ours there is no factor, and no place in this list."
-)
-"""How the differences that are named were chosen: by a rule and no choice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """What the counted numbers say to one question.
-
-    `reproduced` are the tables in which anything judged is, each with how many of how many; `strongest` are
-    the differences named, largest first.
-    """
-
-    question: Question
-    counts: Counts
-    reproduced: tuple[tuple[str, int, int], ...]
-    strongest: tuple[Comparison, ...]
-
-    @property
-    def columns(self) -> tuple[Verdict, ...]:
-        """The verdicts that its table by evidence shows: those of what is judged, and identities if any."""
-        judged: tuple[Verdict, ...] = ("reproduced", "undecided", "above", "below")
-        return (*judged, "identity") if self.counts.with_verdict("identity") else judged
-
-    @property
-    def grid(self) -> Grid:
-        """A line for each evidence there is, a column for each verdict."""
-        lines = [
-            [name, *(self.counts[name, verdict] or "-" for verdict in self.columns)]
-            for name in self.counts.present
-        ]
-        columns = ["", *self.columns]
-        return Grid(columns=columns, lines=lines, right=numbers(columns))
-
-    def said_reproduced(self, names: Mapping[str, str]) -> str:
-        """`Table 1 3 of 10; Table 2 1 of 4`, by the tables' `names` in words."""
-        return "; ".join(f"{names.get(table, table)} {held} of {of}" for table, held, of in self.reproduced)
-
-    def differences(self, names: Mapping[str, str]) -> list[str]:
-        """The strongest: `34.51 GB where the paper has 6.26GB: above by at least a factor of 5.5; ...`."""
-        return [
-            f"{names.get(cell.table, cell.table)}, {cell.row}, {cell.column}: {ours_text(cell)}"
-            + (f" ({range_text(cell)})" if range_text(cell) else "")
-            + f" where the paper has {cell.paper_text}: {apart_text(cell)}; {cell.why}"
-            for cell in self.strongest
-        ]
-
-
-def replies_to(cells: Iterable[Comparison]) -> tuple[Reply, ...]:
-    """The replies to the questions that any counted cell is about, in order."""
-    found = list(cells)
-    replies = []
-    for question, counts in counts_of(found).items():
-        mine = [cell for cell in found if cell.question == question]
-        by_table = {
-            name: Counts.of(cell for cell in mine if cell.table == name)
-            for name in dict.fromkeys(cell.table for cell in mine)
-        }
-        held = tuple(
-            (name, each.judged_as("reproduced"), each.judged)
-            for name, each in by_table.items()
-            if each.judged_as("reproduced")
-        )
-        replies.append(Reply(question=question, counts=counts, reproduced=held, strongest=_strongest(mine)))
-    return tuple(replies)
-
-
-def _strongest(cells: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """The judged cells that differ by the largest factors, see RULE; of equals the first."""
-    judged = [cell for cell in cells if cell.counted and evidence(cell) != "identity"]
-    differing = [(abs(math.log(cell.factor)), cell) for cell in judged if cell.factor]
-    return tuple(cell for _, cell in sorted(differing, key=lambda pair: -pair[0])[:MOST])
-
-
-def replies_text(cells: Sequence[Comparison]) -> str:
-    """Both replies for a terminal; empty where no number of the paper is asked for."""
-    parts = []
-    for reply in replies_to(cells):
-        lines = [f"{reply.question.upper()}: {ASKED[reply.question]}", f"  {reply.counts}"]
-        if reply.counts.present:
-            lines += ["", textwrap.indent(reply.grid.text(), "  ")]
-        if reply.reproduced:
-            lines += ["", fill(f"reproduced: {reply.said_reproduced({})}", "  ", "    ")]
-        if reply.strongest:
-            lines += ["", "  strongest differences:"]
-            lines += [fill(text, f"  {n}. ", "     ") for n, text in enumerate(reply.differences({}), 1)]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
-def replies_markdown(cells: Sequence[Comparison], names: Mapping[str, str] | None = None) -> str:
-    """The same for a markdown page. `names` are those of the tables in words, by the name of paper.csv."""
-    parts, names = [], names or {}
-    for reply in replies_to(cells):
-        asked = ASKED[reply.question]
-        parts += [f"**{reply.question.capitalize()}**: {asked}", f"{str(reply.counts).capitalize()}."]
-        if reply.counts.present:
-            parts.append(reply.grid.markdown())
-        if reply.reproduced:
-            parts.append(f"Reproduced: {reply.said_reproduced(names)}.")
-        if reply.strongest:
-            lines = [f"{n}. {text}" for n, text in enumerate(reply.differences(names), start=1)]
-            parts += ["The strongest differences:", "\n".join(lines)]
-    return "\n\n".join(parts)
+    """A line for each question: `run here: 3 reproduced of 3 judged; 14 identities`."""
+    found = [f"{ASKED[question]}: {counts}" for question, counts in counts_of(cells).items()]
+    return found or ["nothing counted"]

@@ -15,9 +15,8 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.order import execution_order
 from gpipe_bench.pipeline.plan.portals import Line
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 
 
 class Counts(NamedTuple):

@@ -13,8 +13,7 @@ from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import fullest_moment
-from gpipe_bench.pipeline.plan.by_cost import can_partition_by, partition_by
-from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.partition import Partition, can_partition_by, partition_by
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, derived
 
 

@@ -31,7 +31,7 @@ from gpipe_bench.pipeline.memory.messages import Ahead
 from gpipe_bench.pipeline.memory.stage_bytes import LayerMoment, Moment, Played, StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import action_bytes, workers_of
-from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
+from gpipe_bench.pipeline.plan.links import bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 

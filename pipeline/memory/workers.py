@@ -13,9 +13,7 @@ from gpipe_bench.pipeline.memory.peaks import Optimizer, Placed, StageMemory, Wo
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.plan.portals import Line
-from gpipe_bench.pipeline.plan.recomputing.held import Held
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.schedules.recomputed import recomputed
 
 
 def pipeline_memory(
@@ -222,50 +220,6 @@ def fullest_moment(
         stays=receive_ahead > 0,
     )
     return Worker({0: placed}).fullest([Moment(0, step, (), ()) for step in found])
-
-
-def held_by(
-    stages: Sequence[StageBytes], schedule: Schedule, optimizer: str = "rmsprop", *, receive_ahead: int = 1
-) -> Held:
-    """The bytes of ``schedule``, which has no recomputation, for any choice of what to recompute.
-
-    A choice is judged by sums (`plan.recomputing.held`), because a search judges many. The parts of the sums
-    are taken from the model of a whole step: once with all graphs kept, once with everything recomputed.
-
-    Arguments and errors are those of `peak_bytes`. ``receive_ahead`` is a number here: in one process when a
-    message comes depends on what is recomputed.
-    """
-    stages = [each.shadowed() for each in stages]  # as if each recomputed something, which is little
-    inputs = [
-        (0 if stage == 0 else each.input_bytes) + each.changing_buffer_bytes
-        for stage, each in enumerate(stages)
-    ]
-    graphs = [
-        each.saved_bytes + (0 if stage == 0 else each.kept_input_bytes) for stage, each in enumerate(stages)
-    ]
-    again = recomputed(schedule, "always")
-    workers = workers_of(stages, schedule, optimizer, receive_ahead)
-    kept = _own(schedule, graphs, action_bytes(stages, schedule, optimizer, receive_ahead=receive_ahead))
-    free = _own(again, inputs, action_bytes(stages, again, optimizer, receive_ahead=receive_ahead))
-
-    def own(action: Action, is_recomputed: bool) -> int:
-        return (free if is_recomputed else kept)[action]
-
-    return Held(inputs, graphs, own, [worker.update().peak for worker in workers])
-
-
-def _own(schedule: Schedule, each: Sequence[int], num_bytes: Mapping[Action, int]) -> dict[Action, int]:
-    """The bytes of each action without those of the other micro-batches that wait for their backward."""
-    found = {}
-    for row in schedule.actions:
-        waiting = 0
-        for action in row:
-            size = each[action.stage]
-            # In R its own waits no longer, as in the backward behind it.
-            waiting -= size if action.kind in (Kind.B, Kind.I) else 0
-            found[action] = num_bytes[action] - waiting + (size if action.kind is Kind.R else 0)
-            waiting += size if action.kind is Kind.F else 0
-    return found
 
 
 # Weights that several layers of a worker share, counted once. Profiles are of layers by themselves, so each

@@ -1,8 +1,8 @@
 """What the replicas of a stage tell and send each other, and how long they wait for it.
 
 Each replica waits for the others no longer than its pipeline waits for anything. One that waits in vain asks
-what happened where all of the job do (`ranks.failures.job`), because the replica that it waits for may only
-wait for a rank of its own pipeline.
+what happened where all of the job do (`ranks.failure`), because the replica that it waits for may only wait
+for a rank of its own pipeline.
 
 In a step they send sums, begun early and waited for at the end. Every replica begins the same collectives in
 the same order; which ones there are follows from the schedule and the parameters alone. They go by
@@ -12,30 +12,30 @@ end to end in one piece of memory, because a collective costs the same few messa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError, StoreError
-from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
-from gpipe_bench.pipeline.ranks.failures.collective import missing
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
+from gpipe_bench.pipeline.ranks.failure import Job, missing
+from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work, backend
 from gpipe_bench.pipeline.ranks.store import Store
-from gpipe_bench.pipeline.ranks.together import Together
 
 T = TypeVar("T")
-_PIECE_BYTES = 25 * 2**20
 
 
 class Replicas:
     """The processes of `group`, which run the same stage of one pipeline each; a failure of `job` cuts what
     connects them.
+
+    What waits for other replicas raises `PeerError` if one is missing, with its number in the job where that
+    is known, and `StoreError` as the store does.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, job: Job) -> None:
@@ -47,35 +47,29 @@ class Replicas:
         self._connections: list[Connection] = []
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """The tensor of every replica, in the order of their ranks; all must call. Errors as in `bounded`."""
+        """The tensor of every replica, in the order of their ranks; all must call."""
         return [found.to(mine.device) for found in self.share(mine.cpu())]
 
     def share(self, mine: T) -> list[T]:
-        """What every replica brings, a picklable object, in the order of their ranks; all must call. Errors
-        as in `bounded`.
-        """
-
-        def exchange() -> list[T]:
-            if self._together is None:
-                connection = Connection(self._connect("replicas", accelerated=False), 0, {})
-                self._together = Together(connection, self.rank, self.size)
-            return self._together.gather(mine)
-
-        return self.bounded(exchange)
+        """What every replica brings, a picklable object, in the order of their ranks; all must call."""
+        if self._together is None:
+            self.connect("replicas", accelerated=False)
+            self._together = Together(self._connections[-1], self.rank, self.size)
+        return self.bounded(partial(self._together.gather, mine))
 
     def connect(self, name: str, *, accelerated: bool, place: tuple[int, int] | None = None) -> Any:
         """A backend of torch's between all replicas, for collectives, which fail after the timeout; all must
-        call. Or between some, who say the same name: `place` is then this one's rank among how many. Errors
-        as in `bounded`.
+        call. Or between some, who say the same name: `place` is then this one's rank among how many.
         """
-        return self.bounded(lambda: self._connect(name, accelerated=accelerated, place=place))
+        rank, size = place or (self.rank, self.size)
+        options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
+        found = self.bounded(lambda: backend(self._store, rank, size, **options))
+        self._connections.append(Connection(found, 0, {}))
+        self._job.cuts(self._connections[-1])
+        return found
 
     def bounded(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which waits for other replicas as long as their connections allow.
-
-        `PeerError` if one is missing, with its number in the job where that is known; `StoreError` as the
-        store raises it.
-        """
+        """What `call` returns, which waits for other replicas as long as their connections allow."""
         try:
             return call()
         except PeerError as error:
@@ -90,146 +84,134 @@ class Replicas:
         for connection in self._connections:
             connection.close()
 
-    def _connect(self, name: str, *, accelerated: bool, place: tuple[int, int] | None = None) -> Any:
-        rank, size = place or (self.rank, self.size)
-        ways = backend(self._store, rank, size, name=name, accelerated=accelerated, timeout_s=self._timeout_s)
-        self._connections.append(Connection(ways, 0, {}))
-        self._job.cuts(self._connections[-1])
-        return ways
 
-
-@dataclass(frozen=True)
 class Collectives:
-    """Collectives of a backend of torch's between `replicas`. Errors as in `Replicas.bounded`."""
+    """Collectives between `replicas` by connections called `name`. They raise what `Replicas` do."""
 
-    replicas: Replicas
-    backend: Any
+    def __init__(self, replicas: Replicas, name: str, *, accelerated: bool) -> None:
+        self.replicas = replicas
+        self._backend = replicas.connect(name, accelerated=accelerated)
 
     def sum(self, numbers: Tensor) -> Work:
         """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
-        return self.replicas.bounded(lambda: self.backend.allreduce([numbers]))  # type: ignore[no-any-return]
+        return self.replicas.bounded(lambda: self._backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def gather(self, numbers: Tensor) -> tuple[Work, list[Tensor]]:
         """Begins to collect the tensors of all replicas, in their order."""
         found = [torch.empty_like(numbers) for _ in range(self.replicas.size)]
-        return self.replicas.bounded(lambda: self.backend.allgather([found], [numbers])), found
+        return self.replicas.bounded(lambda: self._backend.allgather([found], [numbers])), found
 
     def wait(self, work: Work) -> None:
         """Until it may be used; on an accelerator by what is enqueued afterwards."""
         self.replicas.bounded(work.wait)
 
-    def take_over(self, tensors: Sequence[Tensor]) -> None:
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives all replicas the values of the first one's tensors, in place; waits for them."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        kinds: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel() and not tensor.is_meta:
-                kinds.setdefault(tensor.dtype, []).append(tensor)
-        for alike in kinds.values():
-            for some in _pieces(alike):
-                flat = Room(some).filled(some)
-                broadcast = partial(self.backend.broadcast, [flat.memory.view(torch.uint8)], options)
-                self.wait(self.replicas.bounded(broadcast))
-                for view, tensor in zip(flat.views, some, strict=True):
-                    tensor.copy_(view)
+        there = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
+        for bucket in buckets_of(there, bucket_bytes=BUCKET_BYTES):
+            memory = bucket.fill([there[i] for i in bucket.positions]).view(torch.uint8)
+            self.wait(self.replicas.bounded(partial(self._backend.broadcast, [memory], options)))
+            for position, view in zip(bucket.positions, bucket.views, strict=True):
+                there[position].copy_(view)
 
 
-def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: list[list[Tensor]] = [[]]
-    num_bytes = 0
-    for tensor in tensors:
-        if num_bytes > _PIECE_BYTES:
-            found.append([])
-            num_bytes = 0
-        found[-1].append(tensor)
-        num_bytes += tensor.nbytes
-    return found
+class GlobalShares(Sequence[float]):
+    """The share of each micro-batch of this replica in the examples of all replicas.
 
-
-class Flat(NamedTuple):
-    """Tensors end to end.
-
-    Args:
-        memory: all of it
-        views: the place of each tensor
-        marks: behind them a number for each, where the room has marks: 0 for one that is missing
+    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
+    first forward.
     """
 
-    memory: Tensor
-    views: list[Tensor]
-    marks: Tensor
+    def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
+        self._lengths, self._collectives = lengths, collectives
+        self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
+        self._work = collectives.sum(self._examples)
+        self._shares: tuple[float, ...] | None = None
 
-    @property
-    def numbers(self) -> Tensor:
-        """All of it as real numbers, which is what collectives add."""
-        return torch.view_as_real(self.memory) if self.memory.is_complex() else self.memory
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._shares is None:
+            self._collectives.wait(self._work)
+            examples = int(self._examples)
+            self._shares = tuple([length / examples for length in self._lengths])
+        return self._shares[index]
 
 
-class Room:
-    """What tensors of one dtype on one device need to stand end to end, each laid out in memory as it is.
+class Bucket:
+    """Tensors of one dtype on one device that travel together, end to end, each laid out in memory as it is,
+    with a mark for each behind them.
 
-    Args:
-        like: what the tensors look like, at least one.
-        marked: whether there is a mark for each behind them.
+    Attributes:
+        positions: which tensors of a list they are
+        views: the place of each, when it is filled
+        marks: likewise a number for each, 0 for one that is missing
     """
 
-    def __init__(self, like: Sequence[Tensor], *, marked: bool = False) -> None:
+    def __init__(self, positions: Sequence[int], like: Sequence[Tensor]) -> None:
+        self.positions = tuple(positions)
         self._forms = [Form.of(tensor) for tensor in like]
         self._dtype, self._device = like[0].dtype, like[0].device
-        self._count = sum(tensor.numel() for tensor in like)
-        self._marks = len(like) if marked else 0
+        self._num_elements = sum(tensor.numel() for tensor in like)
+        self.empty()
 
-    def filled(self, tensors: Sequence[Tensor | None]) -> Flat:
-        """New memory with copies of them; zeros for one that is missing."""
-        memory = torch.empty(self._count + self._marks, dtype=self._dtype, device=self._device)
-        flat = self._divide(memory)
-        flat.marks.fill_(1)
-        for place, (tensor, view) in enumerate(zip(tensors, flat.views, strict=True)):
+    def empty(self) -> None:
+        """Lets go of its memory."""
+        self.views: list[Tensor] = []
+        self.marks = torch.empty(0)
+
+    def fill(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Copies them into new memory, zeros for one that is missing; all of it, as real numbers, which is
+        what collectives add.
+        """
+        memory = torch.empty(self._num_elements + len(tensors), dtype=self._dtype, device=self._device)
+        self._divide(memory)
+        self.marks.fill_(1)
+        for place, (tensor, view) in enumerate(zip(tensors, self.views, strict=True)):
             if tensor is None:
-                flat.marks[place].zero_()
+                self.marks[place].zero_()
                 view.zero_()
             else:
                 view.copy_(tensor)
-        return flat
+        return torch.view_as_real(memory) if memory.is_complex() else memory
 
-    def of(self, numbers: Tensor) -> Flat:
-        """Memory that has been filled elsewhere, as `Flat.numbers`."""
-        return self._divide(torch.view_as_complex(numbers) if self._dtype.is_complex else numbers)
+    def take(self, numbers: Tensor) -> None:
+        """Has from now on what has been filled elsewhere."""
+        self._divide(torch.view_as_complex(numbers) if self._dtype.is_complex else numbers)
 
-    def _divide(self, memory: Tensor) -> Flat:
-        views, start = [], 0
+    def _divide(self, memory: Tensor) -> None:
+        self.views, start = [], 0
         for form in self._forms:
-            views.append(memory.as_strided(form.shape, form.stride, start))
+            self.views.append(memory.as_strided(form.shape, form.stride, start))
             start += form.num_bytes // form.dtype.itemsize
-        return Flat(memory, views, memory[self._count :])
+        self.marks = memory[start:]
 
 
-def buckets(
-    sizes_bytes: Sequence[int],
-    kinds: Sequence[Hashable],
-    order: Iterable[int] = (),
-    bucket_bytes: int | None = None,
-) -> tuple[tuple[int, ...], ...]:
-    """The positions of gradients, bucket by bucket, in the order in which the buckets leave.
+def buckets_of(
+    tensors: Sequence[Tensor], order: Iterable[int] = (), bucket_bytes: float | None = None
+) -> list[Bucket]:
+    """Buckets for gradients, or other tensors, in the order in which the buckets leave.
 
     Collectives are matched by their order alone, so it is the same on all replicas: that in which gradients
     were there in an earlier step. A bucket then waits for nothing but its own.
 
     Args:
-        sizes_bytes: of each gradient, in the order of the parameters.
-        kinds: of each; a bucket has one kind, such as a dtype.
+        tensors: what they look like, in the order of the parameters.
         order: positions in the order in which the gradients are there; those that are left out come last,
             the latest parameters first, as in a backward.
         bucket_bytes: a bucket is closed when it holds as much; `bucket_bytes_of` them all if not given.
     """
-    enough_bytes = bucket_bytes_of(sum(sizes_bytes)) if bucket_bytes is None else bucket_bytes
-    in_order = dict.fromkeys([*order, *reversed(range(len(sizes_bytes)))])
-    found: list[tuple[int, ...]] = []
-    open_ones: dict[Hashable, list[int]] = {}
-    for position in in_order:
-        bucket = open_ones.setdefault(kinds[position], [])
+    if bucket_bytes is None:
+        bucket_bytes = bucket_bytes_of(sum(tensor.nbytes for tensor in tensors))
+    found: list[list[int]] = []
+    open_ones: dict[torch.dtype, list[int]] = {}
+    for position in dict.fromkeys([*order, *reversed(range(len(tensors)))]):
+        dtype = tensors[position].dtype
+        bucket = open_ones.setdefault(dtype, [])
         bucket.append(position)
-        if sum(sizes_bytes[each] for each in bucket) >= enough_bytes:
-            found.append(tuple(open_ones.pop(kinds[position])))
-    return (*found, *map(tuple, open_ones.values()))
+        if sum(tensors[i].nbytes for i in bucket) >= bucket_bytes:
+            found.append(open_ones.pop(dtype))
+    return [Bucket(bucket, [tensors[i] for i in bucket]) for bucket in (*found, *open_ones.values())]

@@ -40,20 +40,16 @@ def clip(
 
     Returns the norm before, a float64 scalar.
     """
-    layers = [layer for stage in stages.values() for layer in stage.layers]
-    everything = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
-    parameters = [parameter for parameter in everything if parameter not in copies]
+    own: dict[int, list[nn.Parameter]] = {}  # each counts for the first of the stages that have it
+    everything = dict.fromkeys(copies)
+    for index, stage in stages.items():
+        of_stage = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
+        own[index] = [parameter for parameter in of_stage if parameter not in everything]
+        everything |= of_stage
     device = next(iter(stages.values())).device
-    norms = _norms(parameters, norm_type, device)
+    norms = _norms([parameter for of_stage in own.values() for parameter in of_stage], norm_type, device)
     if gather is not None:
-        # The parameters of a rank come stage by stage.
-        counts: dict[int, int] = {}
-        seen: set[nn.Parameter] = set(copies)
-        for index, stage in stages.items():
-            own = {p for layer in stage.layers for p in layer.parameters()} - seen
-            counts[index] = len(own)
-            seen |= own
-        of_stages = zip(counts, norms.cpu().split(list(counts.values())), strict=True)
+        of_stages = zip(own, norms.cpu().split([len(of_stage) for of_stage in own.values()]), strict=True)
         found_norms = dict(pair for of_rank in gather(list(of_stages)) for pair in of_rank)
         norms = torch.cat([found_norms[stage] for stage in sorted(found_norms)]).to(device)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type)

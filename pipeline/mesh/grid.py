@@ -17,49 +17,76 @@ A *replica* is a pipeline that takes a share of the batch of its own: there are 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from math import prod
 from typing import cast
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
+from gpipe_bench.pipeline.ranks.failure import SILENCE_S, Job
 from gpipe_bench.pipeline.ranks.store import Store
 
 NAMES = ("dp", "fsdp", "pp", "tp")
 _BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own
 
 
-@dataclass(frozen=True)
 class Grid:
-    """The grid of a job, seen from this process; made by `join`.
+    """The grid of a job, seen from this process.
 
     Args:
-        mesh: torch's, with dimensions of `NAMES`
+        mesh: torch's, with dimensions of `NAMES`; nobody else is asked
+
+    Attributes:
         ranks: of the job, row by row
-        shape: processes along each dimension, by name, in the mesh's order
-        place: this process's index along each dimension, in the same order
         batch_group: the processes that hold the same part of the same stage in all replicas; None where this
-            is the only one
+            is the only one, and until `join`
+
+    Raises:
+        ValueError: a name that means nothing here, a mesh without `pp`, a process outside of it, ranks that
+            do not ascend along a dimension.
     """
 
-    mesh: DeviceMesh = field(compare=False)
-    ranks: tuple[int, ...]
-    shape: tuple[tuple[str, int], ...]
-    place: tuple[int, ...]
-    batch_group: dist.ProcessGroup | None = field(compare=False)
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = tuple(mesh.mesh_dim_names or ())
+        known = (
+            f"name them as in init_device_mesh(..., mesh_dim_names={('dp', 'pp')!r}), of {', '.join(NAMES)}"
+        )
+        if not names:
+            raise ValueError(f"the dimensions of the mesh have no names; {known}")
+        unknown = [name for name in names if name not in NAMES]
+        if unknown:
+            raise ValueError(f"the mesh has a dimension {unknown[0]!r}, which no pipeline has; {known}")
+        if "pp" not in names:
+            raise ValueError(
+                f"the mesh has the dimensions {', '.join(names)}, but no 'pp' for the workers of the "
+                "pipeline; give it one, which may have the size 1"
+            )
+        place = cast("list[int] | None", mesh.get_coordinate())
+        if place is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the mesh; build the pipeline on the mesh's ranks only"
+            )
+        for name, index in zip(names, place, strict=True):
+            if dist.get_rank(mesh.get_group(name)) != index:
+                raise ValueError(
+                    f"the ranks of the mesh do not ascend along {name!r}: {mesh.mesh.tolist()}; make it with "
+                    "init_device_mesh, or give the ranks in order"
+                )
+        self.mesh = mesh
+        self.ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
+        self.batch_group: dist.ProcessGroup | None = None
+        self._sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+        self._place = dict(zip(names, place, strict=True))
 
     def __contains__(self, name: str) -> bool:
-        return name in dict(self.shape)
+        return name in self._sizes
 
     def size(self, name: str) -> int:
         """Processes along a dimension; 1 where the mesh does not have it."""
-        return dict(self.shape).get(name, 1)
+        return self._sizes.get(name, 1)
 
     def index(self, name: str) -> int:
         """This process's place along a dimension, from 0; 0 where the mesh does not have it."""
-        return self._indices(self.place).get(name, 0)
+        return self._place.get(name, 0)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The processes along a dimension, with this one; None where the mesh does not have it."""
@@ -67,54 +94,58 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Pipelines that take shares of the batch: dp x fsdp."""
-        return prod(map(self.size, _BATCH))
+        """Pipelines that take shares of the batch."""
+        return self.size("dp") * self.size("fsdp")
 
     @property
     def replica(self) -> int:
         """Which of them this process belongs to; processes along `tp` belong to the same."""
         found = 0
-        for (name, size), index in zip(self.shape, self.place, strict=True):
+        for name, size in self._sizes.items():
             if name in _BATCH:
-                found = found * size + index
+                found = found * size + self._place[name]
         return found
 
     def coordinates(self, rank: int) -> str:
         """Where a rank of the job is, as in "dp=1 pp=0"."""
-        if rank not in self.ranks:
+        found = (self.mesh.mesh == rank).nonzero().tolist()
+        if not found:
             raise ValueError(f"rank {rank} is not in the mesh, which has the ranks {self.ranks}")
-        rest = self.ranks.index(rank)
-        indices = []
-        for _, size in reversed(self.shape):
-            rest, index = divmod(rest, size)
-            indices.append(index)
-        found = self._indices(tuple(reversed(indices)))
-        return " ".join(f"{name}={found[name]}" for name in NAMES if name in found)
-
-    def _indices(self, place: tuple[int, ...]) -> dict[str, int]:
-        return {name: index for (name, _), index in zip(self.shape, place, strict=True)}
+        place = dict(zip(self._sizes, found[0], strict=True))
+        return " ".join(f"{name}={place[name]}" for name in NAMES if name in place)
 
 
 def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, Job]:
     """The grid of a mesh whose dimensions are named, and the job of it: all ranks of the mesh, who end
-    together (`ranks.failures.job`). Every rank of the mesh must call.
+    together (`ranks.failure`). Every rank of the mesh must call.
 
     What is done in the groups of the mesh is bounded by the timeout from now on, and they are closed when the
     pipeline fails: the pipeline's own messages go other ways.
 
-    `ValueError` for a name that means nothing here, a mesh without `pp`, a process outside of it, and ranks
-    that do not ascend along a dimension. `ActionError` names a rank that does not come within the timeout.
+    `ValueError` as `Grid` raises it; `ActionError` names a rank that does not come within the timeout.
     """
-    place = _located(mesh)
-    job = _job_of(place, timeout_s)
-    shared = tuple(name for name, size in place.shape if name in _BATCH and size > 1)
+    grid = Grid(mesh)
+    everybody, pipeline = dist.group.WORLD, grid.group("pp")
+    assert everybody is not None
+    assert pipeline is not None
+    job = Job(
+        # Grids beside each other in one job, each of some of its ranks, have keys of their own.
+        Store(everybody, f"grid of {' '.join(map(str, grid.ranks))}, "),
+        dist.get_rank(),
+        sorted(grid.ranks),
+        members=dist.get_process_group_ranks(pipeline),
+        coordinates=grid.coordinates,
+    )
+    job.meet(timeout_s)
+    job.watch(timeout_s, timeout_s if mesh.device_type == "cpu" else min(timeout_s, SILENCE_S))
+    shared = tuple(name for name in mesh.mesh_dim_names or () if name in _BATCH and grid.size(name) > 1)
 
     def batch_group() -> dist.ProcessGroup | None:
         if len(shared) < 2:
             return mesh.get_group(shared[0]) if shared else None
         return mesh[shared]._flatten().get_group()
 
-    grid = replace(place, batch_group=job.bounded(batch_group, timeout_s))
+    grid.batch_group = job.bounded(batch_group, timeout_s)
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     groups += [grid.batch_group] if grid.batch_group not in groups else []
     job.watch_over([group for group in groups if group is not None], mesh.device_type, timeout_s)
@@ -124,57 +155,3 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, Job]:
 def building(job: Job | None) -> AbstractContextManager[None]:
     """For what is done together while a pipeline is built (`Job.building`), where there is a grid."""
     return nullcontext() if job is None else job.building()
-
-
-def _located(mesh: DeviceMesh) -> Grid:
-    """This process's place in the grid of a mesh, found without asking the others."""
-    names = tuple(mesh.mesh_dim_names or ())
-    known = f"name them as in init_device_mesh(..., mesh_dim_names={('dp', 'pp')!r}), of {', '.join(NAMES)}"
-    if not names:
-        raise ValueError(f"the dimensions of the mesh have no names; {known}")
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
-        raise ValueError(f"the mesh has a dimension {unknown[0]!r}, which no pipeline has; {known}")
-    if "pp" not in names:
-        raise ValueError(
-            f"the mesh has the dimensions {', '.join(names)}, but no 'pp' for the workers of the pipeline; "
-            "give it one, which may have the size 1"
-        )
-    place = cast("list[int] | None", mesh.get_coordinate())
-    if place is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh; build the pipeline on the mesh's ranks only"
-        )
-    for name, index in zip(names, place, strict=True):
-        if dist.get_rank(mesh.get_group(name)) != index:
-            raise ValueError(
-                f"the ranks of the mesh do not ascend along {name!r}: {mesh.mesh.tolist()}; make it with "
-                "init_device_mesh, or give the ranks in order"
-            )
-    return Grid(
-        mesh,
-        tuple(mesh.mesh.flatten().tolist()),
-        tuple(zip(names, mesh.mesh.shape, strict=True)),
-        tuple(place),
-        batch_group=None,
-    )
-
-
-def _job_of(place: Grid, timeout_s: float) -> Job:
-    """The processes of a grid; returns when all have come."""
-    everybody, pipeline = dist.group.WORLD, place.group("pp")
-    assert everybody is not None
-    assert pipeline is not None
-    # Grids beside each other in one job, each of some of its ranks, have keys of their own.
-    store = Store(everybody, f"grid of {' '.join(map(str, place.ranks))}, ")
-    job = Job(
-        store,
-        dist.get_rank(),
-        sorted(place.ranks),
-        members=dist.get_process_group_ranks(pipeline),
-        coordinates=place.coordinates,
-    )
-    job.meet(timeout_s)
-    silence_s = timeout_s if place.mesh.device_type == "cpu" else min(timeout_s, SILENCE_S)
-    job.look_out(timeout_s, silence_s)
-    return job

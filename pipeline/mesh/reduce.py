@@ -3,33 +3,38 @@
 Each of them takes a share of the batch. What a micro-batch counts for is its share of the examples of all,
 and what is given back is the mean over all: of the loss, and of the gradients of each stage, which a
 `Reduction` each joins: by default in buckets (`Buckets`), while the last backward of a step still runs.
+
+Two dimensions of a mesh divide parameters (`Divided`). Along `fsdp` they are stored in parts and used whole
+(`sharding`), along `tp` they are used in parts (`tensor_parallel`). Both are torch's, and what does them
+takes half a second to load, so it is loaded where it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import NamedTuple, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.mesh.collectives import Collectives, Flat, Replicas, Room, buckets
-from gpipe_bench.pipeline.mesh.division import Divided
+from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, GlobalShares, Replicas, buckets_of
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.mesh.tree import Tree
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.messages.connection import Work
+from gpipe_bench.pipeline.ranks.tied import Tie
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.reduced import Reduction
+from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local
 from gpipe_bench.pipeline.times.journal import Journal
 
 REDUCTIONS = ("buckets", "tree")
+LEVELS = (2, 3)
 
 
 class Joint:
@@ -61,10 +66,10 @@ class Joint:
         self._collectives = self._of_hosts = None
         if replicas is not None:
             accelerated = devices.is_accelerator(device)
-            self._collectives = Collectives(replicas, replicas.connect("sums", accelerated=accelerated))
+            self._collectives = Collectives(replicas, "sums", accelerated=accelerated)
             self._of_hosts = self._collectives
             if accelerated:
-                self._of_hosts = Collectives(replicas, replicas.connect("sums of hosts", accelerated=False))
+                self._of_hosts = Collectives(replicas, "sums of hosts", accelerated=False)
             if divided is not None:
                 divided.connect(replicas, accelerated=accelerated)
 
@@ -80,7 +85,7 @@ class Joint:
         mine = (plan, forms, self._by_tree, self._bucket_bytes)
         check_equal(self._collectives.replicas.share(mine), "replica")
         with torch.no_grad():
-            self._collectives.take_over([local(value) for _, value in values])
+            self._collectives.copy_from_first([local(value) for _, value in values])
 
     def _go_on_alike(self) -> None:
         """The same for parameters that have come since, be it in a layer or with a loss that is a module.
@@ -107,7 +112,7 @@ class Joint:
                     "built; change the layers, and loss_fn, alike on all ranks"
                 )
             with torch.no_grad():
-                self._collectives.take_over([parameter.detach() for parameter in new])
+                self._collectives.copy_from_first([parameter.detach() for parameter in new])
         self._alike = now
 
     def reduction(self, stage: Stage) -> Reduction:
@@ -126,9 +131,8 @@ class Joint:
         return found
 
     def _buckets(self, stage: Stage) -> Reduction | None:
-        if self._collectives is None:
-            return None
-        return Buckets(stage, self._collectives, self.journal, self._bucket_bytes)
+        mine = self._collectives
+        return None if mine is None else Buckets(stage, mine, self.journal, self._bucket_bytes)
 
     def agree(self, num_microbatches: int, *, training: bool, is_own: bool) -> int:
         """In how many micro-batches a step goes that a replica would take in so many: where all must have
@@ -152,7 +156,7 @@ class Joint:
         for reduction in self._reductions.values():
             reduction.begin(len(lengths), sync=sync)
         if self._of_hosts is not None:
-            return _GlobalShares(lengths, self._of_hosts) if has_loss else ()
+            return GlobalShares(lengths, self._of_hosts) if has_loss else ()
         return tuple([length / sum(lengths) for length in lengths])
 
     def finish(self, loss: Tensor) -> Tensor:
@@ -202,43 +206,6 @@ def joint_of(
     return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes, divided=divided)
 
 
-class _GlobalShares(Sequence[float]):
-    """The share of each micro-batch of this replica in the examples of all replicas.
-
-    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
-    first forward.
-    """
-
-    def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
-        self._lengths, self._collectives = lengths, collectives
-        self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
-        self._work = collectives.sum(self._examples)
-        self._shares: tuple[float, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    @overload
-    def __getitem__(self, index: int) -> float: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[float]: ...
-    def __getitem__(self, index: int | slice) -> float | Sequence[float]:
-        if self._shares is None:
-            self._collectives.wait(self._work)
-            examples = int(self._examples)
-            self._shares = tuple([length / examples for length in self._lengths])
-        return self._shares[index]
-
-
-class _Sent(NamedTuple):
-    """A bucket that has left."""
-
-    positions: tuple[int, ...]
-    flat: Flat
-    work: Work
-    missing: tuple[int, ...]  # of the positions, those without a gradient on this replica
-
-
 class Buckets(Reduction):
     """The `Reduction` of one stage whose replicas have all of its parameters: summed over them while the last
     backward of a step still runs.
@@ -265,29 +232,24 @@ class Buckets(Reduction):
         stage: whose gradients they are.
         collectives: between its replicas.
         journal: where is written when each sum began and ended.
-        bucket_bytes: gradients that leave together; as `buckets` has it if not given.
+        bucket_bytes: gradients that leave together; as `buckets_of` has it if not given.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        collectives: Collectives,
-        journal: Journal,
-        bucket_bytes: int | None = None,
+        self, stage: Stage, collectives: Collectives, journal: Journal, bucket_bytes: int | None = None
     ) -> None:
         self._stage, self._collectives = stage, collectives
         self._journal, self._bucket_bytes = journal, bucket_bytes
         self._trainable: tuple[nn.Parameter, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
         self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
-        self._buckets: tuple[tuple[int, ...], ...] = ()
-        self._bucket_of: dict[int, int] = {}
-        self._rooms: list[Room] = []
+        self._buckets: list[Bucket] = []
+        self._number_of: dict[int, int] = {}  # the bucket of each parameter
         self._seen: list[int] = []  # positions, as gradients came in
         self._to_come: list[int] = []  # gradients of each parameter in this backward
         self._open: list[int] = []  # parameters of each bucket that are not there yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sent: list[_Sent] = []
+        self._sent: list[tuple[Work, bool]] = []  # and whether a gradient is missing on this replica
         self._sync = True
         self._own = False  # what is in .grad is of this replica alone
 
@@ -312,10 +274,12 @@ class Buckets(Reduction):
         self._seen = []
         if self._times is not None:
             self._to_come = list(self._times)
-            self._open = [sum(self._times[i] > 0 for i in bucket) for bucket in self._buckets]
             # What nobody expects is not waited for here, but at the end of the backward.
-            for number, bucket in enumerate(self._buckets):
-                self._open[number] += any(self._times[i] == 0 for i in bucket)
+            self._open = [
+                sum(self._times[i] > 0 for i in bucket.positions)
+                + any(self._times[i] == 0 for i in bucket.positions)
+                for bucket in self._buckets
+            ]
         for position, parameter in enumerate(self._parameters):
             hook = self._came_in(position)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -332,35 +296,35 @@ class Buckets(Reduction):
             self._own = True
             return
         self._own = False
-        for number, sent in enumerate(self._sent):
-            self._collectives.wait(sent.work)
+        for number, (work, is_missing) in enumerate(self._sent):
+            self._collectives.wait(work)
             self._journal.waited(self._stage.index, number)
-            if sent.missing:
-                marks = sent.flat.marks.tolist()
-                for place, position in enumerate(sent.positions):
-                    if not marks[place]:
+            if is_missing:
+                bucket = self._buckets[number]
+                for position, mark in zip(bucket.positions, bucket.marks.tolist(), strict=True):
+                    if not mark:
                         self._parameters[position].grad = None
-        self._sent = []
+        self._forget()
         if self._times is None:
             self._learn()
 
     def reset(self) -> None:
         self._unhook()
+        self._forget()
+
+    def _forget(self) -> None:
         self._sent = []
+        for bucket in self._buckets:
+            bucket.empty()
 
     def refresh(self) -> None:
         self._times = None
         self._plan([])
 
     def _plan(self, order: list[int]) -> None:
-        self._buckets = buckets(
-            [p.nbytes for p in self._parameters],
-            [p.dtype for p in self._parameters],
-            order,
-            self._bucket_bytes,
-        )
-        self._bucket_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket}
-        self._rooms = [Room([self._parameters[i] for i in bucket], marked=True) for bucket in self._buckets]
+        parts = [local(parameter.detach()) for parameter in self._parameters]
+        self._buckets = buckets_of(parts, order, self._bucket_bytes)
+        self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.positions}
 
     def _learn(self) -> None:
         """From the next step on buckets leave when they are full, in the order that replica 0 has seen."""
@@ -377,7 +341,7 @@ class Buckets(Reduction):
             if self._times is None:
                 return
             self._to_come[position] -= 1
-            number = self._bucket_of[position]
+            number = self._number_of[position]
             if self._to_come[position] == 0:
                 self._open[number] -= 1
                 while len(self._sent) < len(self._buckets) and not self._open[len(self._sent)]:
@@ -400,19 +364,144 @@ class Buckets(Reduction):
     def _send(self) -> None:
         """Begins the sum of the next bucket."""
         number = len(self._sent)
-        positions = self._buckets[number]
-        gradients = [self._parameters[i].grad for i in positions]
+        bucket = self._buckets[number]
+        gradients = [local(self._parameters[i].grad) for i in bucket.positions]
         if any(each is not None and each.layout is not torch.strided for each in gradients):
             raise RuntimeError(
                 f"a gradient of stage {self._stage.index} is sparse and cannot be summed over replicas; "
                 "use sparse=False"
             )
-        missing = tuple([i for i, each in zip(positions, gradients, strict=True) if each is None])
-        flat = self._rooms[number].filled(gradients)
+        is_missing = any(each is None for each in gradients)
+        numbers = bucket.fill(gradients)
         del gradients  # their memory is free when the sum begins
-        for position, view in zip(positions, flat.views, strict=True):
-            self._parameters[position].grad = view
+        for position, view in zip(bucket.positions, bucket.views, strict=True):
+            _give(self._parameters[position], view)
         self._journal.begun(self._stage.index, number)
-        work = self._collectives.sum(flat.numbers)
+        work = self._collectives.sum(numbers)
         self._journal.watch(work, self._stage.index, number)
-        self._sent.append(_Sent(positions, flat, work, missing))
+        self._sent.append((work, is_missing))
+
+
+def _give(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Makes `gradient` the `.grad` of a parameter, or this process's part of it."""
+    if is_divided(parameter):
+        like: Any = parameter if parameter.grad is None else parameter.grad
+        whole = {"shape": parameter.shape, "stride": parameter.stride()}
+        gradient = like.from_local(gradient, like.device_mesh, like.placements, run_check=False, **whole)
+    parameter.grad = gradient
+
+
+class Divided:
+    """The division of the layers on a grid.
+
+    Args:
+        grid: with more than one process along `fsdp` or `tp`
+        zero: what is stored in parts along `fsdp`: 2, gradients and the optimizer's state; 3, parameters too.
+            None where there is no such dimension.
+    """
+
+    def __init__(self, grid: Grid, zero: int | None) -> None:
+        self._grid, self._zero = grid, zero
+        self._along_tp = grid.size("tp") > 1
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether all holders of a layer fetch its parameters whenever it runs, in step with each other."""
+        return self._zero == 3
+
+    @property
+    def makes(self) -> Callable[..., ReducedStage]:
+        """The class of the stages."""
+        if not self._along_tp:
+            return ReducedStage
+        from gpipe_bench.pipeline.mesh.tensor_parallel import DividedStage
+
+        return DividedStage
+
+    def check(
+        self,
+        layers: Mapping[str, nn.Module],
+        ties: Sequence[Tie],
+        schedule: Schedule | None,
+        *,
+        compiles: bool,
+        reduction: str,
+    ) -> None:
+        """`ValueError` for what cannot be done with divided parameters, and what can.
+
+        Args:
+            layers: those of the whole model
+            ties: its weights with several places
+            schedule: what the steps take; None where it is still to be found
+            compiles: whether the layers are to be compiled
+            reduction: how gradients are to be summed over replicas
+        """
+        if reduction == "tree":
+            raise ValueError(
+                "reduction='tree' adds up whole gradients, and those of divided parameters are not; use "
+                "'buckets', or the dimension 'dp' instead of 'fsdp' and 'tp'"
+            )
+        if compiles:
+            raise ValueError(
+                "compile= makes programs of layers whose parameters are whole and stay where they are; leave "
+                "it out, or use the dimension 'dp' instead of 'fsdp' and 'tp'"
+            )
+        homes = {parameter: name for name, layer in layers.items() for parameter in layer.parameters()}
+        for tie in ties:
+            used = [name for name, layer in layers.items() if tie.parameter in set(layer.parameters())]
+            if len(used) > 1 or (self._along_tp and homes):
+                raise ValueError(
+                    f"{' and '.join(tie.names)} are one weight, which cannot be divided with each of the "
+                    "modules that have it; give them weights of their own, or use the dimension 'dp' instead "
+                    "of 'fsdp' and 'tp'"
+                )
+        if self._along_tp:
+            from gpipe_bench.pipeline.mesh.tensor_parallel import check_divided
+
+            check_divided(layers, self._grid)
+        if self._zero is not None:
+            from gpipe_bench.pipeline.mesh.sharding import check_sharded
+
+            check_sharded(layers, schedule, self._zero)
+
+    def check_own(self, layers: Mapping[str, nn.Module]) -> None:
+        """`ValueError` for what cannot be done with the `layers` of this process."""
+        if self._along_tp:
+            from gpipe_bench.pipeline.mesh.tensor_parallel import refuse_mixed
+
+            refuse_mixed(layers)
+
+    def divide(self, layers: Mapping[str, nn.Module]) -> None:
+        """Leaves this process its parts of the parameters of its `layers`, where it had all of them."""
+        if self._zero is not None:
+            from gpipe_bench.pipeline.mesh.sharding import shard_layers
+
+            shard_layers(layers, self._grid, self._zero)
+
+    def connect(self, replicas: Replicas, *, accelerated: bool) -> None:
+        """Prepares the ways between processes that hold parts; all `replicas` of a stage call."""
+        if self._zero is not None:
+            from gpipe_bench.pipeline.mesh.sharding import Holders
+
+            self._holders = Holders(replicas, self._grid, accelerated=accelerated)
+
+    def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
+        """What joins the gradients of a stage; `sums` makes what sums over replicas."""
+        if self._zero is not None:
+            from gpipe_bench.pipeline.mesh.sharding import Shards
+
+            return Shards(stage, self._zero, self._holders)
+        from gpipe_bench.pipeline.mesh.tensor_parallel import Layouts
+
+        return Layouts(stage, sums)
+
+
+def divided_over(grid: Grid | None, zero: int | None) -> Divided | None:
+    """The division that a grid asks for; None where every process has all parameters of its stages."""
+    if zero is not None and zero not in LEVELS:
+        raise ValueError(f"zero={zero!r} is not known; choose one of {', '.join(map(str, LEVELS))}")
+    if zero is not None and (grid is None or "fsdp" not in grid):
+        raise ValueError(f"zero={zero} divides along the dimension 'fsdp' of a mesh, and there is none")
+    if grid is None or grid.size("fsdp") == grid.size("tp") == 1:
+        return None
+    return Divided(grid, None if grid.size("fsdp") == 1 else zero or LEVELS[0])

@@ -18,7 +18,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
-from gpipe_bench.pipeline.stage.tensors import here, is_divided, local
+from gpipe_bench.pipeline.stage.tensors import here, is_divided
 from gpipe_bench.pipeline.stage.trees import Message
 
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
@@ -38,10 +37,10 @@ _FUSED = (1, 3)  # queries alone, or queries, keys and values in one matrix
 
 
 def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
-    """`ValueError` for layers that do not fit a grid with `tp`, or that would compute something else."""
+    """`ValueError` for layers that do not fit a grid with more than one process along `tp`, or that would
+    compute something else.
+    """
     ranks = grid.size("tp")
-    if ranks == 1:
-        return
     divided = {name: p for name, p in _parameters(layers) if isinstance(p, DTensor)}
     if not divided:
         raise ValueError(
@@ -153,8 +152,8 @@ class Layouts(Reduction):
         sums: makes what joins the gradients with those of other replicas; None where there are none
     """
 
-    def __init__(self, stage: Stage, sums: Callable[[Any], Reduction | None]) -> None:
-        self._replicas = sums(_Parts(stage))
+    def __init__(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> None:
+        self._replicas = sums(stage) or Reduction()
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         self._cut: set[DTensor] = set()
@@ -169,21 +168,17 @@ class Layouts(Reduction):
         for parameter, placements in self._summed.items():  # type: ignore[assignment]
             if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
                 parameter.grad = _one_part(parameter.grad, placements)
-        if self._replicas is not None:
-            self._replicas.begin(num_microbatches, sync=sync)
+        self._replicas.begin(num_microbatches, sync=sync)
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
-        if self._replicas is not None:
-            self._replicas.before(kind, m, last=last)
+        self._replicas.before(kind, m, last=last)
 
     def after(self, kind: Kind, m: int, *, last: bool) -> None:
-        if self._replicas is not None:
-            self._replicas.after(kind, m, last=last)
+        self._replicas.after(kind, m, last=last)
 
     def finish(self) -> None:
         """Waits for the replicas, and sums what is a part of a sum; all processes along `tp` call."""
-        if self._replicas is not None:
-            self._replicas.finish()
+        self._replicas.finish()
         for parameter in self._parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
@@ -191,17 +186,11 @@ class Layouts(Reduction):
                     self._summed[parameter] = gradient.placements
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
-    def evaluated(self) -> None:
-        if self._replicas is not None:
-            self._replicas.evaluated()
-
     def reset(self) -> None:
-        if self._replicas is not None:
-            self._replicas.reset()
+        self._replicas.reset()
 
     def refresh(self) -> None:
-        if self._replicas is not None:
-            self._replicas.refresh()
+        self._replicas.refresh()
 
 
 def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor | None:
@@ -220,66 +209,3 @@ def _one_part(gradient: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         mine = torch.zeros_like(mine)
     shape, stride = gradient.shape, gradient.stride()
     return DTensor.from_local(mine, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-class _Parts:
-    """A stage, as what sums gradients over replicas sees it: with this process's parts of its parameters."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._parts: dict[nn.Parameter, Tensor] = {}
-
-    @property
-    def index(self) -> int:
-        return self._stage.index
-
-    @property
-    def trainable(self) -> tuple[Tensor, ...]:
-        return self._of(self._stage.trainable)
-
-    @property
-    def receiving(self) -> tuple[Tensor, ...]:
-        return self._of(self._stage.receiving)
-
-    def _of(self, parameters: tuple[nn.Parameter, ...]) -> tuple[Tensor, ...]:
-        for parameter in parameters:
-            if parameter not in self._parts:
-                self._parts[parameter] = _Part.of(parameter) if isinstance(parameter, DTensor) else parameter
-        return tuple([self._parts[parameter] for parameter in parameters])
-
-
-class _Part(Tensor):
-    """This process's part of a divided parameter, whose gradient is its part of the parameter's."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    whole: DTensor
-
-    @staticmethod
-    def of(parameter: DTensor) -> Tensor:
-        part = parameter.to_local().detach().as_subclass(_Part)
-        part.whole = parameter
-        return part
-
-    @property
-    def grad(self) -> Tensor | None:
-        return local(self.whole.grad)
-
-    @grad.setter
-    def grad(self, gradient: Tensor | None) -> None:
-        whole = self.whole
-        if gradient is None:
-            whole.grad = None
-            return
-        found = whole if whole.grad is None else whole.grad
-        assert isinstance(found, DTensor)
-        whole.grad = DTensor.from_local(
-            gradient,
-            found.device_mesh,
-            found.placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        return self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))

@@ -7,9 +7,6 @@ replicas: each sums its own, and the rest of the tree sums these.
 
     0 1 2 3 4 5 6 7      ((0+1)+(2+3)) + ((4+5)+(6+7))      of two replicas: each one of the outer brackets
 
-A sum is made as soon as both of its halves are there, whatever the order in which they come, so that of n
-things in order log2(n) + 1 are held at most.
-
 The gradients of each micro-batch are taken out of `.grad` when its backward is over and put into the tree.
 That takes about log2(M) + 1 copies of a stage's gradients, and they cannot leave before the last backward is
 over, so it is an option, for those who compare grids bit by bit. Between replicas every part is sent to all,
@@ -19,12 +16,12 @@ which sum alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.mesh.collectives import Collectives, Flat, Room, buckets
+from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, buckets_of
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.stage.reduced import Reduction
@@ -34,16 +31,6 @@ from gpipe_bench.pipeline.times.journal import Journal
 T = TypeVar("T")
 _Gradients = list[Tensor | None]
 _Span = tuple[int, int]
-
-
-class _Sent(NamedTuple):
-    """Gradients on their way to the other replicas, and those that come from them."""
-
-    positions: tuple[int, ...]
-    room: Room
-    mine: Flat  # alive until it has left
-    work: Work
-    found: list[Tensor]
 
 
 class Tree(Reduction):
@@ -57,11 +44,7 @@ class Tree(Reduction):
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        collectives: Collectives | None,
-        journal: Journal,
-        bucket_bytes: int | None,
+        self, stage: Stage, collectives: Collectives | None, journal: Journal, bucket_bytes: int | None
     ) -> None:
         self._stage, self._collectives, self._journal = stage, collectives, journal
         self._bucket_bytes = bucket_bytes
@@ -70,7 +53,9 @@ class Tree(Reduction):
         self._held: _Gradients = []
         self._early: dict[int, _Gradients] = {}  # of an I that could not be split, by micro-batch
         self._sum: _Gradients = []
-        self._sent: list[_Sent] = []
+        self._sent: list[
+            tuple[Bucket, Tensor, Work, list[Tensor]]
+        ] = []  # what is sent stays until it has left
 
     def begin(self, num_microbatches: int, *, sync: bool) -> None:
         assert sync
@@ -119,22 +104,22 @@ class Tree(Reduction):
 
     @torch.no_grad()
     def _send(self, collectives: Collectives) -> None:
-        sizes, kinds = [p.nbytes for p in self._parameters], [p.dtype for p in self._parameters]
-        for number, positions in enumerate(buckets(sizes, kinds, bucket_bytes=self._bucket_bytes)):
-            room = Room([self._parameters[i] for i in positions], marked=True)
-            flat = room.filled([self._sum[i] for i in positions])
+        for number, bucket in enumerate(buckets_of(self._parameters, bucket_bytes=self._bucket_bytes)):
+            numbers = bucket.fill([self._sum[i] for i in bucket.positions])
             self._journal.begun(self._stage.index, number)
-            work, found = collectives.gather(flat.numbers)
+            work, found = collectives.gather(numbers)
             self._journal.watch(work, self._stage.index, number)
-            self._sent.append(_Sent(positions, room, flat, work, found))
+            self._sent.append((bucket, numbers, work, found))
 
     @torch.no_grad()
     def _receive(self, collectives: Collectives) -> None:
-        for number, sent in enumerate(self._sent):
-            collectives.wait(sent.work)
+        for number, (bucket, _, work, found) in enumerate(self._sent):
+            collectives.wait(work)
             self._journal.waited(self._stage.index, number)
-            flat = sent.room.of(sum_of(sent.found, torch.add))
-            for position, view, mark in zip(sent.positions, flat.views, flat.marks.tolist(), strict=True):
+            bucket.take(sum_of(found, torch.add))
+            for position, view, mark in zip(
+                bucket.positions, bucket.views, bucket.marks.tolist(), strict=True
+            ):
                 self._sum[position] = view if mark else None
         self._sent = []
 
@@ -146,7 +131,11 @@ def _add(left: _Gradients, right: _Gradients) -> _Gradients:
 
 
 class Halving(Generic[T]):
-    """The sum of `count` things, numbered from 0, of which `add` makes one of two."""
+    """The sum of `count` things, numbered from 0, of which `add` makes one of two.
+
+    A sum is made as soon as both of its halves are there, whatever the order in which they come, so that of n
+    things in order log2(n) + 1 are held at most.
+    """
 
     def __init__(self, count: int, add: Callable[[T, T], T]) -> None:
         self._whole, self._add = (0, count), add
@@ -167,8 +156,7 @@ class Halving(Generic[T]):
         span = (number, number + 1)
         while span != self._whole and (other := self._other_half[span]) in self._held:
             found = self._held.pop(other)
-            low_first = span < other
-            thing = self._add(thing, found) if low_first else self._add(found, thing)
+            thing = self._add(thing, found) if span < other else self._add(found, thing)
             span = (min(span[0], other[0]), max(span[1], other[1]))
         self._held[span] = thing
 

@@ -1,4 +1,7 @@
-"""What carries messages between two stages: how long a message takes and what holds the next one up.
+"""What carries messages between two stages, and what stages send beside their messages.
+
+How long a message takes and what holds the next one up is a `Link`; a `Bucket` of gradients and a `Gather` of
+parameters go over a link between replicas, which the replay lays out beside the actions.
 
 A replay is only as honest as its link, so each preset says where its two numbers come from. Bandwidths are
 nominal, per direction, between two neighbouring devices; a real link gives less, so measure it where the
@@ -92,3 +95,63 @@ LINKS: dict[str, Link] = {
     ),
 }  # fmt: skip
 """Presets by name. `pcieN-host` is the paper's case without a fast interconnect (section 3.1, Table 3)."""
+
+
+BUCKET_BYTES = 25 * 2**20
+"""A bucket leaves as soon as it holds so much: what torch's DistributedDataParallel has as its default."""
+
+_FEWEST_BUCKETS = 4
+_LEAST_BYTES = 2**20
+
+
+def bucket_bytes_of(gradient_bytes: float) -> float:
+    """What a bucket holds if nobody says: `BUCKET_BYTES`, or less for a stage that has not several times as
+    much, so that most of its gradients leave before its last backward is over.
+    """
+    return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are reduced together.
+
+    Args:
+        ready: share of the stage's last backward (its last B or W) after which they are all there, 0 to 1
+        takes_s: the reduction, once it has the link for itself
+
+    Raises:
+        ValueError: a share outside 0 to 1, or seconds that are negative.
+    """
+
+    ready: float
+    takes_s: float
+
+    def __post_init__(self) -> None:
+        _check("a bucket is ready", self.ready, "last backward", self.takes_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Parameters that are fetched together for a step.
+
+    Args:
+        needed: share of the stage's first forward at which they are, 0 to 1
+        takes_s: the all-gather, once it has the link for itself
+
+    Raises:
+        ValueError: a share outside 0 to 1, or seconds that are negative.
+    """
+
+    needed: float
+    takes_s: float
+
+    def __post_init__(self) -> None:
+        _check("a gather is needed", self.needed, "first forward", self.takes_s)
+
+
+def _check(what: str, share: float, action: str, takes_s: float) -> None:
+    """`what` says of whom, and what it is after that share of the action: "a bucket is ready"."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"{what} after {share} of the {action}; give 0 to 1")
+    if not takes_s >= 0:
+        raise ValueError(f"{what.partition(' is ')[0]} takes {takes_s} s; give seconds, 0 or more")

@@ -2,9 +2,10 @@
 
 The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
 it. Engines that keep the order of the work in their control flow cannot be checked without running them; here
-a schedule is a tuple of actions per worker, made by a pure function, and everything that follows from it (who
-sends what to whom, how many micro-batches are in flight) is derived. A worker holds one stage, or several
-where the schedule has a placement (`schedules`). Only the standard library is imported.
+a schedule is a tuple of actions per worker, made by a pure function (`named`), and everything that follows
+from it (who sends what to whom, how many micro-batches are in flight, in which order one process takes them,
+whether they can run at all) is derived. A worker holds one stage, or several where the schedule has a
+placement. Only the standard library is imported.
 
 One notation for an action, everywhere: `2F0` is stage 2, forward, micro-batch 0.
 
@@ -18,14 +19,14 @@ GPipe on K = 3 stages with M = 3 micro-batches, `remat="except_last"` (F, R, B t
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES as REMAT_MODES
-from gpipe_bench.pipeline.plan.remat import Remat, check_remat, choice_of, in_one_form, of_stages, recomputes
+from gpipe_bench.pipeline.plan.remat import Remat, check_remat, choice_of, in_one_form, of_stages
 
 
 class Kind(StrEnum):
@@ -184,14 +185,20 @@ def stages_of(placement: tuple[int, ...], worker: int) -> list[int]:
     return [stage for stage, other in enumerate(placement) if other == worker] if placement else [worker]
 
 
+def begins_of(row: tuple[Action, ...]) -> list[Action]:
+    """The actions that build the graphs of micro-batches, R or else F, in the order of the row."""
+    return _either(row, Kind.R, Kind.F)
+
+
 def ends_of(row: tuple[Action, ...]) -> list[Action]:
     """The actions with which the stages are done with a micro-batch, W or else B, in the order of the row."""
-    halved = {(action.stage, action.microbatch) for action in row if action.kind is Kind.W}
-    return [
-        action
-        for action in row
-        if action.kind is (Kind.W if (action.stage, action.microbatch) in halved else Kind.B)
-    ]
+    return _either(row, Kind.W, Kind.B)
+
+
+def _either(row: tuple[Action, ...], rather: Kind, otherwise: Kind) -> list[Action]:
+    """The actions of one kind, and of the other where a micro-batch has none of the first."""
+    found = {(action.stage, action.microbatch) for action in row if action.kind is rather}
+    return [a for a in row if a.kind is (rather if (a.stage, a.microbatch) in found else otherwise)]
 
 
 def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
@@ -203,71 +210,36 @@ def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
     check_remat(remat, num_stages, num_microbatches)
 
 
-def _forward(stage: int, microbatch: int) -> list[Action]:
-    return [Action(stage, Kind.F, microbatch)]
+def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
+    """`schedule`, which has no recomputation, with one wherever `remat` recomputes a stage's micro-batch.
 
+    R needs nothing from another worker, so it stands right before the backward for which it builds the graph,
+    and starts while the worker waits for the gradient. Where the backward is split, the graph lives until W:
+    as many graphs are alive as a schedule puts off weights, and all other micro-batches keep their inputs
+    alone. ZB-H1 on 3 workers, M = 3, two slots of bubble instead of the eight of 1F1B that recomputes late:
 
-def _backward(stage: int, microbatch: int, num_microbatches: int, remat: Remat) -> list[Action]:
-    """The backward with the recomputation before it: R needs nothing from another stage, so it starts while
-    the stage would wait for the gradient.
+        stage 0 | F0 F1 F2 R0 .  .  I0 W0 R1 I1 W1 R2 I2 W2
+        stage 1 | .  F0 F1 R0 .  I0 F2 R1 I1 W0 R2 I2 W1 W2
+        stage 2 | .  .  F0 R0 I0 F1 R1 I1 F2 R2 I2 W0 W1 W2
+
+    `ValueError` for a schedule that has recomputations already, or a `remat` that there is not.
     """
-    is_recomputed = recomputes(choice_of(remat, stage), microbatch, num_microbatches)
-    again = [Action(stage, Kind.R, microbatch)] if is_recomputed else []
-    return [*again, Action(stage, Kind.B, microbatch)]
-
-
-def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") -> Schedule:
-    """Model parallelism without a pipeline: one micro-batch is anywhere in the model at any time.
-
-    With one micro-batch, the paper's naive baseline; with more, they go through end to end one after another.
-    """
-    check_sizes(num_stages, num_microbatches, remat)
-    rows = tuple(
-        tuple(
-            action
-            for m in range(num_microbatches)
-            for action in _forward(s, m) + _backward(s, m, num_microbatches, remat)
+    check_sizes(schedule.num_stages, schedule.num_microbatches, remat)
+    if schedule.remat != "never":
+        raise ValueError(
+            f"schedule {schedule.name!r} recomputes already (remat={schedule.remat!r}); give one with "
+            "remat='never'"
         )
-        for s in range(num_stages)
-    )
-    return Schedule("naive", num_stages, num_microbatches, remat, rows)
-
-
-def gpipe(num_stages: int, num_microbatches: int, remat: Remat = "always") -> Schedule:
-    """GPipe (paper section 2.3): all forwards, then all backwards in reverse order of the micro-batches.
-
-    The reverse drain is what lets the last micro-batch keep its activations (`except_last`): its backward
-    follows its own forward on the last stage at once.
-    """
-    check_sizes(num_stages, num_microbatches, remat)
+    again = of_stages(remat, schedule.num_stages, schedule.num_microbatches)
     rows = []
-    for s in range(num_stages):
-        row = [action for m in range(num_microbatches) for action in _forward(s, m)]
-        for m in reversed(range(num_microbatches)):
-            row += _backward(s, m, num_microbatches, remat)
-        rows.append(tuple(row))
-    return Schedule("gpipe", num_stages, num_microbatches, remat, tuple(rows))
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int, remat: Remat = "never") -> Schedule:
-    """One forward, one backward (PipeDream-flush): at most K - k micro-batches are in flight on stage k.
-
-    Stage k warms up with as many forwards as there are stages behind it, then alternates; M < K is legal.
-    """
-    check_sizes(num_stages, num_microbatches, remat)
-    rows = []
-    for s in range(num_stages):
-        warm_up = min(num_microbatches, num_stages - 1 - s)
-        row = [action for m in range(warm_up) for action in _forward(s, m)]
-        for m in range(num_microbatches):
-            if m + warm_up < num_microbatches:
-                row += _forward(s, m + warm_up)
-            row += _backward(s, m, num_microbatches, remat)
-        rows.append(tuple(row))
-    return Schedule("1f1b", num_stages, num_microbatches, remat, tuple(rows))
-
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+    for row in schedule.actions:
+        found: list[Action] = []
+        for action in row:
+            if action.kind in (Kind.B, Kind.I) and action.microbatch in again[action.stage]:
+                found.append(Action(action.stage, Kind.R, action.microbatch))
+            found.append(action)
+        rows.append(tuple(found))
+    return replace(schedule, remat=remat, actions=tuple(rows))
 
 
 class Transfer(NamedTuple):
@@ -280,6 +252,7 @@ class Transfer(NamedTuple):
         return f"{self.source}->{self.target}"
 
 
+@derived
 def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     """Every message of a step, in the order in which the receiving workers need them.
 
@@ -339,3 +312,126 @@ def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
         elif action.kind is Kind.W:
             needs[action].append(Action(stage, Kind.I, microbatch))
     return {action: tuple(sources) for action, sources in needs.items()}
+
+
+@derived
+def execution_order(schedule: Schedule) -> tuple[Action, ...]:
+    """The order in which a single process takes all actions: each row in its own order, dependencies first.
+
+    A message is consumed before another is produced where the rows allow it: next comes the worker that
+    received the last action's message, then the same worker if it has only recomputed, then the one that can
+    go on with the latest stage. So one stage's recomputed activations are alive at a time. `ValueError` names
+    the actions that wait for each other if the schedule deadlocks.
+    """
+    needs = dependencies(schedule)
+    consumer = {transfer.source: schedule.worker(transfer.target.stage) for transfer in transfers(schedule)}
+    rows, position = schedule.actions, [0] * schedule.num_workers
+    done: set[Action] = set()
+    order: list[Action] = []
+
+    def ready(worker: int) -> bool:
+        return position[worker] < len(rows[worker]) and all(
+            a in done for a in needs[rows[worker][position[worker]]]
+        )
+
+    last = schedule.worker(schedule.num_stages - 1)
+    worker = schedule.worker(0)
+    total = sum(len(row) for row in rows)
+    while len(order) < total:
+        if not ready(worker):
+            waiting = [w for w in range(schedule.num_workers) if ready(w)]
+            if not waiting:
+                stuck = [row[i] for row, i in zip(rows, position, strict=True) if i < len(row)]
+                reasons = "; ".join(
+                    f"{a} waits for {', '.join(str(need) for need in needs[a] if need not in done)}"
+                    for a in stuck
+                )
+                raise ValueError(f"schedule {schedule.name!r} deadlocks: {reasons}")
+            worker = max(waiting, key=lambda w: rows[w][position[w]].stage)
+        action = rows[worker][position[worker]]
+        position[worker] += 1
+        done.add(action)
+        order.append(action)
+        worker = consumer.get(action, worker if action.kind is Kind.R else last)
+    return tuple(order)
+
+
+@derived
+def validate(schedule: Schedule) -> None:
+    """`ValueError` with the offending actions unless the schedule can be executed.
+
+    A schedule may come from a file or from a user's own function. A mistake in it would show as a gradient
+    that is missing or as processes that wait for each other, far from its cause.
+
+    Checked: a placement of all stages on workers; a row per worker that holds only its own stages' actions;
+    every micro-batch once forward and once backward (B, or I and W) on every stage, recomputed exactly where
+    `remat` says so; messages of one direction between two workers leave in the order in which they are needed
+    (a channel is a queue, as in MPI and NCCL); and no deadlock when every worker takes its row in order. The
+    buffers that messages wait for are as many as a schedule needs, so that they add none.
+    """
+    check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
+    if schedule.placement:
+        _check_placement(schedule.placement, schedule.num_stages)
+    home = "worker" if schedule.placement else "stage"
+    if len(schedule.actions) != schedule.num_workers:
+        raise ValueError(
+            f"{len(schedule.actions)} rows of actions for {schedule.num_workers} {home}s; give one per {home}"
+        )
+    for worker, row in enumerate(schedule.actions):
+        stages = schedule.stages_of(worker)
+        strangers = [
+            str(a) for a in row if a.stage not in stages or not 0 <= a.microbatch < schedule.num_microbatches
+        ]
+        if strangers:
+            raise ValueError(
+                f"the row of {home} {worker} holds {', '.join(strangers)}, outside stage "
+                f"{', '.join(map(str, stages))} or outside micro-batches 0..{schedule.num_microbatches - 1}"
+            )
+        for stage in stages:
+            _check_stage(schedule, stage, Counter(schedule.row(stage)))
+    _check_channels(schedule, home)
+    execution_order(schedule)
+
+
+def _check_placement(placement: tuple[int, ...], num_stages: int) -> None:
+    if len(placement) != num_stages:
+        raise ValueError(
+            f"the placement has {len(placement)} workers for {num_stages} stages; give the worker "
+            "of each stage"
+        )
+    if min(placement) < 0:
+        raise ValueError(f"the placement {placement} has worker {min(placement)}; workers count from 0")
+    idle = sorted(set(range(min(max(placement), len(placement)) + 1)) - set(placement))
+    if idle:
+        raise ValueError(
+            f"worker {idle[0]} holds no stage in the placement {placement}; workers count from 0 without gaps"
+        )
+
+
+def _check_stage(schedule: Schedule, stage: int, taken: Counter[Action]) -> None:
+    repeated = sorted(str(action) for action, times in taken.items() if times > 1)
+    if repeated:
+        raise ValueError(f"stage {stage} takes {', '.join(repeated)} more than once")
+    for microbatch in range(schedule.num_microbatches):
+        kinds = {kind for kind in Kind if Action(stage, kind, microbatch) in taken}
+        again = {Kind.R} if schedule.recomputes(microbatch, stage) else set()
+        if kinds - again not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}) or not again <= kinds:
+            have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
+            want = "F R B" if again else "F B"
+            raise ValueError(
+                f"stage {stage} takes micro-batch {microbatch} through {have}; with remat="
+                f"{choice_of(schedule.remat, stage)!r} it needs {want}, where B may be split into I W"
+            )
+
+
+def _check_channels(schedule: Schedule, home: str) -> None:
+    position = {action: i for row in schedule.actions for i, action in enumerate(row)}
+    for (source, target, _), messages in channels(schedule).items():
+        leaving = sorted(messages, key=lambda message: position[message.source])
+        for made, wanted in zip(leaving, messages, strict=True):
+            if made != wanted:
+                raise ValueError(
+                    f"{home} {source} sends {made.source} to {home} {target}, which waits for "
+                    f"{wanted.source} first; the messages between two {home}s travel in one queue, so their "
+                    "orders must agree"
+                )

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, ends_of, stages_of
+from gpipe_bench.pipeline.plan.schedule import Action, begins_of, ends_of, stages_of
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One action's start and end, in seconds from the start of the step."""
 
     action: Action
@@ -28,8 +28,7 @@ class Event:
         return self.end_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """What takes time in a step beside its actions: work of a stage ("setup", "update"), a message
     ("0F1->1") on its way from `stage`, or one of its collectives ("gather 0", "reduce 0"), in seconds from
     the start of the step.
@@ -80,7 +79,7 @@ class Timeline:
         """Orders the events and moves the earliest start to 0."""
         ordered = sorted(events, key=lambda event: (event.start_s, event.action))
         origin_s = ordered[0].start_s if ordered else 0.0
-        shifted = tuple(Event(e.action, e.start_s - origin_s, e.end_s - origin_s) for e in ordered)
+        shifted = tuple(Event(a, start_s - origin_s, end_s - origin_s) for a, start_s, end_s in ordered)
         sums = [Span(s.name, s.stage, s.start_s - origin_s, s.end_s - origin_s) for s in collectives]
         return cls(
             shifted, num_stages, provenance, tuple(devices), dict(conditions or {}),
@@ -157,41 +156,29 @@ class Timeline:
             stages = self.stages_of(worker)
             label = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))}"
             label += f" ({self.devices[stages[0]]})" if self.devices else ""
-            rows.append(
-                {"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": label}},
-            )
+            rows.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": label}})
+
+        def box(name: str, what: str, stage: int, start_s: float, duration_s: float) -> dict[str, Any]:
+            return {
+                "name": name, "cat": what, "ph": "X", "pid": 0, "tid": row_of[stage], "ts": start_s * 1e6,
+                "dur": duration_s * 1e6,
+            }  # fmt: skip
+
         for event in self.events:
-            action = event.action
-            rows.append(
-                {
-                    "name": str(action),
-                    "cat": action.kind.name,
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": row_of[action.stage],
-                    "ts": event.start_s * 1e6,
-                    "dur": event.duration_s * 1e6,
-                    "args": {"microbatch": action.microbatch},
-                }
-            )
-        rows += [
-            {
-                "name": span.name, "cat": "work", "ph": "X", "pid": 0, "tid": row_of[span.stage],
-                "ts": span.start_s * 1e6, "dur": span.duration_s * 1e6,
-            }
-            for span in self.work
-        ]  # fmt: skip
+            stage, kind, microbatch = event.action
+            rows.append(box(str(event.action), kind.name, stage, event.start_s, event.duration_s))
+            rows[-1]["args"] = {"microbatch": microbatch}
+        rows += [box(span.name, "work", span.stage, span.start_s, span.duration_s) for span in self.work]
         beside = [(span, "message") for span in self.messages]
         beside += [(span, "collective") for span in self.collectives]
         for number, (span, what) in enumerate(beside):  # asynchronous: messages of a link may overlap
-            ends = (("b", span.start_s), ("e", span.end_s))
-            rows += [
-                {
-                    "name": span.name, "cat": what, "ph": phase, "id": number, "pid": 0,
-                    "tid": row_of[span.stage], "ts": time_s * 1e6,
-                }
-                for phase, time_s in ends
-            ]  # fmt: skip
+            for phase, time_s in (("b", span.start_s), ("e", span.end_s)):
+                rows.append(
+                    {
+                        "name": span.name, "cat": what, "ph": phase, "id": number, "pid": 0,
+                        "tid": row_of[span.stage], "ts": time_s * 1e6,
+                    }
+                )  # fmt: skip
         return {
             "traceEvents": rows,
             "displayTimeUnit": "ms",
@@ -206,18 +193,10 @@ class Timeline:
             "devices": list(self.devices),
             "conditions": dict(self.conditions),
             "events": [[str(event.action), event.start_s, event.end_s] for event in self.events],
-            "work": [[span.name, span.stage, span.start_s, span.end_s] for span in self.work],
-            "messages": [[span.name, span.stage, span.start_s, span.end_s] for span in self.messages],
+            "work": [list(span) for span in self.work],
+            "messages": [list(span) for span in self.messages],
             **({"placement": list(self.placement)} if self.placement else {}),
-            **(
-                {
-                    "collectives": [
-                        [span.name, span.stage, span.start_s, span.end_s] for span in self.collectives
-                    ]
-                }
-                if self.collectives
-                else {}
-            ),
+            **({"collectives": [list(span) for span in self.collectives]} if self.collectives else {}),
         }
 
     @classmethod
@@ -238,18 +217,9 @@ class Timeline:
 
 def _live(events: tuple[Event, ...]) -> tuple[tuple[float, int], ...]:
     row = tuple([event.action for event in events])
-    recomputed = {(action.stage, action.microbatch) for action in row if action.kind is Kind.R}
-    ends = set(ends_of(row))
-    changes = []
-    for event in events:
-        action = event.action
-        again = (action.stage, action.microbatch) in recomputed
-        if action.kind is (Kind.R if again else Kind.F):
-            changes.append((event.start_s, 1))
-        elif action in ends:
-            changes.append((event.end_s, -1))
-    live, steps = 0, []
-    for time_s, change in sorted(changes):
-        live += change
-        steps.append((time_s, live))
-    return tuple(steps)
+    begins, ends = set(begins_of(row)), set(ends_of(row))
+    changes = [(event.start_s, 1) for event in events if event.action in begins]
+    changes += [(event.end_s, -1) for event in events if event.action in ends]
+    changes.sort()
+    alive = accumulate(change for _, change in changes)
+    return tuple((time_s, number) for (time_s, _), number in zip(changes, alive, strict=True))

@@ -22,18 +22,16 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
-from gpipe_bench.pipeline.ranks.connecting.opening import open_connections
-from gpipe_bench.pipeline.ranks.connecting.ties import Ties
+from gpipe_bench.pipeline.ranks.connect import Network, Session, network_of, open_connections
 from gpipe_bench.pipeline.ranks.exchange import Exchange
-from gpipe_bench.pipeline.ranks.failures.job import Job
+from gpipe_bench.pipeline.ranks.failure import Job
+from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.messages.agreement import Agreement, Agreements
 from gpipe_bench.pipeline.ranks.messages.control import Header
 from gpipe_bench.pipeline.ranks.messages.loss import Loss
 from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
 from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, refuse_portals
 from gpipe_bench.pipeline.ranks.routes import loss_route
-from gpipe_bench.pipeline.ranks.together import Together
 from gpipe_bench.pipeline.stage.trees import sizes
 from gpipe_bench.pipeline.transport import Plan, rows_for
 
@@ -62,7 +60,7 @@ class PointToPoint(Exchange):
         network = network_of(group)
         refuse_portals(portals, schedule, accelerated=network.is_accelerated(device))
         self.size = network.size
-        ties = self._ties = Ties(network, device, timeout_s=timeout_s, job=job)
+        ties = self._ties = Session(network, device, timeout_s=timeout_s, job=job)
         accelerated = ties.is_accelerated
         try:
             control, self._together, ways, loss, of_portals = open_connections(
@@ -199,14 +197,14 @@ class PointToPoint(Exchange):
 
     def is_let_down(self, error: BaseException) -> bool:
         """Whether an error says that another rank is missing."""
-        return self._ties.let_down(error) is not None
+        return self._ties.job.peer_error(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._ties.abort(action, error)
 
 
 _present: weakref.WeakSet[PointToPoint] = weakref.WeakSet()
-_left: list[Ties] = []
+_left: list[Session] = []
 
 
 def _leave_to_parent() -> None:

@@ -15,18 +15,21 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import register_after_fork
+from pathlib import Path
 
 import torch
 
 # glibc's mallopt parameters and a size that no tensor of a micro-batch exceeds.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 2**30
 _PR_SET_PDEATHSIG = 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _cores: list[set[int]] = []  # that this process had before it was pinned
 _sockets: set[int] = set()  # of the pipelines of this process, by inode: descriptors are given out again
 _forking: dict[str, int] = {}  # this process, and whether its main thread forks
@@ -61,6 +64,11 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
+
+
+def machine_id() -> str:
+    """Equal for two processes only if one kernel runs both."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
 @contextmanager

@@ -48,8 +48,13 @@ def launch(
 
     `device` is "cpu", "cuda" or another type of accelerator, of which every process gets one, or "auto": an
     accelerator each where there is any, else the CPU. `ValueError`, before anything is started, where there
-    are fewer than processes, and on Windows.
+    are fewer than processes, for a function that a notebook has defined, and on Windows.
     """
+    if getattr(function, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(
+            f"the processes of launch import the function, and {function.__qualname__} was defined in a "
+            "notebook or at a prompt, where they can't; write it to a file beside it and import it from there"
+        )
     check_devices(device, num_processes)
     if not hasattr(signal, "pthread_sigmask"):
         raise ValueError(

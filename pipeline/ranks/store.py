@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -39,28 +40,20 @@ def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], bool] 
 
     It runs in a thread, which is then left behind; it must not keep the process from ending.
     """
-    outcome: list[Callable[[], T]] = []
-    done = threading.Event()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            result = call()
-            outcome.append(lambda: result)
+            outcome.set_result(call())
         except BaseException as error:
-            caught = error
-
-            def fail() -> T:
-                raise caught
-
-            outcome.append(fail)
-        done.set()
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="pipeline store", daemon=True).start()
     deadline_s = time.monotonic() + limit_s
-    while not done.wait(limit_s if given_up is None else _ASK_S):
+    while not wait([outcome], limit_s if given_up is None else _ASK_S).done:
         if given_up is None or given_up() or time.monotonic() > deadline_s:
             raise TimeoutError(f"no answer within {limit_s:g} s")
-    return outcome[0]()
+    return outcome.result()
 
 
 class Store:
@@ -86,14 +79,14 @@ class Store:
         """Connects to the store, apart from the connection of the group itself."""
         group, rank = self._group, dist.get_rank(self._group)
 
-        def prepare() -> tuple[Any, Any]:
+        def prepare() -> tuple[Any, ...]:
             if group not in _connections:
                 store: Any = group.get_group_store()
                 _connections[group] = store.clone(), store.clone()
             questions, backends = _connections[group]
             number = questions.add(f"{self._name}pipelines of rank {rank}", 1)
             name = f"{self._name}pipeline {number}"
-            return _under(name, questions), _under(name, backends)
+            return tuple(dist.PrefixStore(name, store) for store in (questions, backends))  # type: ignore[attr-defined]
 
         with not_inherited():
             self._store, self._backends = self._ask(prepare, timeout_s)
@@ -103,11 +96,15 @@ class Store:
 
     def get(self, key: str, limit_s: float = ANSWER_S) -> bytes | None:
         """The value of a key, None if it has none."""
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, limit_s)
+        return self.get_all([key], limit_s)[0]
 
-    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+    def get_all(self, keys: Sequence[str], limit_s: float = ANSWER_S) -> list[bytes | None]:
         """The value of each key, in one question."""
-        return self._ask(lambda: [self._store.get(key) if self._store.check([key]) else None for key in keys])
+
+        def get() -> list[bytes | None]:
+            return [self._store.get(key) if self._store.check([key]) else None for key in keys]
+
+        return self._ask(get, limit_s)
 
     def append(self, key: str, value: str) -> None:
         """Adds to the value of a key."""
@@ -119,31 +116,28 @@ class Store:
 
     def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
         """The value that `rank` gives to a key; `PeerError` if it has none after `timeout_s`."""
+        return self.await_all({rank: key}, timeout_s)[0]
 
-        def wait() -> bytes:
-            self._await({rank: key}, timeout_s)
-            return self._store.get(key)  # type: ignore[no-any-return]
-
-        return self._ask(wait, timeout_s + ANSWER_S)
-
-    def await_all(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Until all keys have values; `PeerError` names the first that has none after `timeout_s` by its
-        position.
+    def await_all(self, keys: Mapping[int, str], timeout_s: float) -> list[bytes]:
+        """The value that each rank gives to its key; `PeerError` names the first that has given none after
+        `timeout_s`.
         """
-        self._ask(lambda: self._await(dict(enumerate(keys)), timeout_s), timeout_s + ANSWER_S)
 
-    def _await(self, keys: Mapping[int, str], timeout_s: float) -> None:
-        try:
-            self._store.wait([*keys.values()], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            for rank, key in keys.items():
-                if not self._store.check([key]):
-                    what = f"did not answer: timed out after {timeout_s:g} s, nothing came from it"
-                    raise PeerError(None, rank, what, timed_out=True) from None
+        def get() -> list[bytes]:
+            try:
+                self._store.wait([*keys.values()], timedelta(seconds=timeout_s))
+            except dist.DistStoreError:
+                for rank, key in keys.items():
+                    if not self._store.check([key]):
+                        what = f"did not answer: timed out after {timeout_s:g} s, nothing came from it"
+                        raise PeerError(None, rank, what, timed_out=True) from None
+            return [self._store.get(key) for key in keys.values()]
+
+        return self._ask(get, timeout_s + ANSWER_S)
 
     def under(self, name: str) -> Any:
         """The store as torch's backends take it, with keys below `name`. They wait in it themselves."""
-        return _under(name, self._backends)
+        return dist.PrefixStore(name, self._backends)  # type: ignore[attr-defined]
 
     def _ask(self, question: Callable[[], T], limit_s: float = ANSWER_S) -> T:
         if self._failed is not None:  # the lock of its connection is still held
@@ -157,7 +151,3 @@ class Store:
         except RuntimeError as error:
             self._failed = StoreError(f"is gone: {error}", silent=False)
         raise self._failed
-
-
-def _under(name: str, store: Any) -> Any:
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]

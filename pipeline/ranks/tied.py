@@ -22,19 +22,23 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.stage.tied import Leaves, plus
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that has several places in the model."""
+    """A parameter that has several places in the model.
+
+    Args:
+        parameter: which
+        names: in the plain model; checkpoints use the first
+        uses: the layers that use it, each with the rank of its stage, the last first
+    """
 
     parameter: nn.Parameter
-    names: tuple[str, ...]  # in the plain model; checkpoints use the first
-    uses: tuple[
-        tuple[int, int], ...
-    ]  # the layers that use it, each with the rank of its stage, the last first
+    names: tuple[str, ...]
+    uses: tuple[tuple[int, int], ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -127,11 +131,9 @@ class TiedWeights:
             return
         with self._ranks.together() as together, torch.no_grad():
             for tie in self._ties:
-                if self._ranks.rank == tie.first:
-                    self._send(together, tie, tie.parameter)
-                else:
-                    value = together.receive_tensor(tie.parameter, tie.first)
-                    assert value is not None
+                value = self._of_first(together, tie, tie.parameter)
+                assert value is not None
+                if value is not tie.parameter:
                     tie.parameter.copy_(value)
 
     def begin(self) -> None:
@@ -179,24 +181,21 @@ class TiedWeights:
             if all(later != mine for later, _ in runs[position + 1 :]):
                 found.append(tie.parameter.grad)  # what did not come by the leaves
             for gradient in found:
-                _refuse_sparse(tie, gradient)
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"the gradient of {tie.names[0]!r}, which stages of several processes share, is "
+                        "sparse and cannot be summed over them; use sparse=False"
+                    )
                 total = plus(total, gradient)
             if position < len(runs) - 1:
                 together.send_tensor(total, runs[position + 1][0])
-        if mine != tie.first:
-            return together.receive_tensor(tie.parameter, tie.first)
-        self._send(together, tie, total)
-        return total
+        return self._of_first(together, tie, total)
 
-    def _send(self, together: Together, tie: Tie, tensor: Tensor | None) -> None:
+    def _of_first(self, together: Together, tie: Tie, tensor: Tensor | None) -> Tensor | None:
+        """The tensor of the first use's rank, on every owner."""
+        if self._ranks.rank != tie.first:
+            return together.receive_tensor(tie.parameter, tie.first)
         for rank in tie.ranks:
             if rank != tie.first:
                 together.send_tensor(tensor, rank)
-
-
-def _refuse_sparse(tie: Tie, gradient: Tensor | None) -> None:
-    if gradient is not None and gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {tie.names[0]!r}, which stages of several processes share, is sparse and "
-            "cannot be summed over them; use sparse=False"
-        )
+        return tensor

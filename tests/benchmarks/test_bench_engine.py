@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import gpipe
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.pipeline.plan.order import execution_order
+from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.replay import SLOTS, replay
-from gpipe_bench.pipeline.plan.schedule import SCHEDULES, gpipe, transfers
-from gpipe_bench.pipeline.plan.validate import validate
+from gpipe_bench.pipeline.plan.schedule import execution_order, transfers, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 NUM_LAYERS = 1665  # the paper's deepest Transformer

@@ -9,7 +9,7 @@ import torch
 
 from fakes.nccl_backend import HostBackend, NcclBackend
 from fakes.nccl_world import World
-from gpipe_bench.pipeline.ranks.connecting.network import Network
+from gpipe_bench.pipeline.ranks.connect import Network
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ BOUNDARIES = (
         return found
 """,
         why="a net and its skip have the same shape, so nothing else complains",
-        tests=("tests/test_transparency.py::test_every_cut_into_three_stages[cuts10]",),
+        tests=("tests/test_transparency.py::test_cuts_into_three_stages_at_every_layer[(2, 3)]",),
     ),
     Mutant(
         name="two gradients of a boundary swapped",
@@ -34,7 +34,7 @@ BOUNDARIES = (
         return found
 """,
         why="gradients have the shapes of their tensors, which are the same",
-        tests=("tests/test_transparency.py::test_every_cut_into_three_stages[cuts10]",),
+        tests=("tests/test_transparency.py::test_cuts_into_three_stages_at_every_layer[(2, 3)]",),
     ),
     Mutant(
         name="a repeated tensor travels twice",

@@ -91,9 +91,9 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="graphs alive from F although recomputed",
-        file="pipeline/plan/schedules/generator.py",
-        old="alive += action.kind is (Kind.R if key in again else Kind.F)",
-        new="alive += action.kind is Kind.F",
+        file="pipeline/plan/schedule.py",
+        old="return _either(row, Kind.R, Kind.F)",
+        new="return [action for action in row if action.kind is Kind.F]",
         why="recomputation would seem to save no memory",
         tests=(
             "tests/test_schedules_experiment.py"

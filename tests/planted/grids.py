@@ -7,7 +7,7 @@ from planted.mutant import Mutant
 GRIDS = (
     Mutant(
         name="buckets leave when the backward is through",
-        file="pipeline/plan/simulation.py",
+        file="pipeline/plan/simulate.py",
         old="ready_s = event.start_s + bucket.ready * event.duration_s",
         new="ready_s = event.end_s",
         why="the overlap of reductions with the last backward would be missing from every prediction",
@@ -17,7 +17,7 @@ GRIDS = (
     ),
     Mutant(
         name="the update does not wait for reductions",
-        file="pipeline/plan/simulation.py",
+        file="pipeline/plan/simulate.py",
         old="after_s = worker.free_s if worker.free_s > worker.reduced_s else worker.reduced_s",
         new="after_s = worker.free_s",
         why="weights would be updated before their gradients are summed",
@@ -27,7 +27,7 @@ GRIDS = (
     ),
     Mutant(
         name="an all-reduce goes round once",
-        file="pipeline/plan/collectives.py",
+        file="planner/collectives.py",
         old="    return 2 * _round_s(num_bytes, ranks, link)\n",
         new="    return _round_s(num_bytes, ranks, link)\n",
         why="data parallelism would look twice as cheap as it is",
@@ -43,15 +43,15 @@ GRIDS = (
     ),
     Mutant(
         name="who waits in a sum blames the first that does not",
-        file="pipeline/ranks/failures/failure.py",
-        old="        if not self._alive:\n            return self._missing",
-        new="        if True:\n            return self._missing",
+        file="pipeline/ranks/failure.py",
+        old="        if self._alive:\n            if found",
+        new="        if False:\n            if found",
         why="replicas that are only slower would be blamed for one that has stopped",
         tests=("tests/test_failure.py::test_of_those_who_may_be_meant_the_silent_one_is_blamed",),
     ),
     Mutant(
         name="the store goes at once",
-        file="pipeline/ranks/failures/failure.py",
+        file="pipeline/ranks/failure.py",
         old="            while self._rank == self._store.host and",
         new="            while False and",
         why="a rank that looks late would be told nothing but that the store has gone",
@@ -59,8 +59,8 @@ GRIDS = (
     ),
     Mutant(
         name="time counts in which the whole job was stopped",
-        file="pipeline/ranks/failures/heartbeats.py",
-        old="self._silent_s += min(now_s - self._looked_s, _LOOK_S)",
+        file="pipeline/ranks/failure.py",
+        old="self._silent_s += min(now_s - self._looked_s, _MOST_SILENT_S)",
         new="self._silent_s += now_s - self._looked_s",
         why="a job that is suspended for longer than the limit would end when it goes on",
         tests=("tests/test_nccl_ends.py::test_nobody_is_missed_for_a_time_in_which_all_were_stopped",),

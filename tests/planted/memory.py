@@ -56,7 +56,7 @@ MODELLED = (
     ),
     Mutant(
         name="a model fits only if greedy filling says so",
-        file="pipeline/plan/by_cost.py",
+        file="pipeline/plan/partition.py",
         old="    return bool(_suffix_counts(edges, num_layers, cap)[0] >> num_stages & 1)\n",
         new="    return False\n",
         why="filling to the brim may miss a split, and the largest model with it",

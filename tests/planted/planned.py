@@ -16,15 +16,15 @@ PLANNED = (
     ),
     Mutant(
         name="a chosen schedule may drain in reverse",
-        file="pipeline/plan/schedules/generator.py",
-        old="        if in_order and not _in_order(candidate):\n",
-        new="        if not in_order and not _in_order(candidate):\n",
+        file="pipeline/plan/generate.py",
+        old="if (in_order and not _in_order(candidate)) or",
+        new="if (not in_order and not _in_order(candidate)) or",
         why="the last bits of the weights would depend on what the clock said",
         tests=("tests/test_automatic.py::test_random_times",),
     ),
     Mutant(
         name="halves are joined whatever it takes",
-        file="pipeline/plan/schedules/fusing.py",
+        file="pipeline/plan/generate.py",
         old="        if candidate_s <= makespan_s:\n",
         new="        if candidate_s:\n",
         why="the worker before would wait for the weights' half, too",
@@ -32,7 +32,7 @@ PLANNED = (
     ),
     Mutant(
         name="the warm-up is timed",
-        file="pipeline/plan/schedules/calibration.py",
+        file="pipeline/plan/auto.py",
         old="timed = self._timelines[WARM_UP_STEPS:]",
         new="timed = self._timelines[:WARM_UP_STEPS]",
         why="the choice would be made for what the first step of a process takes, and without B",

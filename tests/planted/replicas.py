@@ -9,7 +9,7 @@ STEPS = ("tests/test_mesh.py::test_case[gradients_of_earlier_steps_count_once]",
 REPLICAS = (
     Mutant(
         name="shares of a replica's own batch",
-        file="pipeline/mesh/reduce.py",
+        file="pipeline/mesh/collectives.py",
         old="            examples = int(self._examples)\n",
         new="            examples = sum(self._lengths)\n",
         why="a sum over replicas of means is no mean: too large by their number, or by more",
@@ -50,8 +50,8 @@ REPLICAS = (
     Mutant(
         name="a gradient of another replica dropped",
         file="pipeline/mesh/reduce.py",
-        old="                    if not marks[place]:\n",
-        new="                    if marks[place] < self._collectives.replicas.size:\n",
+        old="                    if not mark:\n",
+        new="                    if mark < self._collectives.replicas.size:\n",
         why="where the loss of one replica alone depends on a parameter, the replicas' weights would part",
         tests=("tests/test_mesh.py::test_case[parameters_without_a_gradient]",),
     ),
@@ -74,7 +74,7 @@ REPLICAS = (
     Mutant(
         name="parameters that come later stay as they are",
         file="pipeline/mesh/reduce.py",
-        old="                self._collectives.take_over([parameter.detach() for parameter in new])\n",
+        old="                self._collectives.copy_from_first([parameter.detach() for parameter in new])\n",
         new="                pass\n",
         why="replicas would train models that begin with different values",
         tests=("tests/test_mesh.py::test_case[parameters_that_come_later]",),

@@ -1,1 +1,0 @@
-"""Schedules and timelines to look at."""

@@ -1,0 +1,121 @@
+"""Schedules as text: tables for files, with commas between the cells, and grids for people.
+
+The table has a row for each worker and a cell for each action, in the form that torch's
+`_PipelineScheduleRuntime` reads and writes as `compute_only`, so a schedule of torch's runs here and one of
+ours runs there. Two things differ. A recomputation is a cell such as `2R0`, which torch has no word for:
+files that hold one are read here only. And torch takes whatever begins like an action for one, while a cell
+that is none is an error here. The placement is not written down: a worker holds the stages that are in its
+row.
+
+    0F0,0F1,3F0,3I0,0F2,...        worker 0 of two, in a V
+    1F0,2F0,1F1,2F1,2I0,...
+
+A schedule is best checked by looking at it, in a terminal, a test or a review, so the grid (`draw`) needs no
+plotting library; a picture for browsers is `svg`. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+
+from gpipe_bench.pipeline.plan.portals import Line, described
+from gpipe_bench.pipeline.plan.remat import Remat
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+# What torch's runtime adds for itself: messages, sharded parameters, sums over replicas.
+_LOWERED = re.compile(
+    r"\d+((SEND|RECV|WAIT_RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_\w+)", re.ASCII
+)
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(
+        [str(action) for action in row] for row in schedule.actions
+    )
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedule:
+    """Reads what `to_csv` or torch writes. `remat` is recognised from the recomputations unless it is given.
+
+    Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
+    the parts of an overlapped pair such as `(0F7;7B3)OVERLAP_F_B` are taken in their order. The result is not
+    yet validated: see `validate`.
+
+    Raises:
+        ValueError: the text is no table, holds no actions or something that is not an action, or leaves out
+            a stage.
+    """
+    try:
+        lines = [row for row in csv.reader(io.StringIO(text)) if row]
+    except csv.Error as error:
+        raise ValueError(f"the text is no table ({error}); write actions with commas between them") from error
+    rows = tuple(tuple(action for cell in line for action in _actions(cell)) for line in lines)
+    if not any(rows):
+        raise ValueError("the text holds no actions; write one line per worker, such as 0F0,0F1,0B1,0B0")
+    holders: dict[int, int] = {}
+    for worker, row in enumerate(rows):
+        for action in row:
+            holders.setdefault(action.stage, worker)
+    missing = next((stage for stage in range(len(holders)) if stage not in holders), None)
+    if missing is not None:
+        raise ValueError(
+            f"no line holds stage {missing}, but one holds stage {max(holders)}; stages count from 0 without "
+            "gaps"
+        )
+    num_microbatches = 1 + max(action.microbatch for row in rows for action in row)
+    if remat is None:
+        recomputed: list[list[int]] = [[] for _ in holders]
+        for action in (action for row in rows for action in row if action.kind is Kind.R):
+            recomputed[action.stage].append(action.microbatch)
+        remat = recomputed
+    placement = tuple(holders[stage] for stage in range(len(holders)))
+    return Schedule(name, len(holders), num_microbatches, remat, rows, placement)
+
+
+def _actions(cell: str) -> list[Action]:
+    """Those that a cell holds: none, one, or the parts of a pair."""
+    cell = cell.strip()
+    if not cell or _LOWERED.fullmatch(cell):
+        return []
+    pair = _TOGETHER.fullmatch(cell)
+    return [Action.parse(part) for part in (pair[1].split(";") if pair else (cell,))]
+
+
+def draw(timeline: Timeline, portals: Sequence[Line] = ()) -> str:
+    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
+
+    A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot
+    names the stage too, as in `2F0`::
+
+        stage 0 | F0 F1 .  .  B1 B1 B0 B0
+        stage 1 | .  F0 F1 B1 B1 B0 B0
+
+    Below stand the `portals`, each line of them from the stage that stashes to the one that pops::
+
+        portals | stage 0 -> stage 3: skip
+    """
+    several = bool(timeline.placement)
+
+    def short(action: Action) -> str:
+        return str(action) if several else f"{action.kind.value}{action.microbatch}"
+
+    width = max((len(short(event.action)) for event in timeline.events), default=0)
+    margin = len(str(timeline.num_workers - 1))
+    lines = []
+    for worker in range(timeline.num_workers):
+        slots: list[str] = []
+        for event in timeline.of_worker(worker):
+            slots += ["."] * (round(event.start_s) - len(slots))
+            slots += [short(event.action)] * round(event.duration_s)
+        grid = " ".join(slot.ljust(width) for slot in slots).rstrip()
+        lines.append(f"{'worker' if several else 'stage'} {worker:>{margin}} | {grid}")
+    lines += [f"portals | {described(line)}" for line in portals]
+    return "\n".join(lines)

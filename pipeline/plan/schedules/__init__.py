@@ -1,1 +1,0 @@
-"""Schedules of workers that hold several stages, and schedules that split the backward."""

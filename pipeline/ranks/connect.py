@@ -1,0 +1,393 @@
+"""What connects the ranks of a pipeline: opened before the first step, in the same order on every rank, and
+ended with the last.
+
+A pipeline ends in one of three ways. A failure closes the connections of every rank at once
+(`ranks.failure`). Closing it in good order waits for the device first, because a message that was sent leaves
+an accelerator only when its receiver's kernel is there, and shutting down earlier would take it back. And one
+that is dropped, or whose process ends, is closed in good order too.
+
+Everything that a transport asks of the world outside of its process goes through `Network`, so that it can
+run in another world: one that keeps the rules of an accelerator's network, but in one process, without a
+device and without a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise, permutations
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.errors import ActionError, PeerError
+from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule, channels
+from gpipe_bench.pipeline.ranks.failure import SILENCE_S, Job, watch_in_thread
+from gpipe_bench.pipeline.ranks.gather import Together
+from gpipe_bench.pipeline.ranks.host import machine_id
+from gpipe_bench.pipeline.ranks.messages.connection import NCCL_TYPES, Connection, Form, Work, backend
+from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.portals import portal_peers
+from gpipe_bench.pipeline.ranks.routes import loss_chain
+from gpipe_bench.pipeline.ranks.store import Store, bounded
+from gpipe_bench.pipeline.ranks.ways import Way, names_of_ways, peers
+
+_FIRST_TAG, _FIRST_FORM = 2**29 + 1, Form((1,), (1,), torch.float32)
+T = TypeVar("T")
+Greeting = tuple[Connection, int, int]
+"""The first message on a connection from one rank to another."""
+
+
+class Network:
+    """The processes of a process group of torch.distributed, seen from one of them."""
+
+    now = staticmethod(time.monotonic)  # seconds of a clock that never goes back
+    sleep = staticmethod(time.sleep)  # lets the others go on
+    watch = staticmethod(watch_in_thread)  # looks at something beside everything else
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def store(self) -> Store:
+        """Keys for one more pipeline."""
+        return Store(self._group)
+
+    def is_accelerated(self, device: torch.device) -> bool:
+        """Whether messages from and to the device are waited for by the device, behind the host."""
+        return devices.is_accelerator(device)
+
+    def identity(self, device: torch.device) -> str:
+        """Equal on two ranks only if they use one piece of hardware."""
+        return devices.identity(device)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Waits until the device has done all it was given."""
+        devices.synchronize(device)
+
+    def backend(self, store: Store, name: str, *, accelerated: bool, timeout_s: float) -> Any:
+        """Connects all ranks for messages of one kind; all must call."""
+        return backend(store, self.rank, self.size, name=name, accelerated=accelerated, timeout_s=timeout_s)
+
+    def bounded(
+        self, device: torch.device, call: Callable[[], T], limit_s: float, given_up: Callable[[], bool]
+    ) -> T:
+        """What `call` returns or raises, in a thread for which `device` is the current one; `TimeoutError`
+        if it does neither within `limit_s` or if it is `given_up`.
+        """
+
+        def on_device() -> T:
+            with devices.on(device):
+                return call()
+
+        return bounded(on_device, limit_s, given_up)
+
+
+def network_of(group: dist.ProcessGroup | Network) -> Network:
+    """The network of a process group; one that is given stays as it is."""
+    return group if isinstance(group, Network) else Network(group)
+
+
+class Session:
+    """The connections of the rank of `network` in a pipeline. The first is the one that the host reads.
+
+    `job` are those that fail together, which have met; by default the ranks of the network.
+    """
+
+    def __init__(
+        self, network: Network, device: torch.device, *, timeout_s: float, job: Job | None = None
+    ) -> None:
+        self.network, self.device, self.timeout_s = network, device, timeout_s
+        self.is_accelerated = network.is_accelerated(device)
+        self.store: Store = network.store()
+        self.job = job or Job(
+            self.store, network.rank, range(network.size), now=network.now, sleep=network.sleep
+        )
+        self._connections: list[Connection] = []
+        self._failed: ActionError | None = None
+        self._closed = False
+
+    def connect(self, name: str, near: dict[int, Neighbour], *, accelerated: bool = False) -> Connection:
+        """One more connection between all ranks; all must call."""
+        ways = self.network.backend(self.store, name, accelerated=accelerated, timeout_s=self.timeout_s)
+        connection = Connection(ways, len(self._connections), near, NCCL_TYPES if accelerated else None)
+        # The host does not wait for an accelerator's messages, so when a failure elsewhere is noticed these
+        # are cut to release the device: what it receives from then on is garbage, and the step raises when it
+        # ends, or else whatever is called next. For the first connection the host does wait, and the rank
+        # that it waits for closes that.
+        self.job.cuts(connection, at_notice=not self.is_accelerated or bool(self._connections))
+        self._connections.append(connection)
+        return connection
+
+    def watch(self) -> None:
+        """Watches for failures elsewhere from now on, on accelerators; on a grid that has begun before."""
+        if self.is_accelerated and not self.job.is_grid:
+            self.job.watch(self.timeout_s, min(self.timeout_s, SILENCE_S), self.network.watch)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the buffers in memory shared with other processes; the first connection has all neighbours."""
+        return self._connections[0].shared_bytes if self._connections else 0
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all it was given."""
+        if self.is_accelerated:
+            self.network.synchronize(self.device)
+
+    def refuse_after_failure(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(
+                f"this pipeline has failed before ({self._failed}); build a new one on every rank"
+            )
+        if self._closed:
+            raise RuntimeError("this pipeline is closed; build a new one on every rank")
+
+    def refuse_after_notice(self) -> None:
+        if self.job.noticed:
+            raise PeerError(None, None, "another rank has failed", timed_out=False)
+
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
+        """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows.
+
+        What is closed has ended: what is asked of it afterwards concerns nobody else.
+        """
+        if self._closed:
+            return self.job.failure(action, error)
+        if self._failed is None:
+            self._failed = self.job.end(action, error)
+        return self._failed
+
+    def leave(self) -> None:
+        """In a process that was forked: the connections stay its parent's."""
+        self._closed = True
+        for connection in self._connections:
+            connection.leave()
+
+    def close(self) -> None:
+        """Waits until everything sent is gone, takes leave of the other ranks and shuts down; once."""
+        if self._closed or self._failed is not None:
+            return
+        self._closed = True
+        if not self.job.noticed:
+            self.synchronize()
+        self.job.leave()
+        for connection in self._connections:
+            if self.job.noticed:
+                connection.cut()  # most of them once more
+            else:
+                connection.close()
+
+
+class Opened(NamedTuple):
+    """The connections of a rank: tensors, the loss and what the host reads go by ways of their own, so that
+    none queues behind another.
+
+    Args:
+        control: headers and outlines, which the host reads
+        together: what all ranks exchange outside of steps, by `control`
+        ways: activations and gradients, by the way that they take
+        loss: the loss on its way from the last stage
+        portals: what goes past stages, by the line and whether it is gradients
+    """
+
+    control: Connection
+    together: Together
+    ways: dict[Way, Connection]
+    loss: Connection
+    portals: dict[tuple[int, bool], Connection]
+
+
+def open_connections(
+    session: Session, schedule: Schedule, lines: Sequence[Line] = (), *, share_memory: bool
+) -> Opened:
+    """Connects the rank of the session with all others, which must call too, and watches them from then on.
+
+    `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
+    alike, where two ranks use one GPU.
+    """
+    network, accelerated = session.network, session.is_accelerated
+    session.store.connect(session.timeout_s)
+    near: dict[int, Neighbour] = {}
+    if not accelerated:
+        near = neighbours(
+            session.store,
+            network.rank,
+            peers(schedule, network.rank) | portal_peers(lines, schedule, network.rank),
+            willing=share_memory,
+            timeout_s=session.timeout_s,
+        )
+    # Headers and outlines are read by the host, so they never go through NCCL.
+    control = session.connect("control", near)
+    together = Together(control, network.rank, network.size)
+    if accelerated:
+        _refuse_shared_devices(together.gather((network.identity(session.device), str(session.device))))
+    ways = {
+        way: session.connect(name, near, accelerated=accelerated)
+        for way, name in names_of_ways(schedule).items()
+    }
+    # What each connection takes first, from which rank to which.
+    greetings: list[Greeting] = [
+        (ways[gradients, target > source], source, target)
+        for source, target, gradients in sorted(channels(schedule))
+    ]
+    # With the gradients where tags tell them apart, or where these go the same way.
+    loss = ways[True, False]
+    if accelerated and schedule.placement:
+        loss = session.connect("loss", near, accelerated=accelerated)
+        greetings += [(loss, *pair) for pair in pairwise(loss_chain(schedule))]
+    portals: dict[tuple[int, bool], Connection] = {}
+    if lines and not accelerated:  # tags tell their messages apart
+        portals = dict.fromkeys(
+            [(line.number, gradients) for line in lines for gradients in (False, True)],
+            session.connect("portals", near),
+        )
+    for line in lines if accelerated else ():  # one for each that joins two ranks, and one back
+        source, target = schedule.worker(line.source), schedule.worker(line.target)
+        if source != target:
+            for gradients, ends in ((False, (source, target)), (True, (target, source))):
+                name = f"portal {line.number}{' back' * gradients}"
+                portals[line.number, gradients] = session.connect(name, near, accelerated=True)
+                greetings.append((portals[line.number, gradients], *ends))
+    session.watch()
+    if accelerated:
+        warm_up(session, greetings)
+    return Opened(control, together, ways, loss, portals)
+
+
+def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
+    """`ValueError`, on every rank alike, if two ranks use one device; `found` is what it is and what the
+    rank calls it.
+    """
+    first: dict[str, int] = {}
+    for rank, (identity, name) in enumerate(found):
+        other = first.setdefault(identity, rank)
+        if other != rank:
+            raise ValueError(
+                f"ranks {other} and {rank} both use one GPU ({identity}; {found[other][1]} on rank {other}, "
+                f"{name} on rank {rank}), and NCCL connects no two ranks on one; start no more processes on "
+                "a host than it has GPUs, give each a device of its own (`devices=`, LOCAL_RANK, "
+                'CUDA_VISIBLE_DEVICES), or run on CPUs with devices="cpu"'
+            )
+
+
+def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
+    """Sends the first message of every pair of ranks that will talk over NCCL, before any step; `greetings`
+    are those of all ranks, in one order. `PeerError` names the rank that does not come within the timeout; a
+    failure elsewhere that is noticed meanwhile ends it too.
+
+    NCCL connects two ranks when the first message passes between them, and the host stands still until both
+    are there, for ever if one of them has failed. In a step that would hold up the pipeline, without a bound.
+    So the ranks meet in pairs, each meeting in a thread that is left behind if the other rank does not come
+    in time. (All connections at once, by collective initialization, would be simpler; but then one stream
+    would carry the messages to both neighbours, one after another.)
+    """
+    network, device = session.network, session.device
+    pairs: dict[tuple[int, int], list[Greeting]] = {}
+    for connection, source, target in greetings:
+        pairs.setdefault((min(source, target), max(source, target)), []).append((connection, source, target))
+    deadline_s = network.now() + session.timeout_s
+    for pair in in_turn(pairs):
+        if network.rank not in pair:
+            continue
+        peer = sum(pair) - network.rank
+
+        def greet(greetings: list[Greeting] = pairs[pair], peer: int = peer) -> None:
+            works: list[tuple[Connection, Work, Tensor]] = []  # the tensors stay until they are gone
+            for connection, source, target in greetings:
+                buffer = connection.buffer(_FIRST_FORM, source, device)
+                if network.rank == source:
+                    work = connection.send(buffer.flat.zero_(), target, _FIRST_TAG)
+                else:
+                    work = connection.receive(buffer, source, _FIRST_TAG)
+                works.append((connection, work, buffer.flat))
+            for connection, work, _ in works:
+                connection.wait(work, None, peer)
+            session.synchronize()
+
+        try:
+            network.bounded(device, greet, deadline_s - network.now(), lambda: session.job.noticed)
+        except TimeoutError as error:
+            what = f"did not answer: it did not come to connect within {session.timeout_s:g} s"
+            raise PeerError(None, peer, what, timed_out=True) from error
+        session.refuse_after_notice()
+
+
+def in_turn(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The order in which pairs of ranks meet. It is one for all, so of the pairs that have yet to meet the
+    first always can. Neighbours come first, the even pairs before the odd ones: a chain takes two turns.
+    """
+    return sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair[0] % 2, pair))
+
+
+# Ranks on one host
+
+
+def neighbours(
+    store: Store, rank: int, peers: Collection[int], *, willing: bool, timeout_s: float
+) -> dict[int, Neighbour]:
+    """Those of the `peers` that share this rank's host, by rank, connected; they must call with this rank
+    among theirs.
+
+    Each rank listens on a local socket for each of its peers that come after it and publishes their names;
+    the peers connect if they are on the same machine, and say whether they did. Who answers has connected, so
+    nothing is waited for at a socket, and with a socket for each nobody is taken for another. Whatever is
+    missing (another host, another network namespace, another system) ends in an answer of no, and the ranks
+    talk through the network. `PeerError` names a peer of whom nothing is heard for `timeout_s`.
+    """
+    willing = willing and sys.platform == "linux"
+    before = sorted(peer for peer in peers if peer < rank)
+    behind = sorted(peer for peer in peers if peer > rank)
+    found: dict[int, Neighbour] = {}
+    token = secrets.token_hex(16)
+    with ExitStack() as stack:
+        listeners: dict[int, socket.socket] = {}
+        for peer in behind if willing else ():
+            listeners[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listeners[peer].bind(_name(token, peer))
+            listeners[peer].listen(1)
+        if behind:
+            address = {"machine": machine_id(), "token": token} if willing else {}
+            store.set(f"address of rank {rank}", json.dumps(address), timeout_s)
+        for peer in before:
+            heard = store.await_from(peer, f"address of rank {peer}", timeout_s)
+            link = _reached(json.loads(heard), rank) if willing else None
+            answer = "yes" if link is not None else "no"
+            store.set(f"answer of rank {rank} to rank {peer}", answer, timeout_s)
+            if link is not None:
+                found[peer] = Neighbour(link, timeout_s)
+        for peer in behind:
+            answered = store.await_from(peer, f"answer of rank {peer} to rank {rank}", timeout_s)
+            if answered == b"yes" and peer in listeners:
+                found[peer] = Neighbour(listeners[peer].accept()[0], timeout_s)
+    for one, other in permutations(found.values(), 2):
+        one.introduce(other)
+    return found
+
+
+def _name(token: str, rank: int) -> str:
+    """Where a rank connects to: abstract, so that no file could stay behind. The token's 128 random bits come
+    from the store alone, so whoever listens there is the right one.
+    """
+    return f"\0pipeline-{token}-{rank}"
+
+
+def _reached(address: dict[str, str], rank: int) -> socket.socket | None:
+    """The connection to whoever published the address, if that is on this machine."""
+    if address.get("machine") != machine_id():
+        return None
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link.connect(_name(address["token"], rank))
+    except OSError:
+        link.close()
+        return None
+    return link

@@ -1,1 +1,0 @@
-"""How a rank learns that another one has failed or is gone."""

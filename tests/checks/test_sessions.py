@@ -1,0 +1,131 @@
+"""Every nox session that the README names runs its command, and every session is in the README."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpipe_bench.experiments import registry
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTEST = ["tests", "checks", "bench"]
+BESIDE = ["tests", "guard", "checks", "lint"]  # the last beside the two before
+LISTED = re.findall(r"^\| `nox -s (\w+)` \|", README, re.MULTILINE)
+
+
+def nox(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """With this interpreter instead of the sessions' shared environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "nox", "--no-venv", "--noxfile", str(ROOT / "noxfile.py"), *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_the_readme_lists_every_session() -> None:
+    shown = nox("--list").stdout
+    sessions = re.findall(r"^[-*] (\w+) .*->", shown, re.MULTILINE)
+    assert sorted(LISTED) == sorted(sessions)
+    assert len(sessions) == len(set(sessions)) > 10
+
+
+def test_titles_read_from_the_source_are_the_experiments_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in registry.EXPERIMENTS:
+        experiment = registry.load(name)
+        assert (experiment.name, experiment.title) == (name, registry.title(name))
+    monkeypatch.setitem(registry.EXPERIMENTS, "untitled", "gpipe_bench.experiments.first_run")
+    with pytest.raises(ValueError, match=r"first_run\.py has no EXPERIMENT = .*; nox lists"):
+        registry.title("untitled")
+
+
+def test_the_sessions_to_run_by_default_are_the_checks() -> None:
+    listed = json.loads(nox("--list", "--json").stdout)
+    assert {each["session"] for each in listed} == {"tests", "lint"}
+
+
+@pytest.mark.parametrize(
+    ("sessions", "arguments"),
+    [
+        ([name for name in LISTED if name not in PYTEST and name != "lint"], ["--here", "--help"]),
+        (PYTEST, ["--version"]),
+    ],
+)
+def test_every_session_of_the_readme_runs_its_command(sessions: list[str], arguments: list[str]) -> None:
+    """With arguments that end it at once; `--here` is the session's own and does not reach the command."""
+    process = nox("--session", *sessions, "--", *arguments)
+    assert process.returncode == 0, process.stdout + process.stderr
+    for session in sessions:
+        assert f"* {session}: success" in process.stderr
+    ran = [line.split(" -m ")[-1].split() for line in process.stderr.splitlines() if "python -m " in line]
+    if sessions is PYTEST:
+        assert [words[:2] for words in ran] == [
+            ["pytest", "--version"],
+            ["pytest", "tests/checks"],
+            ["pytest", "tests/benchmarks"],
+        ]
+    else:
+        assert {tuple(words[:3]) for words in ran} >= {
+            ("experiments", "run", name) for name in registry.EXPERIMENTS
+        }
+
+
+def test_lint_refuses_arguments() -> None:
+    process = nox("-s", "lint", "--", "--fix")
+    assert process.returncode != 0
+    assert "lint takes no arguments, got --fix" in process.stderr
+
+
+def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
+    workflows = [yaml.safe_load(path.read_text()) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]
+    rows = [
+        row
+        for workflow in workflows
+        for job in workflow["jobs"].values()
+        for row in job.get("strategy", {}).get("matrix", {}).get("include", [])
+    ]
+    named = [row["session"] for row in rows if "session" in row]
+    named += re.findall(r"nox -s (\w+)", json.dumps(workflows))
+    assert {"tests", "lint", "checks", "guard", "mutants", "smoke"} <= set(named) <= set(LISTED)
+    oldest = min(row["torch"] for row in rows if "torch" in row)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "ran"),
+    [
+        ("", ["pip", *BESIDE, "smoke"]),
+        ("pip", ["pip"]),
+        ("tests", ["pip", "tests"]),
+        *((each, ["pip", *BESIDE]) for each in BESIDE[1:]),
+        ("smoke", ["pip", *BESIDE, "smoke"]),
+    ],
+)
+def test_what_ci_runs_ends_with_what_fails_and_shows_what_lint_said(
+    tmp_path: Path, broken: str, ran: list[str]
+) -> None:
+    """With commands that only say their last word, of which one fails."""
+    for name in ("python", "nox"):
+        program = tmp_path / name
+        program.write_text(
+            f'#!/bin/sh\necho "$2" | tee -a {tmp_path}/ran\n[ "$2" != "{broken}" ]\n'  # -m pip, -s tests
+        )
+        program.chmod(0o755)
+    process = subprocess.run(
+        ["bash", ".ci/run"], cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CI": "true"},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (process.returncode == 0) == (broken == "")
+    assert sorted((tmp_path / "ran").read_text().split()) == sorted(ran), "lint runs beside two others"
+    assert sorted(process.stdout.split()) == sorted(ran)

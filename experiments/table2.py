@@ -167,7 +167,7 @@ def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, micro
     """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
     by the estimated cost of the layers, since nothing has been timed yet.
     """
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
     stages = partition(_layer_costs(workload), num_stages)
     schedule = gpipe(num_stages, num_microbatches, "always")
@@ -212,7 +212,7 @@ def run_on_shared_cores(workload: Workload) -> Outcome:
     """
     from gpipe_bench.experiments.timed.steps import run_processes
     from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
     num_stages, num_microbatches = SHARED_STAGES, SHARED_MICROBATCHES
     found: list[Ran] = run_processes(work_on_shared_cores, num_stages, workload, num_stages)

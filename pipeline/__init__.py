@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.errors import ActionError as ActionError
     from gpipe_bench.pipeline.memory.boundary import Boundary as Boundary
     from gpipe_bench.pipeline.memory.cut import StagePeaks as StagePeaks
+    from gpipe_bench.pipeline.memory.grids import grid_peak_bytes as grid_peak_bytes
+    from gpipe_bench.pipeline.memory.messages import Transport as Transport
+    from gpipe_bench.pipeline.memory.peaks import StageMemory as StageMemory
     from gpipe_bench.pipeline.memory.portals import portal_memory as portal_memory
     from gpipe_bench.pipeline.memory.profile import Profiler as Profiler
-    from gpipe_bench.pipeline.memory.stages.grids import grid_peak_bytes as grid_peak_bytes
-    from gpipe_bench.pipeline.memory.stages.peaks import StageMemory as StageMemory
-    from gpipe_bench.pipeline.memory.stages.rows.messages import Transport as Transport
-    from gpipe_bench.pipeline.memory.stages.workers import peak_bytes as peak_bytes
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory as pipeline_memory
-    from gpipe_bench.pipeline.memory.stages.workers import stage_footprints as stage_footprints
+    from gpipe_bench.pipeline.memory.workers import bytes_of_stages as bytes_of_stages
+    from gpipe_bench.pipeline.memory.workers import peak_bytes as peak_bytes
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory as pipeline_memory
     from gpipe_bench.pipeline.model.layers_of import layers_of as layers_of
     from gpipe_bench.pipeline.model.split import split as split
     from gpipe_bench.pipeline.plan.files import draw as draw
@@ -60,14 +60,14 @@ _HOMES = {
     "ActionError": "errors",
     "Boundary": "memory.boundary",
     "StagePeaks": "memory.cut",
+    "grid_peak_bytes": "memory.grids",
+    "Transport": "memory.messages",
+    "StageMemory": "memory.peaks",
     "portal_memory": "memory.portals",
     "Profiler": "memory.profile",
-    "grid_peak_bytes": "memory.stages.grids",
-    "StageMemory": "memory.stages.peaks",
-    "Transport": "memory.stages.rows.messages",
-    "peak_bytes": "memory.stages.workers",
-    "pipeline_memory": "memory.stages.workers",
-    "stage_footprints": "memory.stages.workers",
+    "bytes_of_stages": "memory.workers",
+    "peak_bytes": "memory.workers",
+    "pipeline_memory": "memory.workers",
     "layers_of": "model.layers_of",
     "split": "model.split",
     "draw": "plan.files",

@@ -52,7 +52,7 @@ from gpipe_bench.harness.unknowns import Unknown, load_unknowns, points, ranks
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.schedule import Kind

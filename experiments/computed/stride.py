@@ -20,7 +20,7 @@ from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 
 TABLE = "control-stride"
 NUM_LAYERS, NUM_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)
@@ -49,8 +49,10 @@ def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Siz
     layers, loss = Profiler().model(
         model, loss_fn("amoebanet-d", **options), Boundary.of(inputs), Boundary.of(target)
     )
-    found = footprint(layers, loss)
-    return Size((found.saved_bytes + found.input_bytes) / BATCH_SIZE, found.num_parameters)
+    found = stage_bytes(layers, loss)
+    return Size(
+        (found.saved_bytes + found.input_bytes) / BATCH_SIZE, sum(layer.num_parameters for layer in layers)
+    )
 
 
 def stride() -> list[Computed]:

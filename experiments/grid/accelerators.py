@@ -232,7 +232,7 @@ class Grids:
 
     def peak_bytes(self, place: Place, level: str) -> float:
         """Of the fullest accelerator, its layers divided evenly by tp."""
-        from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+        from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
 
         shares = {"ZeRO-2": 2, "ZeRO-3": 3}
         sharing = (

@@ -25,15 +25,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gpipe_bench.experiments.labels import Label, Relabel
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Reading, profiled_model
 from gpipe_bench.experiments.predicted.steps import Steps
 from gpipe_bench.experiments.timed.replay import TimedActions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.labels import Label, Relabel
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -213,7 +213,7 @@ class FullSize:
         schedule = _gpipe(len(cut), num_microbatches, remat)
         return max(
             stage_memory(
-                _footprint(self, activation_format, examples, stage),
+                _stage_bytes(self, activation_format, examples, stage),
                 schedule.actions[number], self.optimizer, is_first=number == 0, receive_ahead=1,
             ).peak
             for number, stage in enumerate(cut)
@@ -381,9 +381,9 @@ def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[La
 
 
 @cache
-def _footprint(full: FullSize, activation_format: str, examples: int, stage: range) -> Footprint:
+def _stage_bytes(full: FullSize, activation_format: str, examples: int, stage: range) -> StageBytes:
     *layers, loss = _profiles(full, activation_format, examples)
-    return footprint(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
+    return stage_bytes(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
 
 
 SIZES = {

@@ -184,14 +184,14 @@ def at_costs(
     found: Mapping[int, StageCosts], profiles: ModelProfile, num_workers: int, num_microbatches: int
 ) -> Iterator[Quantity]:
     """Step, bubble and peak of each schedule on so many workers, where its stages have costs."""
-    from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
+    from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
 
     for name in NAMES:
         turns = {GENERATED: 1, GENERATED_V: 2}.get(name) or NAMED[name].stages_per_worker or 2
         costs = found.get(turns * num_workers)
         if costs is None:
             continue
-        footprints = stage_footprints(profiles.layers, profiles.loss, costs.partition)
+        footprints = bytes_of_stages(profiles.layers, profiles.loss, costs.partition)
         for remat in REMATS:
             schedule = schedule_of(name, num_workers, num_microbatches, remat, costs.seconds)
             timeline = replay(schedule, costs.seconds)

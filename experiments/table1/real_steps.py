@@ -31,11 +31,11 @@ from gpipe_bench.models.paper import GIB, HALVES, Column, column
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
 from gpipe_bench.pipeline.stage.trees import Message, split

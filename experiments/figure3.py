@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
-from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text, timed
+from gpipe_bench.experiments.predicted.records import (
+    as_published,
+    hypotheses_of,
+    prediction_text,
+    timed,
+    walks,
+)
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims, cuts, real_steps
@@ -238,6 +244,7 @@ EXPERIMENT = Experiment(
     figures=figures,
     timelines=kept_timelines,
     hypotheses=hypotheses_of,
+    walks=walks,
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

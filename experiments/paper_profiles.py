@@ -2,7 +2,7 @@
 
 Tracing a layer takes a tenth of a second, as a compiler does a second; a search wants a family at every
 size, a table of hypotheses under every number format, number of micro-batches and layout too. So each kind
-of layer is profiled once, at lengths that primes tell apart (pipeline.memory.labels), and AmoebaNet's
+of layer is profiled once, at lengths that primes tell apart (experiments.labels), and AmoebaNet's
 third stack is its second one with twice the channels on maps of half the side. What is put together is
 checked: each layer takes exactly what the one before it returns. Differentiated operation by operation the
 result is that of profiling every layer at its size, to the byte; compiled, the cut may fall otherwise among
@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gpipe_bench.experiments.labels import Label, Relabel, tiled
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.labels import Label, Relabel, tiled
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.pipeline.memory.story import LayerProfile, Story
+from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 
 EXAMPLES = 43
 """Examples in a micro-batch of the profiled layers; a micro-batch of one is profiled by itself: a dimension
@@ -274,7 +274,7 @@ def _alone(spec: TensorSpec) -> Boundary:
 def _carrying(spec: TensorSpec, profile: LayerProfile) -> LayerProfile:
     """The layer as it hands a further tensor on untouched, as cells do with the auxiliary logits."""
 
-    def story(given: Story, *, with_graph: bool) -> Story:
+    def trace(given: Trace, *, with_graph: bool) -> Trace:
         number = len(given.sizes)
         shape = (*spec.shape, spec.dtype.itemsize)
         return replace(
@@ -291,7 +291,7 @@ def _carrying(spec: TensorSpec, profile: LayerProfile) -> LayerProfile:
         profile,
         inputs=profile.inputs.join(_alone(spec)),
         outputs=profile.outputs.join(_alone(spec)),
-        free=story(profile.free, with_graph=False),
-        first=story(profile.first, with_graph=True),
-        later=story(profile.later, with_graph=True),
+        free=trace(profile.free, with_graph=False),
+        first=trace(profile.first, with_graph=True),
+        later=trace(profile.later, with_graph=True),
     )

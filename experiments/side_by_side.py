@@ -65,7 +65,7 @@ def take_turns(steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed:
     import torch
     from torch import distributed as dist
 
-    from gpipe_bench.pipeline.times.clock import conditions
+    from gpipe_bench.pipeline.clock import conditions
     from gpipe_bench.planner.timing import settle, time_step
 
     def repeats(step: Callable[[], object] | None) -> int:

@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
-from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text
+from gpipe_bench.experiments.predicted.records import (
+    as_published,
+    both_models,
+    equal_stages,
+    hypotheses_of,
+    prediction_text,
+    walks,
+)
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims, cuts, real_steps
@@ -33,6 +40,7 @@ from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results,
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
 from gpipe_bench.harness.frame import frame
+from gpipe_bench.harness.joint import Walk
 from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
@@ -159,7 +167,7 @@ def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, micro
     """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
     by the estimated cost of the layers, since nothing has been timed yet.
     """
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
     stages = partition(_layer_costs(workload), num_stages)
     schedule = gpipe(num_stages, num_microbatches, "always")
@@ -204,7 +212,7 @@ def run_on_shared_cores(workload: Workload) -> Outcome:
     """
     from gpipe_bench.experiments.timed.steps import run_processes
     from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
     num_stages, num_microbatches = SHARED_STAGES, SHARED_MICROBATCHES
     found: list[Ran] = run_processes(work_on_shared_cores, num_stages, workload, num_stages)
@@ -609,6 +617,15 @@ def _efficiency(found: Mapping[str, Record]) -> Figure:
 
 
 _ABOUT = "Training throughput over stages K and micro-batches M, relative to K=2, M=1."
+
+
+def _walks(records: Sequence[Record]) -> list[Walk]:
+    """The predictions', both models beside each other, and the closed form of equal stages."""
+    of_each = walks(records)
+    both = both_models(of_each)
+    return [*of_each, *([] if both is None else [both]), equal_stages()]
+
+
 EXPERIMENT = Experiment(
     name="table2",
     title="Table 2: normalised throughput over K and M",
@@ -642,6 +659,7 @@ EXPERIMENT = Experiment(
     figures=figures,
     timelines=kept_timelines,
     hypotheses=hypotheses_of,
+    walks=_walks,
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

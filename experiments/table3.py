@@ -32,8 +32,8 @@ from gpipe_bench.experiments.predicted.records import (
     hypotheses_of,
     predicted_text,
     prediction_text,
+    walks,
 )
-from gpipe_bench.experiments.predicted.sweep import points
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.timed import claims, real_steps
 from gpipe_bench.experiments.timed.replay import (
@@ -58,7 +58,7 @@ from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, fin
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.rounds import used_by_others
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.harness.verdict import Answer, Comparison
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -644,5 +644,6 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     hypotheses=hypotheses_of,
+    walks=walks,
     options=("device",),
 )

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
-from gpipe_bench.experiments.predicted.records import as_published, hypotheses_of, prediction_text, timed
+from gpipe_bench.experiments.predicted.records import (
+    as_published,
+    hypotheses_of,
+    prediction_text,
+    timed,
+    walks,
+)
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims, cuts, real_steps
@@ -166,7 +172,7 @@ def _sentences(records: Sequence[Record], record: Record) -> Iterator[Answer]:
         ),
         (min, recomputed, "recomputation over the next largest overhead", "The smaller"),
     ):
-        found = {}
+        found: dict[int, Any] = {}
         for k in (2, 4):
             shares = {part: each for part in PARTS if (each := _share(record, part, k)) is not None}
             of = partial(_of_shares, number, k, tuple(shares))
@@ -302,6 +308,7 @@ EXPERIMENT = Experiment(
     figures=figures,
     timelines=kept_timelines,
     hypotheses=hypotheses_of,
+    walks=walks,
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpipe_bench.harness.hypotheses import Hypothesis
+from gpipe_bench.harness.joint import Walk
 from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
 from gpipe_bench.harness.verdict import Answer, Comparison
 
@@ -99,6 +100,7 @@ class Experiment:
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
         hypotheses: settings of the same model that may explain differences, as they were run; the base first
+        walks: the settings that predictions went through, for claims about several cells at once
         paper_tables: the tables of paper.csv that it answers, in words, in the order of the report
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
@@ -123,6 +125,7 @@ class Experiment:
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
     hypotheses: Callable[[Sequence[Record]], list[Hypothesis]] | None = None
+    walks: Callable[[Sequence[Record]], list[Walk]] | None = None
     paper_tables: Mapping[str, PaperTable] = field(default_factory=dict)
     docs: str = ""
     revision: int = 1

@@ -1,7 +1,8 @@
 """Reasons for a difference, tested: settings of the same model against the cells that they should explain.
 
 A setting accounts for a number if under it alone the verdict would be `reproduced`: verdicts and reasons have
-one criterion (`gpipe_bench.harness.verdict.accounts`).
+one criterion (`gpipe_bench.harness.verdict.accounts`). A reason that leaves other settings open accounts for
+it if a tenth of them do, each as wide as the prediction's error: what a verdict asks of a range.
 
 A footnote that says why a number differs is only worth something if the setting that it names was run and
 found to give the paper's number, and if it is said how many others were tried. A hypothesis is such a
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Scalar
-from gpipe_bench.harness.verdict import Answer, accounts
+from gpipe_bench.harness.verdict import SLIVER, Allowed, Answer, Spread, accounts, printed
 
 Key = tuple[str, str, str]
 """Table, row and column of paper.csv."""
@@ -31,12 +32,27 @@ class Hypothesis:
         values: by table, row and column, each in the unit of that number in paper.csv
         settings: by name, as in results/unknowns.toml where it has them
         after_looking: found once the difference had been seen, so not one of those that the ranges cover
+        spreads: by the same places, what it gives over all that is allowed of everything else
     """
 
     name: str
     values: Mapping[Key, float]
     settings: Mapping[str, Scalar]
     after_looking: bool = False
+    spreads: Mapping[Key, Spread] = field(default_factory=dict)
+
+    def share(self, cell: PaperNumber, allowed: Allowed | None = None) -> float:
+        """The share of its settings that account for a number of the paper, in the unit of that."""
+        spread = self.spreads.get(cell.key)
+        if spread is None or not spread.values:
+            return float(cell.key in self.values and accounts(self.values[cell.key], cell, allowed))
+        known = allowed or printed(cell)
+        return spread.share_within(known.low, known.high) if cell.comparable else 0.0
+
+    @property
+    def tried(self) -> int:
+        """How many settings it went through."""
+        return max([1, *(len(spread.values) for spread in self.spreads.values())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +123,14 @@ def with_reasons(
 
     def joined(entry: Answer) -> Answer:
         cell = cells.get(entry.place)
-        tried = [each for each in hypotheses if entry.place in each.values]
+        tried = [each for each in hypotheses if entry.place in each.values or entry.place in each.spreads]
         if cell is None or not tried or (entry.source, entry.question) != ("paper", "as published"):
             return entry
-        holding = [each for each in tried if accounts(each.values[entry.place], cell, entry.allowed)]
-        others = sum(each.after_looking for each in tried) if entry.tried else len(tried)
-        return replace(entry, explained_by=_named(holding), others_tried=others)
+        holding = [each for each in tried if each.share(cell, entry.allowed) >= SLIVER]
+        others = sum(each.tried for each in tried if each.after_looking or not entry.tried)
+        named = tuple(each.name.rpartition(": ")[2] for each in tried if each.after_looking)
+        others += entry.others_tried
+        return replace(entry, explained_by=_named(holding), others_tried=others, named=named)
 
     return [joined(entry) for entry in entries]
 
@@ -148,7 +166,7 @@ def _fit(hypothesis: Hypothesis, base: Hypothesis, cells: Mapping[Key, PaperNumb
             )
         ratios[key] = value / cell.target
         logarithms.setdefault(key[0], []).append(math.log(ratios[key]))
-        if accounts(value, cell):
+        if hypothesis.share(cell) >= SLIVER:
             within.add(key)
     names = {*base.settings, *hypothesis.settings}
     changed = sum(base.settings.get(name) != hypothesis.settings.get(name) for name in names)

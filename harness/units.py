@@ -118,8 +118,9 @@ def parse_printed(printed: str, unit: str) -> tuple[float, float]:
     """Value and half a unit of the last printed digit, in `unit`.
 
     `("82M", "parameters")` is `(82e6, 0.5e6)`, `("3.8GB", "GB")` is `(3.8, 0.05)`; `("1.0e-5", ...)`,
-    `("25 billion", "examples")`, `("1,281,167", ...)` and `("10^4", ...)` work too. Raises ValueError where
-    the text is no number with at most a suffix.
+    `("25 billion", "examples")`, `("1,281,167", ...)` and `("10^4", ...)` work too. The zeros at the end of a
+    whole count with a suffix are no digits: "400M" is `(400e6, 50e6)`. Raises ValueError where the text is no
+    number with at most a suffix.
     """
     if power := _POWER.fullmatch(printed.strip()):
         value = 10.0 ** int(power[1])
@@ -133,6 +134,7 @@ def parse_printed(printed: str, unit: str) -> tuple[float, float]:
         if suffix.lstrip("-") not in _SUFFIXES:
             raise ValueError(f"printed form {printed!r} ends in {suffix!r}; known: {', '.join(_SUFFIXES)}")
         decimal = decimal.scaleb(_SUFFIXES[suffix.lstrip("-")])
-    exponent = decimal.as_tuple().exponent
+    scaled = unit in COUNTS and suffix and "." not in number
+    exponent = (decimal.normalize() if scaled else decimal).as_tuple().exponent
     assert isinstance(exponent, int)  # finite, see above
     return float(decimal), float(Decimal(5).scaleb(exponent - 1))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -30,7 +32,8 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting that the paper leaves open, for some tables.
 
     Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
-    in words which values can go together.
+    in words which values can go together. `later` has further values, thought of after our numbers had been
+    seen: hypotheses (`Reason`), which no range covers.
     """
 
     tables: Tables
@@ -38,6 +41,7 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: Text
     sources: Annotated[tuple[Origin, ...], Meta(min_length=1)]
     allowed: tuple[Value, ...] = ()
+    later: tuple[Value, ...] = ()
     range: tuple[float, float] | None = None
     unit: str = ""
     constraint: str = ""
@@ -45,8 +49,9 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if bool(self.allowed) == (self.range is not None):
             raise ValueError(f"{self.setting} must have either 'allowed' values or a 'range'")
-        if len(set(map(repr, self.allowed))) != len(self.allowed):
-            raise ValueError(f"{self.setting}: a value is allowed twice: {list(self.allowed)}")
+        every = (*self.allowed, *self.later)
+        if len(set(map(repr, every))) != len(every):
+            raise ValueError(f"{self.setting}: a value is allowed twice: {list(every)}")
         if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise ValueError(f"{self.setting}: range is {list(self.range)}, not two finite numbers that rise")
 
@@ -83,11 +88,45 @@ class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     note: str = ""
 
 
+def points(unknown: Unknown) -> tuple[Value, ...]:
+    """The values that are gone through; of a range its low end, its geometric middle and its high end."""
+    if unknown.low is None or unknown.high is None:
+        return unknown.allowed
+    return (unknown.low, math.sqrt(unknown.low * unknown.high), unknown.high)
+
+
+def ranks(unknown: Unknown) -> tuple[int, ...]:
+    """For each of `points`, how many steps it is from the middle; 0 for the middle itself."""
+    return steps_from_middle(points(unknown))
+
+
+def steps_from_middle(values: Sequence[Value]) -> tuple[int, ...]:
+    """For each of some values, how many steps it is from the middle, by a rule that knows no result.
+
+    The middle of numbers is the lower middle of the list, then come the next larger, the next smaller and so
+    on; of words it is the first. Of a range it is the geometric middle, which stands between the ends.
+    """
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return tuple(range(len(values)))
+    middle = (len(values) - 1) // 2
+    order = sorted(range(len(values)), key=lambda place: (abs(place - middle), place < middle))
+    return tuple(order.index(place) for place in range(len(values)))
+
+
+class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A reason for differences, entered after our numbers had been seen: later values taken together."""
+
+    name: Text
+    tables: Tables
+    settings: Annotated[dict[str, Value], Meta(min_length=1)]
+
+
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """All unknown and all stated settings, in the file's order."""
+    """All unknown and all stated settings, and the reasons for differences, in the file's order."""
 
     unknown: tuple[Unknown, ...]
     stated: tuple[Stated, ...]
+    hypothesis: tuple[Reason, ...] = ()
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, str]] = set()
@@ -97,6 +136,18 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
                 if (table, one.setting) in seen:
                     raise ValueError(f"{one.setting} of {table} stands there twice")
                 seen.add((table, one.setting))
+        for reason in self.hypothesis:
+            for table, (setting, value) in product(reason.tables, reason.settings.items()):
+                later = self.find(table, setting).later
+                if value not in later:
+                    raise ValueError(
+                        f"{reason.name!r}: {value!r} is no later value of {setting} of {table}; there are: "
+                        f"{', '.join(map(repr, later)) or 'none'}"
+                    )
+
+    def reasons(self, table: str) -> tuple[Reason, ...]:
+        """The reasons for differences of a table."""
+        return tuple(reason for reason in self.hypothesis if table in reason.tables)
 
     def of(self, table: str) -> dict[str, Unknown]:
         """The unknown settings of a table, by name."""

@@ -3,7 +3,7 @@
     PaperNumber x Answer -> Comparison
 
         published       |----|                        what rounds to the printed digits
-        reproduced         |---|                      ours meets it and is narrow
+        reproduced         |---|                      ours meets it, is narrow, and not by a sliver
         undecided    |--------------------|           ours meets it and says little
         above                        |---|            ours lies beyond it
         below     |--|
@@ -17,7 +17,7 @@ names its parts: a range that is only a number can be made as wide as it has to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -41,6 +41,8 @@ QUESTIONS: tuple[Question, ...] = get_args(Question)
 
 NARROW = 0.2
 """How far a range may reach to either side of its middle, as a share of it, to say something."""
+SLIVER = 0.1
+"""The share of the settings of a range that must meet a number for the range to reproduce it."""
 
 NO_RECORD = "there is no record of this case"
 
@@ -84,6 +86,7 @@ class Answer(Place):
         explained_by: the tested settings that account for a difference, named as the table of hypotheses
             names them
         others_tried: how many settings were tried that the spread does not cover
+        named: the reasons by name that were tried
         status: for an answer without a number; by default the record's
         reason: likewise
     """
@@ -97,6 +100,7 @@ class Answer(Place):
     note: str = ""
     explained_by: str = ""
     others_tried: int = 0
+    named: tuple[str, ...] = ()
     status: Status = "done"
     reason: str = ""
 
@@ -130,10 +134,12 @@ class Comparison(Place):
     instead where an erratum gives it. `low` and `high` are our 95 % interval, `range_low` and `range_high`
     how far our number may lie over everything that is not known, which `parts` name. The verdict would have
     been against a published number below `fails_below` or above `fails_above`; None where it could not have
-    been on that side. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two
-    ranges are apart where they don't meet. `counted` says whether it counts among the paper's numbers: no
+    been on that side. `met` is the share of the settings that meet the number, where ours is a range over
+    settings. `ratio` is ours over the value judged, `factor` how far the nearest ends of the two ranges are
+    apart where they don't meet. `counted` says whether it counts among the paper's numbers: no
     context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
-    `explained_by` names the settings that account for a difference, of the `tried` ones.
+    `explained_by` names the settings that account for a difference, of the `tried` ones, among which are the
+    reasons `named`.
     """
 
     kind: str = "ours"
@@ -152,6 +158,7 @@ class Comparison(Place):
     parts: tuple[str, ...]
     fails_below: float | None = None
     fails_above: float | None = None
+    met: float | None = None
     ratio: float | None
     factor: float | None = None
     peer: float | None
@@ -160,6 +167,7 @@ class Comparison(Place):
     reason: str
     explained_by: str
     tried: int
+    named: tuple[str, ...] = ()
     footnotes: tuple[str, ...]
     hardware: str = ""
     location: str = ""
@@ -167,7 +175,7 @@ class Comparison(Place):
     @property
     def why(self) -> str:
         """What is known of the reason of a difference; empty where there is none."""
-        return why(self.explained_by, self.tried) if self.verdict in DIFFERS else ""
+        return why(self.explained_by, self.tried, self.named) if self.verdict in DIFFERS else ""
 
     @property
     def paper_text(self) -> str:
@@ -218,6 +226,7 @@ def judge(
         peer_printed="" if peer is None else peer.printed,
         explained_by=ours.explained_by if differs else "",
         tried=ours.tried,
+        named=ours.named if differs else (),
         footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
         **known,
         **held,
@@ -232,13 +241,14 @@ def accounts(value: float, cell: PaperNumber, allowed: Allowed | None = None) ->
     return cell.comparable and _verdict(cell.kind, allowed or printed(cell), value, value) in HOLDS
 
 
-def why(explained_by: str, tried: int) -> str:
+def why(explained_by: str, tried: int, named: Sequence[str] = ()) -> str:
     """What is known of the reason of a difference: what accounts for it, and of how many that were tried."""
     if explained_by:
         return f"accounted for by {explained_by}, of {tried:,} settings tried"
     if not tried:
         return "nothing was tried that might account for it"
-    return f"no setting accounts for it, of {tried:,} tried"
+    among = f", among them that {', that '.join(named)}" if named else ""
+    return f"no setting accounts for it, of {tried:,} tried{among}"
 
 
 def narrow(low: float, high: float) -> bool:
@@ -263,7 +273,18 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
     if barred := ours.not_comparable if cell.comparable else cell.erratum:
         return {**held, "verdict": "not comparable", "reason": barred}
     allowed = (ours.allowed or printed(cell)).scaled(tolerance, cell.target)
+    met = None
+    if ours.spread is not None and ours.spread.values:
+        # the ends of a bound are open, so all that may be meant counts as met
+        inside = (
+            (allowed.possible_low, allowed.possible_high) if allowed.open else (allowed.low, allowed.high)
+        )
+        low_edge, high_edge = (convert(edge, cell.unit, quantity.unit) for edge in inside)
+        met = ours.spread.share_within(low_edge, high_edge, tolerance)
     verdict = _verdict(cell.kind, allowed, low, high)
+    sliver = verdict == "reproduced" and met is not None and met < SLIVER
+    if sliver:
+        verdict = "undecided"
     factor = None
     if verdict in DIFFERS:
         near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
@@ -272,7 +293,8 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
     return {
         **held,
         "verdict": verdict,
-        "reason": _reason(verdict, cell, ours, allowed, (value, low, high), factor),
+        "reason": _reason(verdict, cell, ours, allowed, (value, low, high), factor, met if sliver else None),
+        "met": met,
         "fails_below": below if math.isfinite(below) else None,
         "fails_above": above if math.isfinite(above) else None,
         "factor": factor,
@@ -312,6 +334,7 @@ def _reason(
     allowed: Allowed,
     found: tuple[float, float, float],
     factor: float | None,
+    sliver: float | None,
 ) -> str:
     value, low, high = found
     mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{_made_of(ours)}"
@@ -323,6 +346,10 @@ def _reason(
             reason = f"{mine} meets {theirs}"
         case "identity":
             reason = f"{mine} follows from the arithmetic: {theirs}"
+        case "undecided" if sliver is not None:
+            reason = (
+                f"{mine} meets {theirs}, but {100 * sliver:.2g} % of the settings do, and it takes a tenth"
+            )
         case "undecided" if allowed.open:
             reason = f"{mine} lies on both sides of what {theirs} may mean"
         case "undecided" if narrow(low, high):
@@ -334,7 +361,9 @@ def _reason(
             if factor:  # neither nothing nor too small for a number of its own
                 times = max(factor, 1 / factor)
                 apart = f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
-            reason = f"{mine} lies {verdict} {theirs}{apart}; {why(ours.explained_by, ours.tried)}"
+            reason = (
+                f"{mine} lies {verdict} {theirs}{apart}; {why(ours.explained_by, ours.tried, ours.named)}"
+            )
     if cell.corrected_printed:
         return f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}; {reason}"
     return reason
@@ -360,7 +389,7 @@ def _footnotes(cell: PaperNumber | None, ours: Answer, verdict: Verdict, reason:
     notes.append(ours.note)
     if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
         # the sizes of the differences stand in the table
-        reason = why(ours.explained_by, ours.tried)
+        reason = why(ours.explained_by, ours.tried, ours.named)
         notes.append(reason[0].upper() + reason[1:])
     elif verdict in ("not comparable", "not run", "below") and reason != NO_RECORD:  # "not run" says it all
         notes.append(reason)
@@ -375,7 +404,8 @@ class Part:
     """One reason why our number is a range.
 
     Args:
-        what: an unknown's name in results/unknowns.toml, "95 % interval" or "error of the replay"
+        what: an unknown's name in results/unknowns.toml, "95 % interval", "error of the replay" or "error of
+            the prediction"
         low: the smallest number that this alone gives, all else in the middle, in the number's unit
         high: the largest
     """
@@ -395,6 +425,9 @@ class Spread:
         high: the largest
         parts: what the range is made of; they need not add up to it
         combinations: of the unknown settings, how many the range covers; 0 where it is not about settings
+        values: what each setting gives, of all of them or of a part that stands for all; they tell how many
+            settings meet a number, and a record does not keep them
+        error: the smallest and the largest factor by which each of the values may be off
 
     Raises ValueError for ends that are not finite or are the wrong way round.
     """
@@ -403,6 +436,8 @@ class Spread:
     high: float
     parts: tuple[Part, ...] = ()
     combinations: int = 0
+    values: tuple[float, ...] = ()
+    error: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         for part in (Part(what="range", low=self.low, high=self.high), *self.parts):
@@ -410,6 +445,13 @@ class Spread:
                 raise ValueError(
                     f"{part.what}: {part.low} to {part.high} is no range; give two finite numbers in order"
                 )
+
+    def share_within(self, low: float, high: float, tolerance: float = 1.0) -> float:
+        """The share of the values that meet an interval, each as wide as its error, times `tolerance`."""
+        least, most = (1 + tolerance * (factor - 1) for factor in self.error)
+        slack = _ULP * max((abs(edge) for edge in (low, high) if math.isfinite(edge)), default=0.0)
+        met = sum(value * most >= low - slack and value * least <= high + slack for value in self.values)
+        return met / len(self.values)
 
     def to_data(self) -> dict[str, Any]:
         """As a record keeps it."""

@@ -1,7 +1,7 @@
 """GPipe pipeline parallelism as a small exact engine: schedules as data, stages, transports, timelines.
 
-The names that users need most are resolved on first use, so that what needs only the standard library
-(`pipeline.plan`: schedules, replay, timelines, partitions) stays importable without loading torch.
+The names below are the interface; where they live may change. They are looked up on first use, so that what
+needs only the standard library (schedules, replay, timelines, partitions) does not load torch.
 """
 
 from __future__ import annotations
@@ -10,36 +10,105 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_bench.pipeline.api import Pipeline
-    from gpipe_bench.pipeline.memory.cut import StagePeaks
-    from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
-    from gpipe_bench.pipeline.model.layers_of import layers_of
-    from gpipe_bench.pipeline.model.split import split
-    from gpipe_bench.pipeline.ranks.launch import launch, start_process
-    from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
+    from gpipe_bench.pipeline.api import Pipeline as Pipeline
+    from gpipe_bench.pipeline.errors import ActionError as ActionError
+    from gpipe_bench.pipeline.memory.boundary import Boundary as Boundary
+    from gpipe_bench.pipeline.memory.cut import StagePeaks as StagePeaks
+    from gpipe_bench.pipeline.memory.grids import grid_peak_bytes as grid_peak_bytes
+    from gpipe_bench.pipeline.memory.messages import Transport as Transport
+    from gpipe_bench.pipeline.memory.peaks import StageMemory as StageMemory
+    from gpipe_bench.pipeline.memory.portals import portal_memory as portal_memory
+    from gpipe_bench.pipeline.memory.profile import Profiler as Profiler
+    from gpipe_bench.pipeline.memory.workers import bytes_of_stages as bytes_of_stages
+    from gpipe_bench.pipeline.memory.workers import peak_bytes as peak_bytes
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory as pipeline_memory
+    from gpipe_bench.pipeline.model.layers_of import layers_of as layers_of
+    from gpipe_bench.pipeline.model.split import split as split
+    from gpipe_bench.pipeline.plan.files import draw as draw
+    from gpipe_bench.pipeline.plan.files import from_csv as from_csv
+    from gpipe_bench.pipeline.plan.files import to_csv as to_csv
+    from gpipe_bench.pipeline.plan.generate import generate as generate
+    from gpipe_bench.pipeline.plan.links import FREE as FREE
+    from gpipe_bench.pipeline.plan.links import LINKS as LINKS
+    from gpipe_bench.pipeline.plan.links import Link as Link
+    from gpipe_bench.pipeline.plan.named import NAMED as NAMED
+    from gpipe_bench.pipeline.plan.named import gpipe as gpipe
+    from gpipe_bench.pipeline.plan.named import naive as naive
+    from gpipe_bench.pipeline.plan.named import named as named
+    from gpipe_bench.pipeline.plan.named import one_f_one_b as one_f_one_b
+    from gpipe_bench.pipeline.plan.partition import partition as partition
+    from gpipe_bench.pipeline.plan.schedule import Action as Action
+    from gpipe_bench.pipeline.plan.schedule import Kind as Kind
+    from gpipe_bench.pipeline.plan.schedule import Schedule as Schedule
+    from gpipe_bench.pipeline.plan.schedule import validate as validate
+    from gpipe_bench.pipeline.plan.simulate import SLOTS as SLOTS
+    from gpipe_bench.pipeline.plan.simulate import replay as replay
+    from gpipe_bench.pipeline.plan.svg import svg as svg
+    from gpipe_bench.pipeline.plan.timeline import Event as Event
+    from gpipe_bench.pipeline.plan.timeline import Timeline as Timeline
+    from gpipe_bench.pipeline.ranks.launch import launch as launch
+    from gpipe_bench.pipeline.ranks.launch import start_process as start_process
+    from gpipe_bench.pipeline.stage.portals import Pop as Pop
+    from gpipe_bench.pipeline.stage.portals import PortalSequential as PortalSequential
+    from gpipe_bench.pipeline.stage.portals import Stash as Stash
+    from gpipe_bench.pipeline.stage.rng import run_plain as run_plain
+    from gpipe_bench.pipeline.transport import InProcess as InProcess
 
+# Where each name is, sorted by home; a line here and a line above.
 _HOMES = {
     "Pipeline": "api",
+    "ActionError": "errors",
+    "Boundary": "memory.boundary",
+    "StagePeaks": "memory.cut",
+    "grid_peak_bytes": "memory.grids",
+    "Transport": "memory.messages",
+    "StageMemory": "memory.peaks",
+    "portal_memory": "memory.portals",
+    "Profiler": "memory.profile",
+    "bytes_of_stages": "memory.workers",
+    "peak_bytes": "memory.workers",
+    "pipeline_memory": "memory.workers",
     "layers_of": "model.layers_of",
     "split": "model.split",
+    "draw": "plan.files",
+    "from_csv": "plan.files",
+    "to_csv": "plan.files",
+    "generate": "plan.generate",
+    "FREE": "plan.links",
+    "LINKS": "plan.links",
+    "Link": "plan.links",
+    "NAMED": "plan.named",
+    "gpipe": "plan.named",
+    "naive": "plan.named",
+    "named": "plan.named",
+    "one_f_one_b": "plan.named",
+    "partition": "plan.partition",
+    "Action": "plan.schedule",
+    "Kind": "plan.schedule",
+    "Schedule": "plan.schedule",
+    "validate": "plan.schedule",
+    "SLOTS": "plan.simulate",
+    "replay": "plan.simulate",
+    "svg": "plan.svg",
+    "Event": "plan.timeline",
+    "Timeline": "plan.timeline",
     "launch": "ranks.launch",
     "start_process": "ranks.launch",
-    "Stash": "stage.portals",
     "Pop": "stage.portals",
     "PortalSequential": "stage.portals",
-    "Profiler": "memory.profile",
-    "pipeline_memory": "memory.stages.workers",
-    "StagePeaks": "memory.cut",
+    "Stash": "stage.portals",
+    "run_plain": "stage.rng",
+    "InProcess": "transport",
 }
 
-__all__ = [
-    "Pipeline", "layers_of", "split", "launch", "start_process", "Profiler", "pipeline_memory", "StagePeaks",
-    "Stash", "Pop", "PortalSequential",
-]  # fmt: skip
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -14,24 +14,42 @@ checkpoints are interchangeable with it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self, TypeVar
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.assembled import Assembled
-from gpipe_bench.pipeline.engine import Observer
+from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of, layout_of
 from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.mesh.grid import Grid, building, join
+from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
+from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
+from gpipe_bench.pipeline.plan.portals import Line, lines_of
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.ranks.gather import gather_timeline
+from gpipe_bench.pipeline.portals import with_portals
+from gpipe_bench.pipeline.ranks.connect import Network, network_of
+from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from gpipe_bench.pipeline.ranks.failure import Job
+from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
+from gpipe_bench.pipeline.ranks.tied import TiedWeights
+from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
+from gpipe_bench.pipeline.stage.portals import declarations, runner_of
 from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Tree, merge
+from gpipe_bench.pipeline.step import Observer, Steps
+from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -39,7 +57,7 @@ _FORWARD_ONLY = 1 << 62
 T = TypeVar("T")
 
 
-class Pipeline(Assembled):
+class Pipeline(nn.Module):
     """A sequence of layers, cut into stages and trained with a pipeline schedule.
 
     Args:
@@ -47,30 +65,39 @@ class Pipeline(Assembled):
             the same: tuples, lists, dicts, dataclasses and what torch.utils._pytree has registered, of
             tensors, None, bools, numbers, strings, enums and dtypes, with at least one tensor.
             `layers_of` and `split` make a sequence of a model that is none.
-        num_stages: K, the number of stages. Default, where the pipeline has several processes: as many as the
-            schedule has for them.
+        num_stages: K, the number of stages. Default: those of `partition` or, where the pipeline has several
+            processes, as many as the schedule has for them.
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty:
             a mini-batch of fewer examples is taken in as many micro-batches, unless the schedule is one of
             one's own.
-        schedule: "gpipe", "1f1b", "naive" or another name of `plan.named`; "auto" for one made for
-            the times that the first training steps take; or a `Schedule` of one's own.
+
+    The schedule:
+        schedule: "gpipe", "1f1b", "naive" or another name of `NAMED`; "auto" for one made for the times that
+            the first training steps take; or a `Schedule` of one's own.
         remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
             stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it
             itself.
+        num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
+            all of them. Default: the ranks of `group`, or as many as leave each two stages.
+        action_s: for "auto", instead of timing steps: seconds of each kind of action, by kind or by (stage,
+            kind), as for `replay`: of F, of R under re-materialization, of B, or I and W, or all three. The
+            same on all ranks.
+        link_s: for "auto": seconds of a message between two workers. Default: measured with the steps, or 0
+            where `action_s` is given.
+        most_alive: for "auto": graphs of a stage and a micro-batch that a worker may hold at a time. Default:
+            any number.
+
+    The cut:
+        partition: the layers of each stage: how many, as in `[3, 5]`, or which, as a sequence of ranges.
+            Default: as even as they go by `cost`.
         cost: what the stages are balanced by: "parameters" (the default), "auto" (estimated from `example`),
             or a number per layer.
         example: for `cost="auto"`: a micro-batch, also on the meta device.
         devices: where the stages live: one device for all, or one per stage. Default: where the layers are.
-        seed: of the random streams of the layers (see `stage.rng`).
-        num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
-            all of them. Default: the ranks of `group`, or as many as leave each two stages.
-        action_s: for `schedule="auto"`, instead of timing steps: seconds of each kind of action, by kind or
-            by (stage, kind), as for `replay`: of F, of R under re-materialization, of B, or I and W, or
-            all three. The same on all ranks.
-        link_s: for `schedule="auto"`: seconds of a message between two workers. Default: measured with the
-            steps, or 0 where `action_s` is given.
-        most_alive: for `schedule="auto"`: graphs of a stage and a micro-batch that a worker may hold at a
-            time. Default: any number.
+
+    The processes:
+        group: the process group of a pipeline alone, whose rank k runs the stages of worker k; without it or
+            a mesh, all stages live in this process.
         mesh: the grid of the job, a `DeviceMesh` with a dimension "pp" for the workers of this pipeline and,
             if wanted, "dp", "fsdp" and "tp" (`mesh.grid`). Replicas begin with the parameters and
             buffers of the first.
@@ -82,18 +109,151 @@ class Pipeline(Assembled):
             on every grid of as many micro-batches whose replicas are a power of two.
         bucket_bytes: gradients that leave together on their way to the other replicas. Default: 25 MiB, or a
             quarter of a stage's, if that is less, but 1 MiB.
-        group: instead of a mesh, the process group of a pipeline alone, whose rank k runs the stages of
-            worker k; without either, all stages live in this process.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
         share_memory: whether ranks on one host exchange CPU tensors through memory that both map. Never where
             a mesh divides parameters: the actions of a stage then wait for other processes themselves.
         transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
+
+    How the layers run:
+        seed: of their random streams (see `stage.rng`).
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
     """
+
+    def __init__(
+        self,
+        layers: nn.Module | Iterable[nn.Module],
+        *,
+        num_stages: int | None = None,
+        num_microbatches: int,
+        schedule: str | Schedule = "gpipe",
+        remat: Remat = "always",
+        num_workers: int | None = None,
+        action_s: ActionTimes | None = None,
+        link_s: float | None = None,
+        most_alive: int | None = None,
+        partition: Sequence[int | range] | None = None,
+        cost: str | Sequence[float] | None = None,
+        example: Tree | None = None,
+        devices: Device | Sequence[Device] | None = None,
+        group: dist.ProcessGroup | Network | None = None,
+        mesh: DeviceMesh | None = None,
+        zero: int | None = None,
+        reduction: str = "buckets",
+        bucket_bytes: int | None = None,
+        timeout_s: float = 600.0,
+        share_memory: bool = True,
+        transport: Transport | None = None,
+        seed: int = 0,
+        compile: bool | str = False,
+    ) -> None:
+        super().__init__()
+        if transport is not None and (group is not None or mesh is not None):
+            raise ValueError(
+                "transport= is how stages of one process reach each other, and with group= or mesh= they are "
+                "in several; leave it out, or say share_memory=False for gloo's messages on one host"
+            )
+        self.grid: Grid | None = None
+        job: Job | None = None
+        if mesh is not None:
+            if group is not None:
+                raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
+            self.grid, job = join(mesh, timeout_s)
+            group = self.grid.group("pp")
+        self._divided = divided_over(self.grid, zero)
+        network = None if group is None else network_of(group)
+        layout = layout_of(
+            layers,
+            network,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            automatic=Automatic(action_s, link_s, most_alive),
+            num_workers=num_workers,
+            remat=remat,
+            partition=partition,
+            cost=cost,
+            example=example,
+            devices=devices,
+        )
+        self._schedule, self._calibration = layout.schedule, layout.calibration
+        self._is_own = isinstance(schedule, Schedule)
+        self._partition, self._devices = layout.partition, layout.devices
+        modules, local, ties = layout.modules, layout.local, layout.ties
+        # On every rank, whosever layer it is: one that refuses alone would be waited for.
+        refuse_unsupported(part for layer in modules for part in layer.modules())
+        self._portals = declarations(modules)
+        self._lines = lines_of(self._portals, self._partition)
+        self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
+        if self._divided is not None:
+            known = None if self._calibration is not None else self._schedule
+            self._divided.check(dict(layout.named), ties, known, compiles=bool(compile), reduction=reduction)
+            share_memory = False  # nobody moves messages along while an action waits for other processes
+        self._reduction = (timeout_s, reduction, bucket_bytes, self._divided)
+        with building(job):
+            self._joint = joint_of(self.grid, job, self._devices[local[0]], *self._reduction)
+        self._replicas = None if self._joint is None else self._joint.replicas
+        self._layers = layout.layers(move=devices is not None)  # those of this process, by name
+        own = {parameter for layer in self._layers.values() for parameter in layer.parameters()}
+        self._elsewhere = {
+            id(parameter): (ref(parameter), f"{name}.{path}")
+            for name, layer in layout.named
+            for path, parameter in layer.named_parameters()
+            if parameter not in own
+        }
+        self.seed = seed
+        self.group = group
+        self._backend = backend_of(compile)
+        self._layer_names = tuple(name for name, _ in layout.named)
+        self._keywords = Keywords.of_all(modules)
+        if isinstance(layers, OwnLayers):
+            layers.give_to(self, self._parts)
+        else:
+            self._modules.update(self._layers)
+        self._tied: TiedWeights | Leaves | None = None
+        of_ties = [(tie.names, tie.uses, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+        mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
+        if self._joint is not None:
+            with building(job):
+                self._joint.start_alike(mine, self)
+        if self._divided is not None:
+            self._divided.check_own(self._layers)
+            with building(job):  # a rank that fails here is not to be awaited in what follows
+                self._divided.divide(self._layers)
+        with building(job):
+            self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
+        self._ranks: PointToPoint | None = None
+        apart = len(set(self._devices)) > 1
+        self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
+        if network is not None:
+            self._ranks = PointToPoint(
+                network,
+                self._schedule,
+                self._devices[local[0]],
+                timeout_s=timeout_s,
+                share_memory=share_memory,
+                portals=self._lines,
+                job=job,
+                is_own=self._is_own,
+            )
+            self._transport = self._ranks
+            check_equal(self.gather(mine))
+            if self._tied is not None:
+                replicas = self._replicas
+                self._tied = TiedWeights(
+                    ties, self._ranks, self, self._tied,
+                    replicated=replicas is not None, bears=replicas is None or replicas.rank == 0,
+                )  # fmt: skip
+                self._tied.share_values()
+        if self._lines:
+            self._transport = with_portals(self._transport, self._lines, self._devices)
+        self._prepare()
+        self.num_steps = 0  # training steps taken, which number the random streams
+        self._num_forwards = 0
+        self._has_warned = False  # of an evaluation in training mode
 
     @property
     def schedule(self) -> Schedule:
@@ -187,7 +347,8 @@ class Pipeline(Assembled):
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "
                 "pipeline.scaler() on every rank"
             )
-        self._check_shared(shared)
+        if shared and 0 in self._stages:
+            self._keywords.check(shared)
         self._calibrate()
         loss = self._steps.take(
             self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler, sync=sync
@@ -197,10 +358,6 @@ class Pipeline(Assembled):
         if self._calibration is not None:
             self._calibration.is_due = self._steps.latest is self._schedule  # a short one says too little
         return loss
-
-    def _check_shared(self, shared: Mapping[str, Any] | None) -> None:
-        if shared and 0 in self._stages:
-            self._keywords.check(shared)
 
     def scaler(self, **options: Any) -> GradScaler:
         """A `torch.amp.GradScaler` for `step(..., scaler=...)` whose decisions hold for all ranks.
@@ -243,7 +400,8 @@ class Pipeline(Assembled):
         tensor by tensor; what is no tensor in them must be equal. With a process group, the output is on the
         rank of the last stage; the others return None.
         """
-        self._check_shared(shared)
+        if shared and 0 in self._stages:
+            self._keywords.check(shared)
         inference = torch.is_inference_mode_enabled()
         # What is made here and kept, such as buffers of messages, must serve training steps too: only the
         # layers see the mode.
@@ -313,3 +471,103 @@ class Pipeline(Assembled):
             stage.refresh()
         if self._ranks is not None:
             self._ranks.refresh()
+
+    def _make_stages(
+        self, local: Sequence[int], elsewhere: Collection[nn.Parameter] = ()
+    ) -> dict[int, Stage]:
+        """The stages of this process, of the layers that are its submodules; other processes have the
+        parameters `elsewhere`, too.
+        """
+        layers = {i: self._layers[self._layer_names[i]] for index in local for i in self._partition[index]}
+        leaves = Leaves(layers, elsewhere) or None
+        self._tied = leaves
+        make: Callable[..., Stage] = Stage
+        first_microbatch = 0
+        if self._joint is not None:
+            made = Stage if self._divided is None else self._divided.makes
+            make = partial(made, reduction=self._joint.reduction)
+            if self.grid is not None:
+                first_microbatch = self.grid.replica * self._schedule.num_microbatches
+        return {
+            index: make(
+                index,
+                [layers[i] for i in self._partition[index]],
+                self._partition[index].start,
+                device=self._devices[index],
+                is_last=index == self._schedule.num_stages - 1,
+                seed=self.seed,
+                gather=None if self._replicas is None else self._replicas.gather,
+                backend=self._backend,
+                runner=runner_of(self._portals, self._partition, self._lines, index),
+                leaves=leaves,
+                first_microbatch=first_microbatch,
+            )
+            for index in local
+        }
+
+    @property
+    def _parts(self) -> list[Part]:
+        """Layers that are not among our modules; only what they hold is."""
+        return [layer for layer in self._layers.values() if isinstance(layer, Part)]
+
+    def _prepare(self) -> None:
+        for stage in self._stages.values():
+            stage.follow(self._schedule)
+        self._steps = Steps(
+            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint,
+            self._elsewhere,
+            is_own=self._is_own,
+        )  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`: everything but what is made of the rest again."""
+        if self.group is not None:
+            raise TypeError(
+                "a pipeline over several processes cannot be copied or pickled, because its connections "
+                "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
+                "every rank and load its state_dict"
+            )
+        made = ("_stages", "_steps", "_joint", "_tied")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(dict(state))
+        self._joint = joint_of(None, None, self._devices[0], *self._reduction)
+        self._stages = self._make_stages(range(self._schedule.num_stages))
+        self._prepare()
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for part in self._parts:
+            part.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        follow(self._parts, self)
+        return self
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*arguments, **options)
+        # With assign=True there are other parameters now.
+        follow(self._parts, self)
+        return found
+
+    def gather(self, mine: T) -> list[T]:
+        """What every rank brings, a picklable object, in the order of the ranks; all must call.
+
+        A rank that does not come within `timeout_s` ends the pipeline with the `ActionError` that names it.
+        """
+        if self._ranks is None:
+            return [mine]
+        with self._ranks.together() as together:
+            return together.gather(mine)
+
+    def gather_all(self, mine: T) -> list[T]:
+        """The same of all processes of the grid, in the order of the mesh's ranks."""
+        if self._ranks is None:
+            return [mine]
+        if self.grid is None:
+            return self.gather(mine)
+        with self._ranks.all_together() as together:
+            return together.gather(mine)

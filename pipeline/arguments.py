@@ -1,4 +1,4 @@
-"""The arguments of a pipeline, checked and completed.
+"""The arguments of a pipeline, checked and completed: which layers, cut where, are whose.
 
 Whatever does not fit is a `ValueError` that says what would.
 """
@@ -6,6 +6,7 @@ Whatever does not fit is a `ValueError` that says what would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -20,16 +21,109 @@ from gpipe_bench.pipeline.memory.cost import layer_costs
 from gpipe_bench.pipeline.model.parts import OwnLayers
 from gpipe_bench.pipeline.plan.auto import Calibration, automatic
 from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.partition import partition as balanced
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.vee import shared_by
 from gpipe_bench.pipeline.ranks.connect import Network
+from gpipe_bench.pipeline.ranks.tied import Tie, find_ties
 from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.trees import Tree
 
 Device = torch.device | str
 _STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layers of the whole model by name, in stages, and what of it is in this process.
+
+    Args:
+        named: the layers with the names that the plain model's `state_dict` uses
+        schedule: what the first step takes
+        calibration: what finds a better schedule, where that is asked for
+        partition: the layer indices of each stage
+        local: the stages of this process
+        devices: of every stage
+        ties: weights with several places in the model
+    """
+
+    named: Sequence[tuple[str, nn.Module]]
+    schedule: Schedule
+    calibration: Calibration | None
+    partition: Partition
+    local: Sequence[int]
+    devices: tuple[torch.device, ...]
+    ties: tuple[Tie, ...]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [layer for _, layer in self.named]
+
+    def layers(self, *, move: bool) -> dict[str, nn.Module]:
+        """The layers of this process, by name; moved to the devices of their stages, if asked to."""
+        found = {}
+        for index in self.local:
+            span, device = self.partition[index], self.devices[index]
+            for name, layer in self.named[span.start : span.stop]:
+                found[name] = layer.to(device) if move else layer
+        return found
+
+
+def layout_of(
+    layers: nn.Module | Iterable[nn.Module],
+    network: Network | None,
+    *,
+    num_stages: int | None,
+    num_microbatches: int,
+    schedule: str | Schedule,
+    automatic: Automatic,
+    num_workers: int | None,
+    remat: Remat,
+    partition: Sequence[int | range] | None,
+    cost: str | Sequence[float] | None,
+    example: Tree | None,
+    devices: Device | Sequence[Device] | None,
+) -> Layout:
+    """The arguments of `Pipeline`, completed; `ValueError` names one that does not fit and what would."""
+    named = named_layers(layers)
+    modules = [layer for _, layer in named]
+    calibration: Calibration | None = None
+    if num_stages is None and partition is not None:
+        num_stages = len(partition)
+    if num_stages is None:
+        num_stages = num_stages_of(schedule, network, num_workers)
+    sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
+    if schedule == "auto":
+        schedule, calibration = automatic.begin(*sizes)
+    else:
+        automatic.refuse(schedule)
+        schedule = schedule_of(schedule, *sizes)
+    if partition is None:
+        cuts = balanced(costs_of(cost, modules, example), num_stages)
+    elif cost is None:
+        cuts = cut_of(partition, len(modules), num_stages)
+    else:
+        raise ValueError(
+            "partition and cost are both given; partition says where to cut, cost what to balance instead"
+        )
+    local: Sequence[int] = range(num_stages)
+    if network is not None:
+        local = schedule.stages_of(worker_of(network, schedule))
+    places = devices_of(devices, num_stages, [modules[i] for k in local for i in cuts[k]])
+    refuse_split_statistics(modules, cuts)
+    homes = [schedule.worker(stage) for stage in range(num_stages)]
+    if network is None:
+        refuse_split_ties(modules, cuts, places)
+        homes = [0] * num_stages
+    ties = find_ties(
+        [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else named,
+        cuts,
+        homes,
+    )
+    return Layout(named, schedule, calibration, cuts, local, places, ties)
 
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -188,6 +282,36 @@ def costs_of(
     if len(cost) != len(layers):
         raise ValueError(f"cost has {len(cost)} numbers for {len(layers)} layers; give one per layer")
     return cost
+
+
+def cut_of(partition: Sequence[int | range], num_layers: int, num_stages: int) -> Partition:
+    """The layers of each stage as they were given: how many, or which."""
+    if not isinstance(partition, Sequence) or not all(isinstance(each, int | range) for each in partition):
+        raise ValueError(
+            f"partition is {partition!r}; give the layers of each stage, as in [3, 5], or as in [range(3), "
+            "range(3, 8)]"
+        )
+    if len(partition) != num_stages:
+        raise ValueError(
+            f"partition has {len(partition)} stages, not num_stages={num_stages}; give the layers of each"
+        )
+    spans: list[range] = []
+    for stage, each in enumerate(partition):
+        start = spans[-1].stop if spans else 0
+        span = range(start, start + each) if isinstance(each, int) else each
+        if not span:
+            raise ValueError(f"stage {stage} of partition has {each} layers; give each at least one")
+        if span != range(start, span.stop):
+            raise ValueError(
+                f"stage {stage} of partition has the layers {span}; they must follow one another from "
+                f"{start} on"
+            )
+        spans.append(span)
+    if spans[-1].stop != num_layers:
+        raise ValueError(
+            f"partition has {spans[-1].stop} layers in all and the model {num_layers}; give each a stage"
+        )
+    return tuple(spans)
 
 
 def devices_of(

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpipe_bench.planner.adaptive import adaptive, held_by
     from gpipe_bench.planner.answer import Plan, plan
     from gpipe_bench.planner.candidate import Candidate, Prediction
     from gpipe_bench.planner.costs import Costs
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.topology import link_named, link_within
 
 _HOMES = {
+    "adaptive": ("adaptive", "held_by"),
     "answer": ("Plan", "plan"),
     "candidate": ("Candidate", "Prediction"),
     "costs": ("Costs",),
+    "measured": ("Timing",),
     "model": ("Model", "model_of"),
     "request": ("Request",),
     "space": ("Space",),
-    "timed": ("Timing",),
     "topology": ("link_named", "link_within"),
 }
 __all__ = [
@@ -41,6 +43,8 @@ __all__ = [
     "Request",
     "Space",
     "Timing",
+    "adaptive",
+    "held_by",
     "link_named",
     "link_within",
     "model_of",

@@ -107,10 +107,6 @@ much."""
 
 TPUS = {each.name: each for each in (TPU_V2, TPU_V3)}
 
-HOST_BYTES_PER_S = 15.75e9
-"""From a host to its accelerator: 16 lanes of PCI Express 3, PCI-SIG's nominal rate. Only inputs that the
-host prepares take this way."""
-
 MEASURED_BY = "stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS, revision 744d01e"
 REACHED = {"A100": 0.869, "H100": 0.803, "H200": 0.803, "B200": 0.776}
 """By MEASURED_BY: 271.2 of 312, 794.5 of 989 (an H200 is the same) and 1745 of 2250 TFLOP/s."""

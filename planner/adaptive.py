@@ -40,7 +40,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recompute
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 
 if TYPE_CHECKING:
-    from gpipe_bench.pipeline.memory.stages.footprint import Footprint
+    from gpipe_bench.pipeline.memory.stage_bytes import StageBytes
 
 EFFORT = 200_000
 """Actions that a search lays out, which takes seconds."""
@@ -115,7 +115,7 @@ class Held:
 
 
 def held_by(
-    stages: Sequence[Footprint], schedule: Schedule, optimizer: str = "rmsprop", *, receive_ahead: int = 1
+    stages: Sequence[StageBytes], schedule: Schedule, optimizer: str = "rmsprop", *, receive_ahead: int = 1
 ) -> Held:
     """The bytes of ``schedule``, which has no recomputation, for any choice of what to recompute: from the
     model of a whole step, once with all graphs kept and once with everything recomputed.
@@ -123,10 +123,9 @@ def held_by(
     Arguments and errors are those of `workers.peak_bytes`. ``receive_ahead`` is a number here: in one process
     when a message comes depends on what is recomputed.
     """
-    from gpipe_bench.pipeline.memory.stages.copies import shadowed
-    from gpipe_bench.pipeline.memory.stages.workers import action_bytes, at_rest_bytes
+    from gpipe_bench.pipeline.memory.workers import action_bytes, workers_of
 
-    stages = [shadowed(each) for each in stages]  # as if each recomputed something, which is little
+    stages = [each.shadowed() for each in stages]  # as if each recomputed something, which is little
     inputs = [
         (0 if stage == 0 else each.input_bytes) + each.changing_buffer_bytes
         for stage, each in enumerate(stages)
@@ -141,7 +140,8 @@ def held_by(
     def own(action: Action, is_recomputed: bool) -> int:
         return (free if is_recomputed else kept)[action]
 
-    return Held(inputs, graphs, own, at_rest_bytes(stages, schedule, optimizer))
+    workers = workers_of(stages, schedule, optimizer, receive_ahead)
+    return Held(inputs, graphs, own, [worker.update().peak for worker in workers])
 
 
 def _own(schedule: Schedule, each: Sequence[int], num_bytes: Mapping[Action, int]) -> dict[Action, int]:

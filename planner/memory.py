@@ -19,14 +19,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
+from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
+from gpipe_bench.pipeline.memory.messages import Ahead, Transport, places
+from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.profile import ModelProfile
-from gpipe_bench.pipeline.memory.stages.copies import with_shadows
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
-from gpipe_bench.pipeline.memory.stages.layerwise import Passes, passes
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory, memory_at, optimizer_state, rule_of
-from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, Transport, all_received_apart
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.workers import summing, without
 from gpipe_bench.pipeline.plan.remat import Choice
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.planner.candidate import Grid
@@ -48,7 +46,7 @@ class Footprints:
         self._stages: list[range] = []  # the first of each number
         self._numbers: dict[tuple[object, ...], int] = {}
         self.number, self.held = cache(self._number), cache(self._held)
-        self._whole, self._passes = cache(self._whole_of), cache(self._passes_of)
+        self._whole = cache(self._whole_of)
         self.between_steps = cache(self._between_steps)
 
     def _number(self, stage: range) -> int:
@@ -61,21 +59,16 @@ class Footprints:
 
     def _held(self, number: int, sharing: Sharing) -> HeldStage:
         """What each process holds of a stage."""
-        return shared_stage(self._whole(number), lambda: self._passes(number), sharing)
+        return shared_stage(self._whole(number), sharing)
 
-    def _whole_of(self, number: int) -> Footprint:
-        return footprint(*self._parts(number))
-
-    def _passes_of(self, number: int) -> Passes:
-        return passes(*self._parts(number))
-
-    def _parts(self, number: int) -> tuple[Sequence[LayerProfile], LayerProfile | None]:
+    def _whole_of(self, number: int) -> StageBytes:
         stage, layers = self._stages[number], self.profile.layers
-        return layers[stage.start : stage.stop], self.profile.loss if stage.stop == len(layers) else None
+        loss = self.profile.loss if stage.stop == len(layers) else None
+        return stage_bytes(layers[stage.start : stage.stop], loss)
 
     def _between_steps(self, sharing: Sharing, optimizer: str) -> list[int]:
         """Bytes of weights, gradients and the optimizer's state of all layers before each, and of all."""
-        rule, held = rule_of(optimizer), list[int]()
+        rule, held = Optimizer.named(optimizer), list[int]()
         for layer in self.profile.layers:
             trained = sum(map(sharing.part, layer.trained_sizes))
             counts = 4 * len(layer.trained_sizes) * rule.counts_steps
@@ -98,7 +91,7 @@ class Room:
         known: Known | None = None,
     ) -> None:
         self._footprints, self._rows, self._grid = footprints, rows, grid
-        self._optimizer, self._rule = optimizer, rule_of(optimizer)
+        self._optimizer, self._rule = optimizer, Optimizer.named(optimizer)
         self._every_tie = ties
         self.layers, self.schedule = footprints.profile.layers, rows.schedule
         # How many replicas there are does not matter.
@@ -113,11 +106,7 @@ class Room:
         key = (worker, tuple(remat), tuple(map(self._footprints.number, stages)), ties)
         if key not in self._known:
             held = self._once(stages, ties)
-            found = (
-                self._alone(worker, held[0], remat[0])
-                if len(held) == 1
-                else self._together(worker, held, tuple(remat))
-            )
+            found = self._fullest(worker, held, tuple(remat))
             if received := self._received_bytes(stages):
                 found = max(found, self._summing(worker, held, received), key=lambda each: each.peak)
             self._known[key] = found
@@ -183,7 +172,9 @@ class Room:
         those that recompute nothing. It takes no walk of the row for each choice of what is recomputed.
         """
         held = self._held(stages)
-        always = sum(each.step.parameter_bytes + optimizer_state(each.rest, self._rule) for each in held)
+        always = sum(
+            each.step.parameter_bytes + self._rule.state_bytes(each.rest.trained_sizes) for each in held
+        )
         saved = [each.step.saved_bytes * (what == "never") for each, what in zip(held, remat, strict=True)]
         graphs = max(
             sum(count * size for count, size in zip(counts, saved, strict=True))
@@ -191,51 +182,57 @@ class Room:
         )
         return always + graphs - self._all_ties
 
-    def _alone(self, worker: int, held: HeldStage, remat: Choice) -> StageMemory:
-        """A worker with one stage."""
-        rule, count = self._rule, self.schedule.num_microbatches
-        found = self._rows.demands(worker, remat)  # type: ignore[arg-type]  # a choice can be hashed
-        state, more = optimizer_state(held.rest, rule), max((*held.first, *held.last))
-        rest, step = (with_shadows(each, found) for each in (held.rest, held.step))
-        fullest = memory_at(rest, None, rule, state, count, is_first=worker == 0)
-        for demand in found:
-            other = memory_at(step, demand, rule, state, count, is_first=worker == 0)
-            if other.peak + more > fullest.peak:
-                fullest = replace(other, transients=other.transients + more)
-        return fullest
-
-    def _together(self, worker: int, held: Sequence[HeldStage], remat: tuple[Choice, ...]) -> StageMemory:
-        mine = self._rows.homes[worker]
-        step, rest = (
-            {s: getattr(h, name) for s, h in zip(mine, held, strict=True)} for name in ("step", "rest")
-        )
-        found = self._rows.fullest(worker, remat, step, rest, self._rule)
+    def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[Choice, ...]) -> StageMemory:
+        moments = self._rows.moments(worker, remat)
+        again = {moment.stage for moment in moments if moment.step.recomputed}
         more = max(max((*each.first, *each.last)) for each in held)
+        mine = [*zip(self._rows.homes[worker], held, strict=True)]
+        placed = Worker(
+            {stage: self._placed(stage, each.step, stage in again) for stage, each in mine},
+            {stage: self._placed(stage, each.rest, stage in again) for stage, each in mine},
+        )
+        if len(held) == 1:
+            return placed.fullest(moments, more)
+        found = placed.fullest(moments)
         return replace(found, transients=found.transients + more)
+
+    def _placed(
+        self, stage: int, held: StageBytes, recomputes: bool = False, place: Place = NOWHERE
+    ) -> Placed:
+        return Placed(
+            held,
+            self._rule,
+            self.schedule.num_microbatches,
+            is_first=stage == 0,
+            recomputes=recomputes,
+            stays=self._rows.ahead > 0,
+            place=place,
+        )
 
     def _all_together(
         self, held: Sequence[HeldStage], stages: Sequence[range], whole: Schedule, ahead: Ahead
     ) -> list[int]:
         """The peaks of all workers by the model's own walk, with the sums of tied weights."""
         found = list(grid_peak_bytes(held, whole, self._optimizer, receive_ahead=ahead))
-        rests = all_received_apart([each.rest for each in held], whole, ahead)
+        where = places([each.rest for each in held], whole, ahead)
         for worker, mine in enumerate(self._rows.homes):
             if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
-                resting = [replace(held[stage], rest=rests[stage]) for stage in mine]
-                found[worker] = max(found[worker], self._summing(worker, resting, received).peak)
+                resting = [held[stage] for stage in mine]
+                sums = self._summing(worker, resting, received, [where[stage] for stage in mine])
+                found[worker] = max(found[worker], sums.peak)
         return found
 
-    def _summing(self, worker: int, held: Sequence[HeldStage], received: int) -> StageMemory:
+    def _summing(
+        self, worker: int, held: Sequence[HeldStage], received: int, where: Sequence[Place] | None = None
+    ) -> StageMemory:
         """A worker that has the gradients of all its uses of tied weights, and one from another owner."""
-        count, rule = self.schedule.num_microbatches, self._rule
-        rests = [
-            memory_at(each.rest, None, rule, optimizer_state(each.rest, rule), count, is_first=stage == 0)
-            for stage, each in zip(self._rows.homes[worker], held, strict=True)
-        ]
-        names = ("parameters", "buffers", "gradients", "optimizer_state", "boundary")
-        parts = {name: sum(getattr(rest, name) for rest in rests) for name in names}
-        parts["gradients"] += sum(each.rest.summed_gradient_bytes for each in held)
-        return StageMemory(**parts, activations=0, transients=self._sharing.part(received), when="ties")
+        where = [NOWHERE] * len(held) if where is None else where
+        placed = {
+            stage: self._placed(stage, each.rest, place=place)
+            for stage, each, place in zip(self._rows.homes[worker], held, where, strict=True)
+        }
+        summed = sum(each.rest.summed_gradient_bytes for each in held)
+        return summing(Worker(placed), summed, self._sharing.part(received))
 
     def _received_bytes(self, stages: Stages) -> int:
         """The largest gradient that a worker with these stages is sent of a weight that others have, too."""
@@ -269,15 +266,5 @@ class Room:
         return found
 
 
-def _without(stage: Footprint, num_bytes: int) -> Footprint:
-    """A stage without one of its weights, whose gradient it has until the step's end all the same."""
-    sizes = list(stage.trained_sizes)
-    if num_bytes not in sizes:  # nobody trains it
-        return replace(stage, parameter_bytes=stage.parameter_bytes - num_bytes)
-    sizes.remove(num_bytes)
-    return replace(
-        stage,
-        parameter_bytes=stage.parameter_bytes - num_bytes,
-        trained_sizes=tuple(sizes),
-        summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,
-    )
+def _without(stage: StageBytes, num_bytes: int) -> StageBytes:
+    return without(stage, num_bytes, num_bytes in stage.trained_sizes)  # otherwise nobody trains it

@@ -37,8 +37,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary, resized
-from gpipe_bench.pipeline.memory.passing import passed_on
-from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, fake_copy
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, fake_copy, passed_on
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
 from gpipe_bench.planner.costs import Costs, SizeCosts

@@ -1,8 +1,7 @@
 """A candidate as a script that trains with it, and the line that starts it.
 
 The script is whole: it builds the model, cuts it as planned, and takes a few steps on zeros of the right
-shape, where one's own batches go. The cut is said by the costs of layers, 1 for the first of each stage and 0
-for all others: no other cut has so small a largest sum.
+shape, where one's own batches go.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def command(request: Request, name: str = NAME, accelerators: int | None = None)
 
 def script(model: Model, candidate: Candidate, request: Request) -> str:
     """Python that takes steps as planned."""
-    starts = tuple(stage.start for stage in candidate.cut)
     sizes = {name: getattr(candidate.grid, name) for name in DIMENSIONS}
     mesh = {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
     remat = candidate.remat if len(set(candidate.remat)) > 1 else candidate.remat[0]
@@ -54,7 +52,7 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
         f"num_microbatches={candidate.num_microbatches},",
         f"    num_stages={candidate.num_stages}, num_workers={candidate.num_workers}, devices=device,",
         f"    remat={remat!r},",
-        "    cost=[1.0 if layer in STARTS else 0.0 for layer in range(len(layers))],",
+        f"    partition={[len(stage) for stage in candidate.cut]},",
         *([f"    zero={candidate.fsdp_level},"] if candidate.fsdp > 1 else []),
         *(["    compile=True,"] if request.compiled else []),
         ")",
@@ -85,7 +83,6 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
         "",
         f"SHARE = {request.batch_size // candidate.replicas}  # examples of a mini-batch that each of "
         f"{candidate.replicas} replicas takes",
-        f"STARTS = {starts}  # the first layer of each stage",
         "",
         "with start_process() as device:",
         *(f"    {line}" if line else "" for line in body),

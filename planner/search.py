@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from math import comb, inf
 from typing import Any
 
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition

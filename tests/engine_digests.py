@@ -25,7 +25,7 @@ from torch import nn
 
 from gpipe_bench.pipeline import Pipeline, Profiler, launch, pipeline_memory
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.stages.ties import shared_weights
+from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import partition
 

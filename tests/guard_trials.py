@@ -51,7 +51,7 @@ def run(*arguments, _run=run, **options):
 
 def slow_down(tree: Path, share: float) -> None:
     """From here on a revision of this project is slower by that share of its engine's time."""
-    with (tree / "pipeline" / "engine.py").open("a", encoding="utf-8") as file:
+    with (tree / "pipeline" / "step.py").open("a", encoding="utf-8") as file:
         file.write(_SLOW.format(share=share))
 
 

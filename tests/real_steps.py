@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,11 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.arguments import schedule_of
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-from gpipe_bench.pipeline.memory.stages.ties import shared_weights
-from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.stage.trees import Tree, split
 from gpipe_bench.pipeline.transport import InProcess
@@ -29,6 +29,18 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9, foreach=False),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, foreach=False),
 }
+
+
+class Call(nn.Module):
+    """A layer that calls a function of its modules and its input."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value, *self.parts)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def test_the_comparison_says_what_it_leaves_out_and_what_to_do(altered):
     path, why = altered
     status, out, err = call("compare", "fake", "--results", path.parent)
     assert status == 0
-    assert "as published: nothing judged; 16 not run\nhere: 4 identities\n" in out
+    assert "nothing judged; 16 not run\nrun here: 4 identities\n" in out
     last = out[out.index("left out, and not judged") :]
     assert f"{path}:3: " in last
     assert why in last

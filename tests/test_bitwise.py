@@ -112,12 +112,13 @@ def test_no_cut_changes_a_bit(cut: int) -> None:
     """
     batch, target = everything_batch(9, torch.float32)
     gradients = []
-    for num_stages in (1, 2):
-        costs = [float(index in (0, cut)) for index in range(12)] if num_stages == 2 else [1.0] * 12
+    for partition in ([12], [cut, 12 - cut]):
         pipeline = Pipeline(
-            seeded(everything, torch.float32), num_stages=num_stages, num_microbatches=4, cost=costs,
+            seeded(everything, torch.float32),
+            num_microbatches=4,
+            partition=partition,
             transport=InProcess(copy=True),
-        )  # fmt: skip
+        )
         pipeline.step(batch, target, nn.functional.cross_entropy)
         gradients.append({name: p.grad for name, p in pipeline.named_parameters()})
     assert_same_bits(gradients[1], gradients[0])

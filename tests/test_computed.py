@@ -60,12 +60,11 @@ def test_the_range_goes_over_everything_that_is_not_stated(monkeypatch: pytest.M
     assert memory.spread is not None
     assert memory.spread.combinations == 12
     assert (memory.spread.low, memory.spread.high) == (3.6, pytest.approx(3.6 + 0.1 + 1.07 + 0.05))
-    assert memory.value == pytest.approx(3.65)
+    assert memory.value == pytest.approx(4.4), "299 pixels, the middle"
     assert {part.what: (part.low, part.high) for part in memory.spread.parts} == {
-        "moved_stride": (3.65, 3.75), "image_size": (3.65, pytest.approx(4.72)),
-        "auxiliary_head": (3.6, 3.65),
+        "moved_stride": (4.4, 4.5), "image_size": (3.65, pytest.approx(4.72)), "auxiliary_head": (4.35, 4.4),
     }  # fmt: skip
-    assert parameters.value == pytest.approx(1.005)
+    assert parameters.value == pytest.approx(1.08)
     assert words("control-stride", [memory, parameters]) == {
         (memory.row, "moved stride"): "reproduced", (parameters.row, "moved stride"): "reproduced",
     }  # fmt: skip
@@ -88,11 +87,16 @@ def test_quotients_of_printed_numbers_by_hand() -> None:
     assert set(words("transfer", errors).values()) == {"identity"}
 
 
-def test_a_transformer_of_any_depth_is_counted_from_two() -> None:
-    assert quotients.parameters_of("transformer", "naive-1") == quotients.parameters(
-        "transformer-lm", {"num_layers": 3}
-    )
-    assert quotients.parameters_of("transformer", "pipeline-128") == pytest.approx(83.9e9, rel=1e-3)
+def test_sentences_by_hand() -> None:
+    """Filters double and sides halve; 24 layers have 96 rings; the versions are 8, 7, ..., 1."""
+    activations, parameters, spmd, pipedream = quotients.sentences()
+    assert activations.value == pytest.approx(0.5, rel=0.01)
+    assert parameters.value == pytest.approx(4, rel=0.01)
+    assert (spmd.value, pipedream.value) == (84.0, 4.5)
+    of_ranks = quotients.correlation()
+    assert of_ranks.value == pytest.approx(1 - 6 * 6 / (7 * 48)), "by the ranks of v1's Table 2"
+    assert set(words("claims-text", [activations, parameters, spmd, pipedream]).values()) == {"identity"}
+    assert set(words("growth", [of_ranks]).values()) == {"identity"}, "they follow by counting"
 
 
 # The experiment
@@ -102,7 +106,10 @@ def test_a_run_keeps_numbers_with_their_ranges() -> None:
     key = {"part": "as published", "table": "growth", "what": "growth"}
     outcome = EXPERIMENT.run(Case(key), RunOptions(profile="smoke"))
     (growth,) = quotients.growth()
-    assert [quantity.value for quantity in outcome.quantities] == [growth.value]
+    assert [quantity.value for quantity in outcome.quantities] == [
+        growth.value,
+        quotients.correlation().value,
+    ]
     kept = record("growth", [growth])
     assert spread_of(kept, growth.row, growth.column) == growth.spread
     assert spread_of(kept, "another", growth.column) is None

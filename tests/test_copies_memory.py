@@ -7,8 +7,8 @@ import torch
 from real_steps import Step, compare, count, profiles
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.memory.stages.workers import action_bytes, stage_footprints
-from gpipe_bench.pipeline.memory.story import BufferRole
+from gpipe_bench.pipeline.memory.trace import BufferRole
+from gpipe_bench.pipeline.memory.workers import action_bytes, bytes_of_stages
 from gpipe_bench.pipeline.plan.schedule import Action
 
 WIDTH, ROWS = 64, 128  # a boundary is 32 KiB, a buffer of its size is small
@@ -86,7 +86,7 @@ def test_a_copy_is_held_while_a_forward_runs() -> None:
     step = Step(3, 2, "always", "gpipe", "sgd")
     counted, pipeline = count(model, batch, target, nn.functional.mse_loss, step)
     layers, loss = profiles(model, batch, target, nn.functional.mse_loss, step)
-    held = action_bytes(stage_footprints(layers, loss, pipeline.partition), pipeline.schedule, "sgd")
+    held = action_bytes(bytes_of_stages(layers, loss, pipeline.partition), pipeline.schedule, "sgd")
     for action in (Action.parse("1F0"), Action.parse("1F1")):
         assert held[action] == pytest.approx(counted.actions[action], rel=0.01)
 

@@ -13,12 +13,13 @@ from tiny_models import everything, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.engine import ActionError, prepare
+from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.files import from_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, gpipe, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, dependencies, execution_order
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.step import prepare
 from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss
@@ -327,6 +328,16 @@ def test_state_dict_has_the_plain_models_keys() -> None:
         ({"cost": "seconds"}, "'seconds'; choose 'parameters', 'auto'"),
         ({"cost": [1, 2]}, "2 numbers for 8 layers"),
         ({"cost": "auto"}, "pass example="),
+        ({"partition": [3, 4]}, "7 layers in all and the model 8"),
+        ({"partition": [8, 0]}, "stage 1 of partition has 0 layers; give each"),
+        ({"partition": [-1, 9]}, "stage 0 of partition has -1 layers; give each"),
+        ({"partition": [4, 2, 2]}, "partition has 3 stages, not num_stages=2"),
+        ({"partition": [range(3), range(4, 8)]}, r"stage 1 .* range\(4, 8\); they must .* from 3 on"),
+        ({"partition": [range(0, 8, 2), range(1, 8, 2)]}, "stage 0 .* must follow one another from 0 on"),
+        ({"partition": [2.5, 5.5]}, r"\[2.5, 5.5\]; give the layers of each stage, as in \[3, 5\]"),
+        ({"partition": "even"}, "'even'; give the layers of each stage"),
+        ({"partition": 4}, "partition is 4; give the layers of each stage"),
+        ({"partition": [4, 4], "cost": [1] * 8}, "partition and cost are both given"),
         ({"devices": ["cpu"]}, "1 devices for 2 stages"),
         ({"layers": nn.Linear(1, 1)}, "a Linear; a pipeline needs a sequence"),
         ({"schedule": ["gpipe"]}, r"\['gpipe'\]; choose one of naive, gpipe, 1f1b"),
@@ -384,6 +395,12 @@ def test_ways_to_balance(cost: object) -> None:
     pipeline = Pipeline(layers, num_stages=3, num_microbatches=1, cost=cost, example=example)
     wanted = [3, 3, 2] if isinstance(cost, list) else [2, 2, 4]
     assert [len(span) for span in pipeline.partition] == wanted
+
+
+def test_a_partition_may_be_given() -> None:
+    for partition in ([1, 3, 2], [range(1), range(1, 4), range(4, 6)]):
+        pipeline = Pipeline([nn.Linear(4, 4) for _ in range(6)], partition=partition, num_microbatches=1)
+        assert pipeline.partition == (range(1), range(1, 4), range(4, 6))
 
 
 def test_two_pipelines_over_one_model_share_its_weights() -> None:

@@ -7,30 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from real_steps import Step, count, profiles
+from real_steps import Call, Step, count, profiles
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
-from gpipe_bench.pipeline.memory.story import Received
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import Received
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 N, C, SIDE = 4, 8, 8
 NUM_MICROBATCHES = 2
 X = N // NUM_MICROBATCHES * C * SIDE * SIDE * 4  # bytes of an activation of one micro-batch
-
-
-class Call(nn.Module):
-    """A layer that calls a function of its modules and its input."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value, *self.parts)
 
 
 def conv(in_channels: int = C, out_channels: int = C) -> nn.Conv2d:
@@ -155,7 +143,7 @@ def test_every_action_holds_what_is_modelled(name: str, num_stages: int) -> None
         layers, loss = profiles(model, x, target, loss_of_first, step)
         for index, span in enumerate(pipeline.partition):
             is_last = index == num_stages - 1
-            stage = footprint([layers[i] for i in span], loss if is_last else None)
+            stage = stage_bytes([layers[i] for i in span], loss if is_last else None)
             state = 2 * sum(stage.trained_sizes) + 4 * len(stage.trained_sizes)
             data = (index == 0) * x.nbytes + is_last * target.nbytes
             fixed = stage.parameter_bytes + stage.buffer_bytes + state + data
@@ -189,7 +177,7 @@ def test_every_action_holds_what_is_modelled(name: str, num_stages: int) -> None
 def test_a_storage_is_freed_by_the_earliest_layer_that_holds_it() -> None:
     """conv - ReLU - conv: the second convolution and the ReLU share a storage."""
     layers = Profiler().chain([conv(), nn.ReLU(), conv()], image())
-    stage = footprint(layers)
+    stage = stage_bytes(layers)
     assert stage.saved_bytes == 2 * X - X  # the input is the boundary's; ReLU's result once
     # While the last convolution works both its output's and its input's gradients exist beside ReLU's result;
     # ReLU's own backward still needs it, so nothing is free before.
@@ -209,7 +197,7 @@ def test_a_tensor_passed_on_is_counted_once() -> None:
     keep = Call(lambda v, f: (f(v[0]), v[1]), conv())
     same = Call(lambda v, f: (f(v[0]), v[1]), conv())
     layers = Profiler().chain([nn.Tanh(), skip, keep, same], image())
-    stage = footprint(layers)
+    stage = stage_bytes(layers)
     # tanh's result (the skip), and the results of two convolutions.
     assert stage.saved_bytes == 3 * X
     assert stage.free.total == 3 * X  # skip, a convolution's input and its output
@@ -217,7 +205,7 @@ def test_a_tensor_passed_on_is_counted_once() -> None:
 
 def test_footprints_of_equal_layers_add_up() -> None:
     layer = Profiler().chain([Call(lambda x, f: f(x).tanh(), conv())], image())[0]
-    one, three = footprint([layer]), footprint([layer] * 3)
+    one, three = stage_bytes([layer]), stage_bytes([layer] * 3)
     assert three.parameter_bytes == 3 * one.parameter_bytes
     assert three.trained_sizes == 3 * one.trained_sizes
     assert three.gradient_bytes == 3 * one.gradient_bytes
@@ -227,11 +215,11 @@ def test_footprints_of_equal_layers_add_up() -> None:
 
 
 def test_one_gradient_for_two_outputs_goes_with_the_last_that_needs_it() -> None:
-    story = Profiler().layer(Call(lambda x: (x.tanh(), x.sigmoid())), image()).first
+    trace = Profiler().layer(Call(lambda x: (x.tanh(), x.sigmoid())), image()).first
 
     def left(*received: Received) -> int:
         """Bytes of gradients more at the end of the backward pass than at its begin."""
-        return sum(stretch.other for stretch in story.stretches(received))
+        return sum(segment.other for segment in trace.segments(received))
 
     one, other = Received(0, X, is_held=False), Received(1, X, is_held=False)
     held = Received(2, X, is_held=True)

@@ -9,12 +9,11 @@ from grid_memory_cases import count_all, data, model
 from torch import nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
-from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
-from gpipe_bench.pipeline.memory.stages.layerwise import passes
-from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.ranks.launch import launch
 from gpipe_bench.pipeline.stage.trees import split
@@ -81,16 +80,13 @@ def test_modelled_peaks_are_those_of_real_steps(number: int, found: list[list[in
         assert rank[number] == pytest.approx(expected, rel=0.005)
 
 
-def test_the_walk_by_layers_has_the_same_fullest_moments() -> None:
+def test_after_its_passes_a_stage_holds_graphs_and_gradients() -> None:
     layers, loss = profiled(4)
     for parts, last in ((layers, loss), (layers[:5], None), (layers[3:], loss)):
-        whole, each = footprint(parts, last), passes(parts, last)
-        assert max(each.free.most) == whole.free.total
-        assert max(each.forward.most) == whole.forward.total
-        assert max(each.backward_first.most) == whole.backward_first.total
-        assert max(each.backward.most) == whole.backward.total
-        assert each.forward.after[-1] == whole.saved_bytes
-        assert each.backward_first.after[0] >= whole.gradient_bytes
+        whole = stage_bytes(parts, last)
+        assert whole.played is not None
+        assert whole.played.with_graph[-1].after == whole.saved_bytes
+        assert whole.played.first[0].after >= whole.gradient_bytes
 
 
 def test_what_a_grid_cannot_be() -> None:
@@ -111,5 +107,5 @@ def test_alone_it_is_the_same_model() -> None:
     schedule = named("interleaved", 2, 4)
     alone = [held_stage(layers[s.start : s.stop], loss if s is spans[-1] else None, Sharing()) for s in spans]
     assert grid_peak_bytes(alone, schedule, "adam") == peak_bytes(
-        stage_footprints(layers, loss, spans), schedule, "adam", receive_ahead=1
+        bytes_of_stages(layers, loss, spans), schedule, "adam", receive_ahead=1
     )

@@ -90,7 +90,7 @@ def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
 
 
 def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
-    path, before = copied / "pipeline" / "layout.py", "sizes = (num_stages, num_microbatches, remat, "
+    path, before = copied / "pipeline" / "arguments.py", "sizes = (num_stages, num_microbatches, remat, "
     assert path.read_text().count(before) == 1
     path.write_text(path.read_text().replace(before, before.replace("remat", '"never"')))
     with ExitStack() as stack:

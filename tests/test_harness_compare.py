@@ -97,7 +97,7 @@ def test_every_footnote_stands_once_and_every_mark_has_one(comparisons, render):
     )
     marks = {int(mark) for group in marked for mark in group.split(",")}
     assert marks == set(range(1, len(notes) + 1))
-    assert re.search(r"\n\nas published: nothing judged; 16 not run\nhere: [^\n]*$", text)
+    assert re.search(r"\n\ncomputed from [^\n]*: nothing judged; 16 not run\nrun here: [^\n]*$", text)
     assert text.isascii()
 
 

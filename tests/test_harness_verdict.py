@@ -55,8 +55,9 @@ def test_a_printed_number_is_what_it_rounds_to(digits, places):
 def test_counts_carry_their_suffix_into_value_and_rounding(digits, places, suffix):
     scale = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[suffix]
     value, rounding = parse_printed(f"{digits / 10**places:.{places}f}{suffix}", "parameters")
+    zeros = len(str(digits)) - len(str(digits).rstrip("0")) if suffix and not places else 0
     assert value == pytest.approx(digits / 10**places * scale)
-    assert rounding == pytest.approx(0.5 * 10.0**-places * scale)
+    assert rounding == pytest.approx(0.5 * 10.0 ** (zeros - places) * scale), "400M has one digit"
 
 
 @given(st.integers(1, 10**5), st.integers(0, 3), st.floats(-1, 1))
@@ -98,6 +99,19 @@ def test_a_range_that_meets_the_printed_interval_has_to_be_narrow_to_reproduce_i
         (9.0, 9.4, "below"),
     ):
         assert judge(cell, ours((low + high) / 2, low=low, high=high)).verdict == verdict
+
+
+def test_a_range_that_meets_a_number_under_a_sliver_of_its_settings_decides_nothing():
+    """Nine of ten settings give 9.0, one gives 10; an eleventh of them is less than a tenth."""
+
+    def judged(others: int, **error):
+        spread = Spread(low=9.0, high=10.0, combinations=99, values=(10.0, *[9.0] * others), **error)
+        return judge(paper("10"), ours(9.0, spread=spread))
+
+    assert (judged(9).verdict, judged(9).met) == ("reproduced", 0.1)
+    assert judged(10).verdict == "undecided"
+    assert "9.1 % of the settings do, and it takes a tenth" in judged(10).reason
+    assert judged(10, error=(0.95, 1.06)).verdict == "reproduced", "9.0 may be 9.54"
 
 
 @given(st.floats(0.1, 100), st.floats(0, 2))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_bench.experiments.labels import Label, Relabel, padded, tiled
 from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, profiled, transformer
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.labels import Label, Relabel, padded, tiled
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 
 
 def block(width: int, examples: int, *, compiled: bool = False) -> LayerProfile:
@@ -59,9 +59,9 @@ def test_a_tiled_profile_is_larger_and_parameters_are_not() -> None:
     assert padding.inputs.tensors[0].shape == padded(dense.inputs.tensors[0].shape)
     for before, after in ((dense.free, padding.free), (dense.first, padding.first)):
         assert all(a <= b for a, b in zip(before.sizes, after.sizes, strict=True))
-    assert footprint([padding]).saved_bytes > footprint([dense]).saved_bytes
+    assert stage_bytes([padding]).saved_bytes > stage_bytes([dense]).saved_bytes
     whole = block(128, 8)
-    assert footprint([tiled(whole)]).saved_bytes == footprint([whole]).saved_bytes
+    assert stage_bytes([tiled(whole)]).saved_bytes == stage_bytes([whole]).saved_bytes
 
 
 def check_equal(made: ModelProfile, direct: ModelProfile) -> None:
@@ -70,8 +70,8 @@ def check_equal(made: ModelProfile, direct: ModelProfile) -> None:
     ]
     assert [(a.inputs, a.outputs) for a in made.layers] == [(a.inputs, a.outputs) for a in direct.layers]
     for mine, other in zip((*made.layers, made.loss), (*direct.layers, direct.loss), strict=True):
-        assert footprint([mine]) == footprint([other]), mine.name
-    assert footprint(made.layers, made.loss) == footprint(direct.layers, direct.loss)
+        assert stage_bytes([mine]) == stage_bytes([other]), mine.name
+    assert stage_bytes(made.layers, made.loss) == stage_bytes(direct.layers, direct.loss)
 
 
 def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer(monkeypatch) -> None:  # type: ignore[no-untyped-def]

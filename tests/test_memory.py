@@ -11,31 +11,18 @@ import real_steps
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from real_steps import Counted, Step, compare
+from real_steps import Call, Counted, Step, compare
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.table1.real_steps import verify
-from gpipe_bench.pipeline.memory.stages.demands import demands
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint
-from gpipe_bench.pipeline.memory.stages.moments import Moment
-from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, stage_memory
-from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+from gpipe_bench.pipeline.memory.counts import steps as steps_of
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
+from gpipe_bench.pipeline.memory.stage_bytes import Moment, StageBytes
+from gpipe_bench.pipeline.memory.workers import pipeline_memory, stage_memory
 from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 C, SIDE = 8, 8
-
-
-class Call(nn.Module):
-    """A layer that calls a function of its modules and its input."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value, *self.parts)
 
 
 def conv(out_channels: int = C) -> nn.Conv2d:
@@ -173,8 +160,7 @@ def test_scaled_down_models_of_the_paper(
 
 
 # The book-keeping, with sizes that tell what was counted: each a power of ten.
-STAGE = Footprint(
-    num_parameters=0,
+STAGE = StageBytes(
     parameter_bytes=10**9,
     trained_sizes=(10**9,),
     buffer_bytes=0,
@@ -192,53 +178,46 @@ STAGE = Footprint(
 
 
 def counts(schedule: Schedule) -> dict[str, tuple[int, ...]]:
-    """Of the first stage's telling actions: inputs held whole, parts in graphs, graphs of others, receives
-    posted for inputs and for gradients.
+    """Of the first stage's telling actions: inputs held whole, graphs of others, receives posted for inputs
+    and for gradients.
     """
-    return {
-        d.when[1:]: (d.inputs, d.graph_inputs, d.graphs, d.inputs_ahead, d.output_gradients)
-        for d in demands(schedule.actions[0])
-    }
+    found = {step.when[1:]: step.counts for step in steps_of(schedule.actions[0])}
+    return {when: (c.whole, c.graphs, c.inputs_ahead, c.gradients) for when, c in found.items()}
 
 
 def test_gpipe_with_remat_as_in_the_picture() -> None:
     """F0 F1 F2 R2 B2 R1 B1 R0 B0: three inputs at F2, R2 and B2, then fewer; one graph at a time."""
-    found = demands(gpipe(1, 3, "always").actions[0])
-    by_action = {demand.when[1:]: demand for demand in found}
-    assert set(by_action) == {"F2", "R2", "B2", "R1", "B1"}  # the others hold less of the same
-    assert (by_action["F2"].inputs, by_action["F2"].graphs, by_action["F2"].moment) == (3, 0, "free")
-    r2, b2, r1, b1 = (by_action[name] for name in ("R2", "B2", "R1", "B1"))
-    assert (r2.inputs, r2.graph_inputs, r2.graphs, r2.output_gradients) == (3, 0, 0, 1)
-    assert (b2.inputs, b2.graph_inputs, b2.graphs, b2.output_gradients) == (2, 1, 0, 0)
-    assert (r1.inputs, r1.graph_inputs, r1.graphs) == (2, 0, 0)
-    assert (b1.inputs, b1.graph_inputs, b1.graphs) == (1, 1, 0)
-    assert [d.after_first_backward for d in (r2, b2, r1, b1)] == [False, False, True, True]
-    assert [d.moment for d in (r2, b2, r1, b1)] == ["forward", "first", "forward", "later"]
+    # F0, F1, R0 and B0 hold less of the same.
+    assert counts(gpipe(1, 3, "always")) == {
+        "F2": (3, 0, 0, 0), "R2": (3, 0, 0, 1), "B2": (2, 0, 0, 0), "R1": (2, 0, 0, 1), "B1": (1, 0, 0, 0)
+    }  # fmt: skip
+    found = {step.when[1:]: step for step in steps_of(gpipe(1, 3, "always").actions[0])}
+    assert [found[name].counts.after_backward for name in ("R2", "B2", "R1", "B1")] == [0, 0, 1, 1]
+    assert all(step.recomputed for step in found.values())
 
 
 def test_gpipe_without_remat_holds_a_graph_per_micro_batch() -> None:
     found = counts(gpipe(1, 3, "never"))
-    assert found == {"F2": (1, 2, 2, 0, 0), "B2": (0, 3, 2, 0, 0), "B1": (0, 2, 1, 0, 0)}
+    assert found == {"F2": (1, 2, 0, 0), "B2": (0, 2, 0, 0), "B1": (0, 1, 0, 0)}
 
 
 def test_except_last_keeps_the_graph_of_the_last_micro_batch() -> None:
     found = counts(gpipe(1, 3, "except_last"))
-    assert found["F1"] == (2, 0, 0, 0, 0)  # without a graph
-    assert found["F2"] == (3, 0, 0, 0, 0)  # with one, beside two inputs
-    assert found["B2"] == (2, 1, 0, 0, 0)
-    assert found["R1"] == (2, 0, 0, 0, 1)
+    assert found["F1"] == (2, 0, 0, 0)  # without a graph
+    assert found["F2"] == (3, 0, 0, 0)  # with one, beside two inputs
+    assert found["B2"] == (2, 0, 0, 0)
+    assert found["R1"] == (2, 0, 0, 1)
 
 
 def test_1f1b_holds_fewer_the_later_the_stage() -> None:
     schedule = one_f_one_b(3, 8, "never")
-    graphs = [max(d.graphs for d in demands(row)) for row in schedule.actions]
+    graphs = [max(step.counts.graphs for step in steps_of(row)) for row in schedule.actions]
     assert graphs == [2, 1, 0]  # of other micro-batches
 
 
 def test_naive_holds_one_micro_batch() -> None:
-    for demand in demands(naive(2, 4, "never").actions[0]):
-        assert demand.graphs == 0
-        assert demand.inputs + demand.graph_inputs == 1
+    one, none = (1, 0, 0, 0), (0, 0, 0, 0)
+    assert counts(naive(2, 4, "never")) == {"F0": one, "B0": none, "F1": one, "B1": none}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -249,15 +228,14 @@ def test_receives_posted_ahead_are_never_more_than_what_is_still_to_come(
 ) -> None:
     schedule = SCHEDULES[name](2, 4, remat)
     for row in schedule.actions:
-        for demand in demands(row, receive_ahead):
-            position = [str(action) for action in row].index(demand.when)
+        for step in steps_of(row, receive_ahead):
+            position = [str(action) for action in row].index(step.when)
             inputs_left = sum(action.kind is Kind.F for action in row[position + 1 :])
             backwards_left = sum(action.kind is Kind.B for action in row[position + 1 :])
-            assert demand.inputs_ahead == min(receive_ahead, inputs_left)
-            kind = row[position].kind
-            own = kind is Kind.R  # its own gradient is received while it recomputes
-            expected = 0 if kind is Kind.F else own + min(receive_ahead, backwards_left - own)
-            assert demand.output_gradients == expected
+            assert step.counts.inputs_ahead == min(receive_ahead, inputs_left)
+            own = step.kind is Kind.R  # its own gradient is received while it recomputes
+            expected = 0 if step.kind is Kind.F else own + min(receive_ahead, backwards_left - own)
+            assert step.counts.gradients == expected
 
 
 def peak_of(

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from gpipe_bench import planner
-from gpipe_bench.pipeline.memory import profile
-from gpipe_bench.pipeline.memory.stages import peaks
+from gpipe_bench.pipeline.memory import peaks, profile
 from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.request import OPTIMIZERS, PRECISIONS, Request

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
-from gpipe_bench.pipeline.memory.story import LayerProfile, Story
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 
 N, C, SIDE = 2, 4, 8  # examples, channels, height and width
 X = N * C * SIDE * SIDE * 4  # bytes of one activation
@@ -54,8 +54,8 @@ def profile(layer: nn.Module, inputs: Boundary | None = None, **options: Any) ->
     return Profiler().layer(layer, inputs or one(image()), **options)
 
 
-def kept_bytes(story: Story) -> int:
-    return sum(story.sizes[storage] for storage in story.kept)
+def kept_bytes(trace: Trace) -> int:
+    return sum(trace.sizes[storage] for storage in trace.kept)
 
 
 def conv(out_channels: int = C, in_channels: int = C) -> nn.Conv2d:
@@ -95,9 +95,9 @@ CONV = (C * C * 9 + C) * 4  # bytes of its parameters
 )  # fmt: skip
 def test_what_a_graph_keeps(layer: nn.Module, kept: int, inside: int) -> None:
     found = profile(layer)
-    for story in (found.first, found.later):
-        assert kept_bytes(story) == kept
-        assert story.kept_inside == inside
+    for trace in (found.first, found.later):
+        assert kept_bytes(trace) == kept
+        assert trace.kept_inside == inside
     assert found.free.kept == frozenset()
     assert found.free.backward == ()
 
@@ -355,7 +355,7 @@ def test_torchs_own_tracker_agrees_on_transformer_blocks() -> None:
     profiles, loss = Profiler().model(
         layers, lambda output, _: output.mean(), one(spec), one(TensorSpec((4,), torch.float32))
     )
-    found = footprint(profiles, loss)
+    found = stage_bytes(profiles, loss)
 
     model = nn.Sequential(*layers)
     x = torch.randn(spec.shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,33 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
-from real_steps import Counted, Step, count
+from real_steps import Call, Counted, Step, count
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
-from gpipe_bench.pipeline.memory.stages.workers import action_bytes, peak_bytes, stage_footprints
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.workers import action_bytes, bytes_of_stages, peak_bytes, stage_memory
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 
 WIDTH, LENGTH, EXAMPLES = 48, 12, 8  # of a micro-batch
 X = EXAMPLES * LENGTH * WIDTH * 4  # bytes of an activation
-
-
-class Call(nn.Module):
-    """A layer that calls a function of its modules and its input."""
-
-    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(modules)
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value, *self.parts)
 
 
 def square_error(output: Tensor, target: Tensor) -> Tensor:
@@ -97,10 +83,10 @@ def profiler() -> Profiler:
     return Profiler(split_backward=True)
 
 
-def footprints(name: str, partition: Partition) -> tuple[Footprint, ...]:
+def footprints(name: str, partition: Partition) -> tuple[StageBytes, ...]:
     inputs, target = data(1)
     layers, loss = profiler().model(built(name), square_error, Boundary.of(inputs), Boundary.of(target))
-    return stage_footprints(layers, loss, partition)
+    return bytes_of_stages(layers, loss, partition)
 
 
 def data(num_microbatches: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +140,7 @@ def image(length: int = WIDTH, *, grad: bool = True) -> Boundary:
 
 
 def halves(*layers: nn.Module, inputs: Boundary | None = None) -> Any:
-    found = footprint(profiler().chain(layers, inputs or image())).halves
+    found = stage_bytes(profiler().chain(layers, inputs or image())).halves
     assert found is not None
     return found
 
@@ -183,17 +169,18 @@ def test_a_storage_that_waits_for_two_operations_waits_once() -> None:
 
 def test_the_batch_waits_for_nobody() -> None:
     """The first stage's inputs are the user's: W lets go of them in vain."""
-    stage = footprint(profiler().chain([linear()], image(grad=False)))
+    stage = stage_bytes(profiler().chain([linear()], image(grad=False)))
     assert stage.halves is not None
-    assert stage.halves.weights.total == stage.halves.own_weights.total + X
+    received, own = (stage.halves.weights(first=False, own=own).total for own in (False, True))
+    assert received == own + X
     row = tuple(map(Action.parse, ("0F0", "0I0", "0W0")))
-    own, received = (stage_memory(stage, row, "sgd", is_first=first) for first in (True, False))
-    assert own.peak == received.peak
+    first, other = (stage_memory(stage, row, "sgd", is_first=is_first) for is_first in (True, False))
+    assert first.peak == other.peak
 
 
 def test_a_layer_that_cannot_be_split_does_it_all_in_I() -> None:  # noqa: N802
     stuck = Call(lambda x, f: checkpoint(f, x, use_reentrant=True), linear())
-    stage = footprint(profiler().chain([linear(), stuck], image()))
+    stage = stage_bytes(profiler().chain([linear(), stuck], image()))
     assert stage.halves is not None
     assert stage.halves.whole
     whole, split_up = (
@@ -205,7 +192,7 @@ def test_a_layer_that_cannot_be_split_does_it_all_in_I() -> None:  # noqa: N802
 
 def test_profiles_without_halves_are_enough_for_whole_backwards() -> None:
     layers = Profiler().chain([linear()], image())
-    stage = footprint(layers)
+    stage = stage_bytes(layers)
     assert stage.halves is None
     row = tuple(map(Action.parse, ("0F0", "0I0", "0W0")))
     with pytest.raises(ValueError, match=r"0I0 is half a backward.*Profiler\(split_backward=True\)"):

@@ -96,7 +96,7 @@ def test_graphs_and_inputs_alive_at_every_action(schedule: str, remat: str) -> N
         in_flight[stage] += (action.kind is Kind.F) - (action.kind is Kind.B)
         # Kept inputs: one per micro-batch in flight, as boundary inputs or as leaves of a graph. The layer
         # saw each once or, when recomputed, twice, and the first stage's are views of the user's batch.
-        kept = sum(bool(microbatch.inputs) for microbatch in pipeline.stages[stage]._microbatches)
+        kept = sum(bool(microbatch.inputs) for microbatch in pipeline.stages[stage]._microbatches.values())
         with_graph = held_after(pipeline.schedule, stage, action)
         assert kept == (in_flight[stage] if stage else in_flight[stage] - with_graph), str(action)
         if layer is not layers[-1]:  # there the loss saves it

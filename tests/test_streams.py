@@ -22,11 +22,10 @@ from fakes.streams import FakeAccelerator
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline, devices, transfers
+from gpipe_bench.pipeline import Pipeline, clock, devices, transfers
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.times import clock
 from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss
@@ -289,7 +288,7 @@ def _pageable_inputs(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
 
 
 def _no_device_guard(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    patch.setattr("gpipe_bench.pipeline.engine.on_their_devices", lambda stages, observe: observe)
+    patch.setattr("gpipe_bench.pipeline.step.on_their_devices", lambda stages, observe: observe)
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch, FakeAccelerator], None], Kind]] = {

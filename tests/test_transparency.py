@@ -6,6 +6,7 @@ Compared one by one in float64, never as a sum: a sum hides permuted and cancell
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -102,13 +103,11 @@ def test_cuts_into_three_stages_at_every_layer(cuts: tuple[int, int]) -> None:
     """Every layer's output crosses each of the two boundaries, and every layer is a stage of its own."""
     batch, target = everything_batch(6)
     _, plain = reference(3, 6)
-    costs = [1.0] * 12
     pipeline = Pipeline(
         seeded(everything),
-        num_stages=3,
         num_microbatches=3,
         remat="except_last",
-        cost=_costs_that_cut(cuts, costs),
+        partition=[len(range(*pair)) for pair in itertools.pairwise((0, *cuts, 12))],
     )
     assert [span.start for span in pipeline.partition] == [0, *cuts]
 
@@ -116,11 +115,6 @@ def test_cuts_into_three_stages_at_every_layer(cuts: tuple[int, int]) -> None:
 
     for name, parameter in pipeline.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.gradients[name], **TOLERANCE)
-
-
-def _costs_that_cut(cuts: tuple[int, ...], costs: list[float]) -> list[float]:
-    """Costs whose minimal bottleneck is this split: each stage's cost is 1, all in its first layer."""
-    return [1.0 if index in (0, *cuts) else 0.0 for index in range(len(costs))]
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 4])

@@ -59,6 +59,7 @@ GOOD = """
 tables = ["t"]
 setting = "s"
 allowed = [1, 2]
+later = [9]
 reason = "because"
 sources = ["v1 3"]
 [[stated]]
@@ -67,6 +68,10 @@ setting = "u"
 value = 3
 source = "v1 3"
 quote = "three"
+[[hypothesis]]
+name = "three of them"
+tables = ["t"]
+settings = { s = 9 }
 """
 
 
@@ -91,6 +96,9 @@ quote = "three"
         ('source = "v1 3"', 'source = "general: so"', r"regex .* at `\$.stated\[0\].source"),
         ("value = 3", "value = [3]", r"`array` - at `\$.stated\[0\].value"),
         ('setting = "u"', 'setting = "s"', r"s of t stands there twice"),
+        ("later = [9]", "later = [2, 9]", "allowed twice"),
+        ("later = [9]", "later = [8]", "'three of them': 9 is no later value of s of t; there are: 8"),
+        ("{ s = 9 }", "{}", r"length >= 1 - at `\$.hypothesis\[0\].settings"),
         ("[[stated]]", "[[known]]", "field `known`"),
         ("[[stated]]", "[[stated", "Expected ']]'"),
     ],
@@ -98,7 +106,8 @@ quote = "three"
 def test_a_damaged_file_is_an_error_with_its_place(tmp_path, old, new, message):
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
     good.write_text(GOOD)
-    assert load_unknowns(good).find("t", "s").allowed == (1, 2)
+    assert load_unknowns(good).find("t", "s").ends == (1, 2), "no range covers what was thought of later"
+    assert [each.name for each in load_unknowns(good).reasons("t")] == ["three of them"]
     assert GOOD.count(old) == 1
     bad.write_text(GOOD.replace(old, new))
     with pytest.raises(ValueError, match=f"bad.toml: .*{message}"):

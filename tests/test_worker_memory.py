@@ -12,11 +12,11 @@ from torch import nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.workers import (
+from gpipe_bench.pipeline.memory.workers import (
+    bytes_of_stages,
     memories,
     peak_bytes,
     pipeline_memory,
-    stage_footprints,
 )
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import recomputed
@@ -67,7 +67,7 @@ def test_one_stage_per_worker_is_the_same_model() -> None:
     spans = [range(0, 3), range(3, 8)]
     for schedule in (gpipe(2, 3), gpipe(2, 3, "never"), one_f_one_b(2, 3, "except_last")):
         for optimizer in ("sgd", "adam"):
-            footprints = stage_footprints(layers, loss, spans)
+            footprints = bytes_of_stages(layers, loss, spans)
             assert memories(footprints, schedule, optimizer, 0) == pipeline_memory(
                 layers, loss, spans, schedule, optimizer
             )
@@ -110,7 +110,7 @@ def test_sums_for_a_search_are_the_modelled_peaks_to_the_byte(name: str) -> None
     schedule = named(name, 2, 5)
     stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
     width = 8 // len(stages)
-    footprints = stage_footprints(layers, loss, [range(s * width, (s + 1) * width) for s in stages])
+    footprints = bytes_of_stages(layers, loss, [range(s * width, (s + 1) * width) for s in stages])
     generator = random.Random(name)
     for optimizer, ahead in (("sgd", 0), ("adam", 1)):
         held = held_by(footprints, schedule, optimizer, receive_ahead=ahead)
@@ -126,7 +126,7 @@ def test_a_choice_under_a_cap_keeps_to_it_in_real_steps() -> None:
     batch, target = data(4)
     layers, loss = profiles(model(), batch, target, nn.functional.mse_loss, Step(num_microbatches=4))
     spans = [range(0, 4), range(4, 8)]
-    footprints = stage_footprints(layers, loss, spans)
+    footprints = bytes_of_stages(layers, loss, spans)
     lean, full = (peak_bytes(footprints, gpipe(2, 4, word), receive_ahead=0) for word in ("always", "never"))
     caps = [(a + b) // 2 for a, b in zip(lean, full, strict=True)]
     schedule = gpipe(2, 4, "never")

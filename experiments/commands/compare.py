@@ -70,7 +70,7 @@ def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
             replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in comparisons
         ]
     if arguments.json:
-        for cell in comparisons or _numbers(shown.records):
+        for cell in (*comparisons, *shown.joint) or _numbers(shown.records):
             print_line(msgspec.json.encode(cell))
         return
     if arguments.markdown and not comparisons:

@@ -32,7 +32,7 @@ from gpipe_bench.planner.space import Space, divisors
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.largest import Placement, Setting
-    from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
+    from gpipe_bench.pipeline.memory.peaks import StageMemory
     from gpipe_bench.planner.infeasible import Smallest
     from gpipe_bench.planner.model import Model
 

@@ -1,4 +1,4 @@
-"""What can be had without a run: the stride control and quotients of printed numbers.
+"""What can be had without a run: the stride control, quotients of printed numbers, what is counted.
 
 Counted on models without memory, or divided; nothing is timed and nothing trained. Quotients confirm
 arithmetic and no more, so all of them are identities; a wrong one would be an erratum. No GPU is needed:
@@ -8,33 +8,21 @@ arithmetic and no more, so all of them are identities; a wrong one would be an e
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from fractions import Fraction
 
 from gpipe_bench.experiments.computed.answer import Computed, over, spread_of, to_details, to_quantities
+from gpipe_bench.experiments.timed.claims import CORRELATION, REDUCTION, TABLE, admitted
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record, of_case
-from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.harness.verdict import Answer, about
-from gpipe_bench.models.paper import HALVES, column
+from gpipe_bench.harness.verdict import Answer
 
 STRIDE = "control-stride"
-SECONDS = {STRIDE: 40.0, "claims": 10.0}
-
-ROUGHLY = (STRIDE, "activation memory over the original's", "moved stride")
-"""A number in words, "four times": as near as `about` of the unknowns says."""
+SECONDS = {STRIDE: 40.0, TABLE: 10.0}
 ROUNDING = "rounding of the printed numbers"
-
-_CLAIMS = (
-    ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
-    ("Transformer: largest on 128 partitions over naive-1", "transformer", "pipeline-128", "naive-1"),
-    ("Transformer: larger by re-materialization alone", "transformer", "pipeline-1", "naive-1"),
-    ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1"),
-    ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1"),
-)
-"""Sentence, half of Table 1, and the two columns whose models are divided."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -61,8 +49,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for every answer on record."""
-    (roughly,) = (cell for cell in load_paper() if cell.key == ROUGHLY)
-    in_words = about(roughly, load_unknowns().find("claims", "about"))
+    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     places = [
         (record, quantity, (str(record.case["table"]), quantity.name, str(quantity.key["column"])))
         for record in of_case(records, "done", part="as published")
@@ -76,7 +63,7 @@ def cells(records: Sequence[Record]) -> list[Answer]:
             question="as published",
             quantity=quantity,
             spread=spread_of(record, *place[1:]),
-            allowed=in_words if place == ROUGHLY else None,
+            allowed=admitted(paper[place]),
             record=record,
             note=quantity.note,
         )
@@ -127,46 +114,92 @@ def error_rates() -> list[Computed]:
     return found
 
 
-def claims() -> list[Computed]:
-    """Quotients of exact counts of the models of Table 1."""
-    return [
-        Computed(
-            row=f"quotient of the printed counts, {sentence}",
-            column=f"{over} / {under}",
-            value=parameters_of(half, over) / parameters_of(half, under),
-            unit="ratio",
-            what="the quotient of the two exact counts",
-        )
-        for sentence, half, over, under in _CLAIMS
+def correlation() -> Computed:
+    """Of the seven models of v1's Table 2: of ranks, and with the logarithm of the parameters."""
+    from scipy.stats import pearsonr, spearmanr
+
+    of_row: dict[str, dict[str, float]] = {}
+    for cell in load_paper():
+        if cell.table == "imagenet-models" and cell.column in ("parameters", "top-1"):
+            of_row.setdefault(cell.row, {})[cell.column] = cell.value
+    both = [each for each in of_row.values() if len(each) == 2]
+    sizes, accuracies = [math.log(each["parameters"]) for each in both], [each["top-1"] for each in both]
+    of_ranks = float(spearmanr(sizes, accuracies).statistic)
+    of_logarithms = float(pearsonr(sizes, accuracies).statistic)
+    return Computed(
+        row=CORRELATION,
+        column="v1 Table 2",
+        value=of_ranks,
+        unit="number",
+        what=f"{len(both)} models: of ranks, and of accuracy and the logarithm of the parameters",
+        spread=over("which coefficient", (of_ranks, of_logarithms)),
+    )
+
+
+NUM_STAGES = 8
+
+
+def sentences() -> list[Computed]:
+    """What single sentences of the text come to by counting."""
+    return [*reductions(), spmd(), pipedream()]
+
+
+def reductions() -> list[Computed]:
+    """What a normal cell of AmoebaNet-D (18, 256) has over one of the stack before it."""
+    from gpipe_bench.experiments.predicted.sizes import of_the_paper
+
+    full = of_the_paper("table2", "amoebanet")
+    stacks = [
+        (size, full.sent_bytes(last, 1, "float32"))
+        for size, layers in itertools.groupby(range(len(full.layers)), lambda n: full.parameters[n])
+        if size and len(several := list(layers)) > 2
+        for last in several[-1:]
     ]
+    found = []
+    for place, column in ((1, "its activations"), (0, "its parameters")):
+        ratios = [after[place] / before[place] for before, after in itertools.pairwise(stacks)]
+        found.append(
+            Computed(
+                row=REDUCTION,
+                column=column,
+                value=ratios[0],
+                unit="ratio",
+                what="of the normal cells of one stack over those of the stack before it, both times",
+                spread=over("which reduction", ratios),
+            )
+        )
+    return found
 
 
-def parameters_of(half: str, name: str) -> int:
-    """Trained parameters of the model in a column of Table 1."""
-    model, options = HALVES[half].model, dict(HALVES[half].options)
-    size = column(half, name)
-    if size.num_filters:
-        options |= {"num_layers": size.num_layers, "num_filters": size.num_filters}
-        return parameters(model, options)
-    # Every layer of the Transformer is like every other one.
-    one, two = (parameters(model, options | {"num_layers": layers}) for layers in (1, 2))
-    return one + (size.num_layers - 1) * (two - one)
+def spmd(num_layers: int = 24) -> Computed:
+    """Bytes that an accelerator sends: of each layer's two products of matrices split in the middle, a ring
+    over the activations forward and backward; of the pipeline, one boundary each way.
+    """
+    ring = 2 * Fraction(NUM_STAGES - 1, NUM_STAGES)
+    return Computed(
+        row="bytes of SPMD's AllReduces over the pipeline's",
+        column=f"Transformer-{num_layers} on {NUM_STAGES} accelerators",
+        value=float(4 * num_layers * ring / 2),
+        unit="ratio",
+        what="four rings over a layer's activations, of every layer, against the two messages of a boundary",
+    )
 
 
-def parameters(name: str, options: dict[str, Any]) -> int:
-    """Trained parameters of a model of the zoo, built without memory."""
-    import torch
-
-    from gpipe_bench.models import MODELS
-
-    with torch.device("meta"):
-        model = MODELS[name](**options)
-    return sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
+def pipedream() -> Computed:
+    """Versions of the weights, each stage of 8 with as many parameters."""
+    kept = [NUM_STAGES - stage for stage in range(NUM_STAGES)]
+    return Computed(
+        row="PipeDream's versions of the weights over GPipe's one",
+        column=f"{NUM_STAGES} accelerators, mean",
+        value=sum(kept) / NUM_STAGES,
+        unit="ratio",
+        what=f"stage k keeps {NUM_STAGES} - k; the first has {kept[0]}, the last {kept[-1]}",
+    )
 
 
 QUOTIENTS: dict[str, Callable[[], list[Computed]]] = {
-    "claims": claims,
-    "growth": growth,
+    TABLE: sentences,
+    "growth": lambda: [*growth(), correlation()],
     "transfer": error_rates,
 }
 """By the table that they answer."""

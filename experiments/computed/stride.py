@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from gpipe_bench.experiments.computed.answer import Computed
-from gpipe_bench.harness.unknowns import Value, load_unknowns
+from gpipe_bench.harness.unknowns import Value, load_unknowns, steps_from_middle
 from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 
 TABLE = "control-stride"
 NUM_LAYERS, NUM_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)
@@ -49,8 +49,10 @@ def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Siz
     layers, loss = Profiler().model(
         model, loss_fn("amoebanet-d", **options), Boundary.of(inputs), Boundary.of(target)
     )
-    found = footprint(layers, loss)
-    return Size((found.saved_bytes + found.input_bytes) / BATCH_SIZE, found.num_parameters)
+    found = stage_bytes(layers, loss)
+    return Size(
+        (found.saved_bytes + found.input_bytes) / BATCH_SIZE, sum(layer.num_parameters for layer in layers)
+    )
 
 
 def stride() -> list[Computed]:
@@ -83,18 +85,18 @@ def _answer(
     allowed: Mapping[str, tuple[Value, ...]],
     ratios: Mapping[tuple[Value, ...], float],
 ) -> Computed:
-    """The range over all combinations, and of each setting alone with the others at their first values."""
-    first = tuple(values[0] for values in allowed.values())
+    """The range over all combinations, and of each setting alone with the others in their middle."""
+    middle = tuple(values[steps_from_middle(values).index(0)] for values in allowed.values())
     parts = []
     for place, (setting, values) in enumerate(allowed.items()):
-        alone = [ratios[*first[:place], value, *first[place + 1 :]] for value in values]
+        alone = [ratios[*middle[:place], value, *middle[place + 1 :]] for value in values]
         parts.append(Part(what=setting, low=min(alone), high=max(alone)))
     return Computed(
         row=row,
         column="moved stride",
-        value=ratios[first],
+        value=ratios[middle],
         unit="ratio",
-        what=f"{what}; the number is that of {', '.join(map(str, first))}",
+        what=f"{what}; the number is that of {', '.join(map(str, middle))}",
         spread=Spread(
             low=min(ratios.values()),
             high=max(ratios.values()),

@@ -28,17 +28,13 @@ class Ours:
     def __init__(self, setup: Setup, *, schedule: str = "gpipe", share_memory: bool = True) -> None:
         self.pipeline = Pipeline(
             setup.layers,
-            num_stages=setup.num_stages,
+            partition=setup.partition,
             num_microbatches=setup.num_microbatches,
             schedule=schedule,
             remat=setup.remat,
-            # The costs by which the pipeline cuts as asked: every stage's add up to 1.
-            cost=[1 / len(span) for span in setup.partition for _ in span],
             group=setup.group,
             share_memory=share_memory,
         )
-        if self.pipeline.partition != setup.partition:
-            raise RuntimeError(f"the pipeline is cut into {self.pipeline.partition}, not {setup.partition}")
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
         return self.pipeline.step(batch, target, loss_fn)

@@ -88,7 +88,7 @@ class Setup:
 class Engine(Protocol):
     """A running engine.
 
-    It may have an attribute `timeline`, the Timeline (`gpipe_bench.pipeline.plan.timeline`) of this
+    It may have an attribute `timeline`, the `gpipe_bench.pipeline.Timeline` of this
     process's latest step; where it has none, or None, there are only seconds.
     """
 

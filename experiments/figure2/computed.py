@@ -155,8 +155,8 @@ def peak(model: str, num_stages: int, num_microbatches: int) -> dict[str, int]:
     re-materialization: O(N L).
     """
     from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-    from gpipe_bench.pipeline.memory.stages.footprint import footprint
-    from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+    from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
     _, num_layers, num_filters, _ = SUBJECTS[model]
     microbatch_size = BATCH_SIZE // num_microbatches
@@ -164,14 +164,14 @@ def peak(model: str, num_stages: int, num_microbatches: int) -> dict[str, int]:
         found = amoebanet(Reading(), num_layers, num_filters, microbatch_size)
     else:
         found = transformer(Reading(), num_layers, microbatch_size, "fused")
-    saved = {layer: footprint([layer]).saved_bytes for layer in set(found.layers)}
+    saved = {layer: stage_bytes([layer]).saved_bytes for layer in set(found.layers)}
     stages = partition([saved[layer] for layer in found.layers], num_stages)  # that save evenly
     schedule = gpipe(num_stages, num_microbatches, "always")
     memory = pipeline_memory(found.layers, found.loss, stages, schedule)
     fullest = max(range(num_stages), key=lambda stage: memory[stage].working_set)
     last = fullest == num_stages - 1
-    own = footprint([found.layers[layer] for layer in stages[fullest]], found.loss if last else None)
-    everything = footprint(found.layers, found.loss)
+    own = stage_bytes([found.layers[layer] for layer in stages[fullest]], found.loss if last else None)
+    everything = stage_bytes(found.layers, found.loss)
     return {
         "boundary": memory[fullest].boundary,
         "activations": memory[fullest].activations,

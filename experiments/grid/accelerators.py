@@ -115,8 +115,7 @@ def run(key: Mapping[str, Scalar], *, quick: bool) -> Outcome:
 
 def settings() -> list[Setting]:
     """The middle first, then every corner of what is not stated."""
-    from gpipe_bench.experiments.predicted.sweep import points
-    from gpipe_bench.harness.unknowns import load_unknowns
+    from gpipe_bench.harness.unknowns import load_unknowns, points
 
     names = ("share_of_peak", "link_bytes_per_s", "link_latency_s")
     known = [points(load_unknowns().find("table2-transformer", name)) for name in names]
@@ -233,7 +232,7 @@ class Grids:
 
     def peak_bytes(self, place: Place, level: str) -> float:
         """Of the fullest accelerator, its layers divided evenly by tp."""
-        from gpipe_bench.pipeline.memory.stages.grids import Sharing, grid_peak_bytes, held_stage
+        from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
 
         shares = {"ZeRO-2": 2, "ZeRO-3": 3}
         sharing = (

@@ -88,7 +88,7 @@ def work(planned: Planned, seed: int, device: str) -> Found:
     """What one process does: time the layers, plan, and only then run what the plan has ranked."""
     import torch
 
-    from gpipe_bench.pipeline.times.clock import conditions
+    from gpipe_bench.pipeline.clock import conditions
     from gpipe_bench.planner.measured import measured, profiles_of
     from gpipe_bench.planner.probes import Bench, ProbeJob, probe
     from gpipe_bench.planner.timing import settle

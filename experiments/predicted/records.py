@@ -14,18 +14,20 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.timed.claims import SMOKE, admitted
+from gpipe_bench.experiments.timed.claims import SMOKE, admitted, prediction_interval
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.hypotheses import Hypothesis
+from gpipe_bench.harness.joint import Walk
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Answer, Spread
+from gpipe_bench.harness.verdict import Answer, Part, Spread
 
 Cell = tuple[str, str, str]
 """Table, row and column, as in results/paper.csv."""
@@ -41,8 +43,8 @@ ESTIMATE_S = {
 """By experiment and model, everything that is predicted."""
 SMOKE_S = 5.0
 
-NOT_TRIED = {"table2": ("share_of_peak",)}
-"""By experiment, settings of which hypotheses take the middle alone."""
+NOT_TRIED = ("share_of_peak",)
+"""Settings of which the reasons for differences take the middle alone."""
 OTHERS = "torchgpipe"
 """Whose published numbers tell how far predictions are off."""
 
@@ -72,9 +74,17 @@ def run(experiment: str, case: Case, options: RunOptions) -> Outcome:
     quick = options.profile == "smoke"
     found = tables.predict(experiment, str(case.key["model"]), quick=quick)
     quantities, details = found.quantities(_unit)
-    details |= found.to_data(NOT_TRIED.get(experiment, ()))
+    details |= found.to_data()
     if not quick:
         details["elsewhere"] = torchgpipe.middles()
+        details["reasons"] = [
+            {
+                "name": name,
+                "middle": [each.middle(cell) for cell in each.values],
+                "tried": each.tried(NOT_TRIED),
+            }
+            for name, each in tables.reasons(experiment, str(case.key["model"])).items()
+        ]
     return Outcome(tuple(quantities), details)
 
 
@@ -116,27 +126,83 @@ def as_published(records: Sequence[Record]) -> list[Answer]:
     paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     found = []
     for record in of_case(records, "done", part=PART):
-        for cell, quantity, spread in predicted_numbers(record):
+        error = prediction_error(record)
+        for place, (cell, quantity, spread) in enumerate(predicted_numbers(record)):
             assert spread is not None
             note = (
                 f"Predicted for {record.details['title']} on the paper's accelerators; the range is over "
                 f"{spread.combinations:,} combinations of what the paper leaves open."
             )
+            if error is not None:
+                tried = record.details["tried"]["values"][place]
+                spread = _with_error(cell, quantity, spread, tried, error)
             found.append(
                 Answer(
                     table=cell[0], row=cell[1], column=cell[2], question="as published", quantity=quantity,
                     spread=spread,
                     allowed=admitted(paper[cell]) if cell in paper else None,
                     record=record,
-                    not_comparable=SMOKE if record.profile == "smoke" else "",
+                    not_comparable=SMOKE if record.profile == "smoke" else "" if error else NO_ERROR,
                     note=f"{note} {record.details['note']}".strip(),
                 )
             )  # fmt: skip
     return found
 
 
+NO_ERROR = (
+    "how far predictions are off is not on record with this one: fewer than two numbers that others published"
+)
+EXTRA = "extra time by recomputation"
+"""A sentence that gives a quotient of two times as an increase."""
+
+
+def prediction_error(record: Record) -> tuple[float, float] | None:
+    """By what factors the next predicted quotient of two speeds may be off, from the smallest to the largest.
+
+    They are the 95 % prediction interval of another draw from published over predicted ratios of others,
+    which the same code gives in the middle of the same unknowns. Shares of a step may move either way. None
+    where fewer than two are on record.
+    """
+    known = errors(record.details.get("elsewhere", ()))
+    if known is None or len(known.ratios) < 2:
+        return None
+    low, high = map(math.exp, prediction_interval([-math.log1p(error) for error in known.ratios]))
+    if record.experiment == "table4":
+        reach = max(high, 1 / low)
+        return 1 / reach, reach
+    return low, high
+
+
+def _off(cell: Cell, value: float, factor: float) -> float:
+    """A number whose quotient of times is off by a factor."""
+    return 100 * ((1 + value / 100) * factor - 1) if cell[1] == EXTRA else value * factor
+
+
+def _with_error(
+    cell: Cell,
+    quantity: Quantity,
+    spread: Spread,
+    tried: Sequence[float | None],
+    error: tuple[float, float],
+) -> Spread:
+    """The range with the error of the prediction in it; exact numbers have none."""
+    if spread.low == spread.high:
+        return spread
+    least, most = error if cell[1] != EXTRA else (1 / error[1], 1 / error[0])
+    middle = float(quantity.value or 0)
+    part = Part(what="error of the prediction", low=_off(cell, middle, least), high=_off(cell, middle, most))
+    return replace(
+        spread,
+        low=_off(cell, spread.low, least),
+        high=_off(cell, spread.high, most),
+        parts=(*spread.parts, part),
+        values=tuple(value for value in tried if value is not None) if cell[1] != EXTRA else (),
+        error=(least, most),
+    )
+
+
 class Errors(NamedTuple):
-    """|predicted / published - 1| of some numbers."""
+    """Predicted over published, less 1, of some numbers."""
 
     ratios: tuple[float, ...]
     absolute: tuple[float, ...]
@@ -146,7 +212,10 @@ class Errors(NamedTuple):
         """Of both kinds: median and worst."""
         parts = [
             f"{kind} median {100 * median(found):.0f} %, worst {100 * max(found):.0f} % of {len(found)}"
-            for kind, found in (("ratios", self.ratios), ("absolute speeds", self.absolute))
+            for kind, found in (
+                ("ratios", [*map(abs, self.ratios)]),
+                ("absolute speeds", [*map(abs, self.absolute)]),
+            )
             if found
         ]
         return (
@@ -161,10 +230,12 @@ def errors(elsewhere: Iterable[Mapping[str, Any]]) -> Errors | None:
     """
     published = {cell.key: cell for cell in load_paper() if cell.source == OTHERS}
     known = [
-        (published[key], each["value"]) for each in elsewhere if (key := tuple(each["cell"])) in published
+        (published[key], each["value"])
+        for each in elsewhere
+        if (key := tuple(each["cell"])) in published and not published[key].exact
     ]
     ratios, absolute = (
-        tuple(abs(value / cell.value - 1) for cell, value in known if (cell.unit == "ratio") is is_ratio)
+        tuple(value / cell.value - 1 for cell, value in known if (cell.unit == "ratio") is is_ratio)
         for is_ratio in (True, False)
     )
     return Errors(ratios, absolute) if known else None
@@ -233,13 +304,12 @@ def _text(value: Any) -> str:
 
 TRIED = "combinations tried"
 """Of the settings of the best one: how many it is the best of."""
-EACH_M = "one batch for each M: "
 
 
 def hypotheses_of(records: Sequence[Record], paper: Sequence[PaperNumber] | None = None) -> list[Hypothesis]:
-    """The settings of each prediction as hypotheses: the middle, every setting changed alone, and the best of
-    all. The best is chosen by the paper's numbers, which a prediction never is; it says of how many. `paper`
-    is the file's numbers by default.
+    """The settings of each prediction as hypotheses: the middle, every setting changed alone, the best of
+    all, and the reasons by name, which were thought of after looking. The best is chosen by the paper's
+    numbers, which a prediction never is; it says of how many. `paper` is the file's numbers by default.
     """
     cells = load_paper() if paper is None else paper
     printed = {cell.key: cell.target for cell in cells if cell.source == "paper" and cell.kind == "result"}
@@ -254,80 +324,120 @@ def _of_record(record: Record, printed: Mapping[Cell, float]) -> Iterator[Hypoth
     title, reference = record.details["title"], dict(record.details["reference"])
     found = predicted_numbers(record)
     judged = {number: each.cell for number, each in enumerate(found) if each.cell in printed}
+
+    def kept(values: Sequence[float]) -> dict[Cell, float]:
+        # A share of nothing has no ratio to the paper's, so it accounts for nothing.
+        return {cell: values[number] for number, cell in judged.items() if values[number] > 0}
+
     yield Hypothesis(
         name=f"{title}: the middle of everything",
-        values={cell: float(found[number].quantity.value or 0) for number, cell in judged.items()},
+        values=kept([float(each.quantity.value or 0) for each in found]),
         settings=reference,
     )
     for each in record.details["changed"]:
         yield Hypothesis(
             name=f"{title}: {each['setting']} {_text(each['value'])}",
-            # A share of nothing has no ratio to the paper's, so it accounts for nothing.
-            values={
-                cell: each["values"][number] for number, cell in judged.items() if each["values"][number] > 0
-            },
+            values=kept(each["values"]),
             settings=reference | {each["setting"]: each["value"]},
         )
-    tried = record.details["tried"]
-    names = list(tried["settings"])
-    combinations = [
-        (
-            dict(zip(names, combination, strict=True)),
-            {cell: tried["values"][number][place] for number, cell in judged.items()},
-        )
-        for place, combination in enumerate(product(*tried["settings"].values()))
-    ]
-    options, count = _options(combinations, {cell: printed[cell] for cell in judged.values()})
+    options = []
+    for settings, values in _tried(record.details["tried"], [each.cell for each in found]):
+        known = {cell: value for cell in judged.values() if (value := values[cell]) is not None}
+        if len(known) == len(judged):
+            options.append((settings, known))
     best = min(options, key=lambda each: _distance(each[1], printed), default=None)
     if best is not None and _distance(best[1], printed) < math.inf:
         yield Hypothesis(
-            name=f"{title}: the best of {count:,} combinations",
+            name=f"{title}: the best of {len(options):,} combinations",
             values=best[1],
-            settings=reference | best[0] | {TRIED: count},
+            settings=reference | best[0] | {TRIED: len(options)},
         )
+    error = prediction_error(record)
+    for reason in record.details.get("reasons", ()):
+        yield Hypothesis(
+            name=f"{title}: {reason['name']}",
+            values=kept(reason["middle"]),
+            settings=reference | {"reason": reason["name"]},
+            after_looking=True,
+            spreads={
+                each.cell: _with_error(
+                    each.cell, each.quantity,
+                    Spread(low=min(given), high=max(given), combinations=len(given)),
+                    given, error or (1.0, 1.0),
+                )
+                for each, tried in zip(found, reason["tried"]["values"], strict=True)
+                if (given := [value for value in tried if value is not None])
+            },
+        )  # fmt: skip
 
 
 Settings = dict[str, Scalar]
-Values = dict[Cell, float]
 
 
-def _options(
-    combinations: Iterable[tuple[Settings, dict[Cell, float | None]]], printed: Mapping[Cell, float]
-) -> tuple[list[tuple[Settings, Values]], int]:
-    """Those of which one is the best, and of how many: each that has all numbers, and, where every row of a
-    table may have its own batch, the best of each row beside a given one for the first. The distance adds up
-    over rows, so the best of each are the best together.
+def _tried(
+    tried: Mapping[str, Any], cells: Sequence[Cell]
+) -> Iterator[tuple[Settings, dict[Cell, float | None]]]:
+    """Every combination that was tried, and what it gives."""
+    names = list(tried["settings"])
+    for place, combination in enumerate(product(*tried["settings"].values())):
+        settings = dict(zip(names, combination, strict=True))
+        yield settings, {cell: values[place] for cell, values in zip(cells, tried["values"], strict=True)}
+
+
+def walks(records: Sequence[Record]) -> list[Walk]:
+    """The combinations that each prediction tried, for claims about several cells at once."""
+    found = []
+    for record in of_case(records, "done", part=PART):
+        if record.profile == "smoke":  # of a tiny model
+            continue
+        cells = [each.cell for each in predicted_numbers(record)]
+        tried = [*_tried(record.details["tried"], cells)]
+        found.append(
+            Walk(
+                name=cells[0][0],
+                settings=[settings for settings, _ in tried],
+                values={cell: [values[cell] for _, values in tried] for cell in cells},
+                error=prediction_error(record) or (1.0, 1.0),
+            )
+        )
+    return found
+
+
+def both_models(of_each: Sequence[Walk]) -> Walk | None:
+    """Two predictions beside each other, under all pairs of settings that agree in what both have but for the
+    nominal batch; None where there are not two.
     """
-    found: list[tuple[Settings, Values]] = []
-    by_first: dict[tuple[Scalar, ...], tuple[Settings, dict[str, Values]]] = {}
-    count = 0
-    for settings, values in combinations:
-        batch, known = str(settings.get("batch_size", "")), {c: v for c, v in values.items() if v is not None}
-        if batch.startswith(EACH_M):
-            own, first = batch.removeprefix(EACH_M).split(", first ")
-            others = {name: value for name, value in settings.items() if name != "batch_size"}
-            by_first.setdefault((*others.values(), first), (others, {}))[1][own] = known
-        elif len(known) == len(values):
-            count += 1
-            found.append((settings, known))
-    for others, by_batch in by_first.values():
-        rows: dict[str, dict[str, Values]] = {}  # row -> batch -> the numbers in it, where it has them all
-        for row in dict.fromkeys(cell[1] for cell in printed):
-            members = [cell for cell in printed if cell[1] == row]
-            rows[row] = {
-                batch: {cell: of[cell] for cell in members}
-                for batch, of in by_batch.items()
-                if all(cell in of for cell in members)
-            }
-        if all(rows.values()):
-            count += math.prod(map(len, rows.values()))
-            best = {row: min(of, key=lambda batch: _distance(of[batch], printed)) for row, of in rows.items()}
-            batches = EACH_M + ", ".join(f"{row}: {batch}" for row, batch in best.items())
-            together = {
-                cell: value for row, batch in best.items() for cell, value in rows[row][batch].items()
-            }
-            found.append(({**others, "batch_size": batches}, together))
-    return found, count
+    if len(of_each) != 2:
+        return None
+    one, other = of_each
+    shared = (one.settings[0].keys() & other.settings[0].keys()) - {"batch_size"}
+    pairs = [
+        (m, n)
+        for (m, a), (n, b) in product(enumerate(one.settings), enumerate(other.settings))
+        if all(a[name] == b[name] for name in shared)
+    ]
+    values: dict[Cell, Sequence[float | None]] = {
+        c: [of[m] for m, _ in pairs] for c, of in one.values.items()
+    }
+    values |= {cell: [of[n] for _, n in pairs] for cell, of in other.values.items()}
+    settings = [
+        {**one.settings[m], "batch_size of the other": other.settings[n].get("batch_size")} for m, n in pairs
+    ]
+    return Walk("table2, both models", settings, values)
+
+
+def equal_stages() -> Walk:
+    """The closed form of Table 2 for equal stages, a free link, one batch, and forward : backward = 1 : 2.
+    Recomputation is as early as it can be, or late: when the gradient arrives, which is as if it were none.
+    """
+    early = {(k, m): m * k / (4 * m + 3 * (k - 1)) for m in (1, 4, 32) for k in (2, 4, 8)}
+    late = {(k, m): m * k / (m + k - 1) for k, m in early}
+    values = {
+        (table, f"M={m}", f"K={k}"): [rates[k, m] / rates[2, 1] for rates in (early, late)]
+        for table in ("table2-amoebanet", "table2-transformer")
+        for k, m in early
+    }
+    return Walk("equal stages", [{"recomputation": "early"}, {"recomputation": "late"}], values)
 
 
 def _distance(values: Mapping[Cell, float], printed: Mapping[Cell, float]) -> float:

@@ -25,19 +25,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from gpipe_bench.experiments.labels import Label, Relabel
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Reading, profiled_model
 from gpipe_bench.experiments.predicted.steps import Steps
 from gpipe_bench.experiments.timed.replay import TimedActions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.labels import Label, Relabel
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.planner.accelerators import HOST_BYTES_PER_S, UPDATE_BYTES, Accelerator
+from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 
 Array = NDArray[np.float64]
@@ -46,6 +46,10 @@ Shape = tuple[tuple[int, ...], int, bool]
 
 RULES = {"least variance": "variance", "cumulative share": "cumulative"}
 """Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""
+SUM_BYTES = 12
+"""Of each parameter for each micro-batch: a sum of gradients reads two numbers of float32 and writes one."""
+CUT_EXAMPLES, CUT_SHARE = 8, 0.374
+"""Of a micro-batch by whose seconds stages are cut, and the middle of the allowed shares of the peak."""
 ROWS, LANES = 8, 128
 """Of a tile of a TPU's memory; its matrix unit takes as many rows at once."""
 
@@ -101,9 +105,15 @@ class FullSize:
         """Of every layer on a micro-batch. ValueError for a share that is none."""
         return _seconds(self, accelerator, activation_format, examples, tuple(shares_of_peak))
 
-    def cut(self, cost: str, rule: str, num_stages: int) -> Partition | None:
-        """Its layers in stages, by an allowed cost and rule; None where the rule leaves a stage empty."""
-        return _cut(self, cost, RULES[rule], num_stages)
+    def cut(
+        self, cost: str, rule: str, num_stages: int, accelerator: Accelerator = TPU_V2
+    ) -> Partition | None:
+        """Its layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
+
+        Seconds are those of `accelerator`: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE`
+        of the peak.
+        """
+        return _cut(self, cost, RULES[rule], num_stages, accelerator)
 
     def steps(
         self,
@@ -116,6 +126,8 @@ class FullSize:
         links: Sequence[Sequence[float]],
         remat: str = "always",
         setup: str = "the first accelerator",
+        host_bytes_per_s: float = inf,
+        counts_sums: bool = False,
     ) -> Steps:
         """Steps over (batch, share of the peak, bandwidth, latency), in these dimensions.
 
@@ -125,6 +137,8 @@ class FullSize:
             links: shares of the peak, bandwidths and latencies
             setup: where a mini-batch is divided: "none", "the first accelerator", "the host, then sent"; a
                 single micro-batch needs none
+            host_bytes_per_s: from a host to its accelerator
+            counts_sums: whether the update takes also what adding up the gradients of all micro-batches takes
         """
         shares, bandwidths, latencies = links
         ends = [span.stop - 1 for span in cut[:-1]]
@@ -145,7 +159,10 @@ class FullSize:
                 sent[stage, column] = self.sent_bytes(end, examples, activation_format)
                 returned[stage, column] = self.returned_bytes(end, examples, activation_format)
         where = "none" if num_microbatches == 1 else setup
-        setups = [self._setup_s(accelerator, activation_format, batch, where) for batch in batches]
+        setups = [
+            self._setup_s(accelerator, activation_format, batch, where, host_bytes_per_s) for batch in batches
+        ]
+        moved = UPDATE_BYTES[self.optimizer] + counts_sums * num_microbatches * SUM_BYTES
         return Steps(
             num_microbatches=num_microbatches,
             remat=remat,
@@ -158,14 +175,20 @@ class FullSize:
             setup_s=np.array(setups)[:, None, None, None],
             update_s=[
                 np.array(
-                    sum(self.parameters[layer] for layer in span)
-                    * UPDATE_BYTES[self.optimizer] / accelerator.bytes_per_s
+                    sum(self.parameters[layer] for layer in span) * moved / accelerator.bytes_per_s
                 )
                 for span in cut
             ],
         )  # fmt: skip
 
-    def _setup_s(self, accelerator: Accelerator, activation_format: str, batch: int, where: str) -> float:
+    def _setup_s(
+        self,
+        accelerator: Accelerator,
+        activation_format: str,
+        batch: int,
+        where: str,
+        host_bytes_per_s: float,
+    ) -> float:
         """Dividing and reshaping a mini-batch: read and written once where it lies, or sent by the host."""
         inputs = _noted(self)[2]
         match where:
@@ -174,7 +197,7 @@ class FullSize:
                 held = sum(num_bytes(each, batch, activation_format, tiles) for each in inputs)
                 return 2 * held / accelerator.bytes_per_s
             case "the host, then sent":
-                return sum(num_bytes(each, batch, "float32") for each in inputs) / HOST_BYTES_PER_S
+                return sum(num_bytes(each, batch, "float32") for each in inputs) / host_bytes_per_s
         return 0.0
 
     def profiles(self, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
@@ -190,7 +213,7 @@ class FullSize:
         schedule = _gpipe(len(cut), num_microbatches, remat)
         return max(
             stage_memory(
-                _footprint(self, activation_format, examples, stage),
+                _stage_bytes(self, activation_format, examples, stage),
                 schedule.actions[number], self.optimizer, is_first=number == 0, receive_ahead=1,
             ).peak
             for number, stage in enumerate(cut)
@@ -325,7 +348,7 @@ def padded(length: int, multiple: int) -> int:
 
 
 @cache
-def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | None:
+def _cut(full: FullSize, cost: str, rule: str, num_stages: int, accelerator: Accelerator) -> Partition | None:
     match cost:
         case "operations":
             costs: Sequence[float] = full.flops(1)
@@ -333,8 +356,13 @@ def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | N
             costs = full.parameters
         case "layers":
             costs = [1] * len(full.layers)
+        case "seconds":
+            found = full.seconds(accelerator, "float32", CUT_EXAMPLES, (CUT_SHARE,))
+            costs = [float(layer.forward[0] + layer.backward[0]) for layer in found]
         case _:
-            raise ValueError(f"unknown cost {cost!r} of a layer: use operations, parameters or layers")
+            raise ValueError(
+                f"unknown cost {cost!r} of a layer: use operations, parameters, layers or seconds"
+            )
     try:
         return partition(tuple(map(float, costs)), num_stages, rule)
     except ValueError:  # a stage without layers
@@ -353,9 +381,9 @@ def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[La
 
 
 @cache
-def _footprint(full: FullSize, activation_format: str, examples: int, stage: range) -> Footprint:
+def _stage_bytes(full: FullSize, activation_format: str, examples: int, stage: range) -> StageBytes:
     *layers, loss = _profiles(full, activation_format, examples)
-    return footprint(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
+    return stage_bytes(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
 
 
 SIZES = {
@@ -367,8 +395,18 @@ SIZES = {
 
 
 @cache
-def of_the_paper(experiment: str, model: str, num_classes: int = 1000, *, quick: bool = False) -> FullSize:
-    """A model of one of the paper's tables; `quick` ones are small and prove the path."""
+def of_the_paper(
+    experiment: str,
+    model: str,
+    num_classes: int = 1000,
+    *,
+    quick: bool = False,
+    d_model: int = 2048,
+    vocab_size: int = 32_000,
+) -> FullSize:
+    """A model of one of the paper's tables; `quick` ones are small and prove the path. Width and vocabulary
+    are the Transformer's.
+    """
     size = SIZES[experiment][model]
     images: dict[str, Any] = {"image_size": 64 if quick else 224, "num_classes": num_classes}
     if model == "resnet101":
@@ -377,7 +415,7 @@ def of_the_paper(experiment: str, model: str, num_classes: int = 1000, *, quick:
         num_layers, num_filters = (6, 16) if quick else size
         sizes = {"num_layers": num_layers, "num_filters": num_filters, "aux_head": not quick}
         return FullSize("amoebanet-d", {**sizes, **images})
-    width, words, length = (32, 500, 16) if quick else (2048, 32_000, 1024)
+    width, words, length = (32, 500, 16) if quick else (d_model, vocab_size, 1024)
     return FullSize(
         "transformer-lm",
         {

@@ -1,14 +1,10 @@
 """All allowed settings of a table, and what each gives.
 
 The unknowns of results/unknowns.toml are gone through in full: every listed value, and both ends and the
-middle of every range. Which combination stands for all is given by a rule that knows no result:
-
-    a range        its geometric middle
-    numbers        the lower middle of the list, then the next larger, the next smaller, and so on
-    words          the first of the list
-
-and where these cannot go together (a batch that does not fit), the admitted combination the fewest steps away
-from them, in which the settings that stand first keep theirs.
+middle of every range. Which combination stands for all is given by a rule that knows no result: the middle
+of every setting (`gpipe_bench.harness.unknowns.ranks`), and where these cannot go together (a batch that does
+not fit), the admitted combination the fewest steps away from them, in which the settings that stand first
+keep theirs.
 """
 
 from __future__ import annotations
@@ -17,13 +13,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_bench.harness.record import Quantity, Scalar
-from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns
+from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns, points, ranks
 from gpipe_bench.harness.verdict import Part, Spread
 
 Array = NDArray[Any]
@@ -34,33 +31,9 @@ LINK = ("share_of_peak", "link_bytes_per_s", "link_latency_s")
 """The settings over which steps are laid out at once."""
 CUT = ("partition_cost", "partition_rule")
 
-ONE_BATCH, EACH_M, EACH_ENTRY = (
-    "one batch for the table",
-    "one batch for each M",
-    "one batch for each entry",
-)
-"""Ways to adjust the batch, as in results/unknowns.toml."""
-
 IN_THE_MIDDLE = ("num_classes", "memory_cap_bytes", "link_bytes_per_s", "link_latency_s")
 """Settings that are not tried one against the other: their part in the range says what each does."""
 DIGITS = 6
-
-
-def points(unknown: Unknown) -> tuple[Value, ...]:
-    """The values that are gone through; of a range its low end, its geometric middle and its high end."""
-    if unknown.low is None or unknown.high is None:
-        return unknown.allowed
-    return (unknown.low, math.sqrt(unknown.low * unknown.high), unknown.high)
-
-
-def ranks(unknown: Unknown) -> tuple[int, ...]:
-    """For each of `points`, how many steps it is from the middle; 0 for the middle itself."""
-    values = points(unknown)
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return tuple(range(len(values)))
-    middle = (len(values) - 1) // 2
-    order = sorted(range(len(values)), key=lambda place: (abs(place - middle), place < middle))
-    return tuple(order.index(place) for place in range(len(values)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +73,7 @@ class Sweep:
         quick: bool = False,
         whole: Sequence[str] = (),
         chosen: str = "",
+        given: Mapping[str, Value] = MappingProxyType({}),
         **fixed: Scalar,
     ) -> Sweep:
         """Of a table of the file of unknowns.
@@ -110,13 +84,16 @@ class Sweep:
             quick: take the middle of each alone, but of those in `whole`
             whole: settings of which a quick sweep has all values, too
             chosen: the setting that is chosen anew under all others
+            given: settings that have one value here, allowed or later
             fixed: what a setting is where the table does not have it as an unknown
         """
         settings = load_unknowns()
         has = settings.of(table)
         return cls(
             tuple(
-                Axis(name, (fixed[name],), (0,), is_setting=False)
+                Axis(name, (given[name],), (0,), is_setting=name != chosen)
+                if name in given
+                else Axis(name, (fixed[name],), (0,), is_setting=False)
                 if name in fixed and name not in has
                 else replace(
                     Axis.of(settings.find(table, name), quick=quick and name not in whole),
@@ -167,9 +144,9 @@ class Prediction:
     Args:
         title: names the model and its size
         axes: the settings
-        values: of each cell, an array with a dimension for each axis; NaN where it is not admitted
+        values: of each cell, an array with a dimension for each axis; NaN where the paper's runs of all cells
+            are not possible together
         reference: the place on every axis of the combination that stands for all
-        parts: of Spread, in the order of the axes: what is changed alone, as (name, axis, places)
         note: what has to be said of it
     """
 
@@ -177,7 +154,6 @@ class Prediction:
     axes: tuple[Axis, ...]
     values: Mapping[Cell, Array]
     reference: tuple[int, ...]
-    parts: tuple[tuple[str, int, tuple[int, ...]], ...]
     note: str = ""
 
     @classmethod
@@ -187,11 +163,10 @@ class Prediction:
         axes: Sequence[Axis],
         values: Mapping[Cell, Array],
         *,
-        parts: Mapping[str, Sequence[tuple[str, range]]] | None = None,
         note: str = "",
     ) -> Prediction:
         """With the reference that the rule gives. Values have a dimension for each of the axes; what is no
-        setting, of length 1, is left out. An axis is a part by itself, unless `parts` names others of it.
+        setting, of length 1, is left out.
 
         Raises ValueError where nothing is admitted.
         """
@@ -206,17 +181,13 @@ class Prediction:
             raise ValueError(
                 f"no combination of {', '.join(axis.name for axis in axes)} is admitted for all cells"
             )
+        every = {cell: np.where(admitted, value, np.nan) for cell, value in every.items()}
         places = np.argwhere(admitted)
         steps = np.stack([np.array(axis.ranks)[at] for axis, at in zip(axes, places.T, strict=True)])
         fewest = places[
             np.lexsort((*steps[::-1], steps.sum(axis=0)))[0]
         ]  # the first of equals is a rule, too
-        alone = tuple(
-            (name, number, tuple(places))
-            for number, axis in enumerate(axes)
-            for name, places in (parts or {}).get(axis.name, [(axis.name, range(len(axis.values)))])
-        )
-        return cls(title, tuple(axes), every, tuple(map(int, fewest)), alone, note)
+        return cls(title, tuple(axes), every, tuple(map(int, fewest)), note)
 
     @property
     def settings(self) -> dict[str, Scalar]:
@@ -232,26 +203,23 @@ class Prediction:
         values = self.values[cell]
         found = values[np.isfinite(values)]
         parts = []
-        for name, axis, places in self.parts:
-            alone = self._alone(values, axis)[list(places)]
+        for number, axis in enumerate(self.axes):
+            alone = self._alone(values, number)
             alone = alone[np.isfinite(alone)]
-            if len(alone) and len(places) > 1:
-                parts.append(Part(what=name, low=float(alone.min()), high=float(alone.max())))
+            if len(axis.values) > 1:
+                parts.append(Part(what=axis.name, low=float(alone.min()), high=float(alone.max())))
         return Spread(
             low=float(found.min()), high=float(found.max()), parts=tuple(parts), combinations=len(found)
         )
 
     def changed(self) -> list[dict[str, Any]]:
-        """Every single setting changed against the reference, all else in the middle. Of parts of one axis
-        the first counts.
-        """
-        first = {part[1]: part for part in reversed(self.parts)}
+        """Every single setting changed against the reference, all else in the middle."""
         found = []
-        for name, axis, places in (first[axis] for axis in sorted(first)):
-            for place in places:
-                values = [float(self._alone(values, axis)[place]) for values in self.values.values()]
-                if place != self.reference[axis] and all(map(math.isfinite, values)):
-                    found.append({"setting": name, "value": self.axes[axis].values[place], "values": values})
+        for number, axis in enumerate(self.axes):
+            for place, value in enumerate(axis.values):
+                values = [float(self._alone(each, number)[place]) for each in self.values.values()]
+                if place != self.reference[number] and all(map(math.isfinite, values)):
+                    found.append({"setting": axis.name, "value": value, "values": values})
         return found
 
     def _alone(self, values: Array, axis: int) -> Array:
@@ -263,13 +231,21 @@ class Prediction:
         kept = [{"cell": list(cell), "spread": self.spread(cell).to_data()} for cell in self.values]
         return found, {"title": self.title, "reference": self.settings, "predicted": kept}
 
-    def to_data(self, not_tried: Sequence[str] = ()) -> dict[str, Any]:
-        """What hypotheses are made of later without predicting again: each setting changed alone, and the
-        numbers of all combinations of the listed ones, with links, memory and `not_tried` in the middle.
+    def to_data(self) -> dict[str, Any]:
+        """What hypotheses are made of later without predicting again: each setting changed alone, and
+        `tried`.
         """
         changed = [{**each, "values": [_rounded(v) for v in each["values"]]} for each in self.changed()]
+        return {"note": self.note, "changed": changed, "tried": self.tried()}
+
+    def tried(self, not_tried: Sequence[str] = ()) -> dict[str, Any]:
+        """The numbers of all combinations of the listed settings, with links, memory and `not_tried` in the
+        middle.
+        """
         kept = [
-            [self.reference[number]] if axis.name in (*IN_THE_MIDDLE, *not_tried) else _listed(axis)
+            [self.reference[number]]
+            if axis.name in (*IN_THE_MIDDLE, *not_tried)
+            else list(range(len(axis.values)))
             for number, axis in enumerate(self.axes)
         ]
         settings = {
@@ -277,25 +253,20 @@ class Prediction:
             for axis, places in zip(self.axes, kept, strict=True)
             if len(places) > 1
         }
-        tried = [
+        values = [
             [
                 _rounded(value) if math.isfinite(value) else None
-                for value in values[np.ix_(*kept)].ravel().tolist()
+                for value in every[np.ix_(*kept)].ravel().tolist()
             ]
-            for values in self.values.values()
+            for every in self.values.values()
         ]
-        return {"note": self.note, "changed": changed, "tried": {"settings": settings, "values": tried}}
+        return {"settings": settings, "values": values}
 
 
 def quantity(cell: Cell, value: float, unit: str) -> Quantity:
     """A predicted number."""
     key: dict[str, Scalar] = dict(zip(("table", "row", "column"), cell, strict=True))
     return Quantity(name="prediction", key=key, value=value, unit=unit, provenance="modelled")
-
-
-def _listed(axis: Axis) -> list[int]:
-    """Without a batch for each entry: with so many, something explains everything."""
-    return [place for place, value in enumerate(axis.values) if not str(value).startswith(EACH_ENTRY)]
 
 
 def _rounded(value: float) -> float:

@@ -6,8 +6,11 @@ as the replay does it, over everything that the paper leaves open (results/unkno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,17 +18,14 @@ import numpy as np
 from gpipe_bench.experiments.predicted.sizes import FullSize, of_the_paper
 from gpipe_bench.experiments.predicted.sweep import (
     CUT,
-    EACH_ENTRY,
-    EACH_M,
     LINK,
-    ONE_BATCH,
     Array,
     Axis,
     Cell,
     Prediction,
     Sweep,
 )
-from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.unknowns import Value, load_unknowns
 from gpipe_bench.planner.accelerators import P100_12, P100_16, TPU_V2, TPUS, Accelerator
 from gpipe_bench.planner.breakdown import PARTS
 
@@ -38,16 +38,62 @@ TITLES = {
 """By experiment and model: what is predicted."""
 
 NOTHING_FITS = (
-    "No allowed batch fits into the memory of an allowed accelerator in every entry: at the width of Table 1 "
-    "parameters, optimizer state and gradients alone take more. So the memory bounds nothing here."
+    "At the width of Table 1 no batch fits into the memory of an accelerator in every entry: parameters, "
+    "optimizer state and gradients alone take more. The paper's own run is impossible there, so the range is "
+    "over a width of {later}, which was thought of after looking."
 )
 MODEL = ("num_classes", "accelerator", "activation_format")
 
 
-def predict(experiment: str, model: str, *, quick: bool = False) -> Prediction:
-    """All numbers of an experiment's tables for one model; `quick` is of a tiny one, the middle alone."""
+Given = Mapping[str, Value]
+"""Settings of a hypothesis: later values of the file of unknowns."""
+NOTHING: Given = MappingProxyType({})
+
+
+def predict(experiment: str, model: str, *, quick: bool = False, given: Given = NOTHING) -> Prediction:
+    """All numbers of an experiment's tables for one model; `quick` is of a tiny one, the middle alone.
+
+    Where the paper's own run is possible under no allowed width, it is over the first later one.
+    """
     make = {"table2": table2, "table3": table3, "figure3": figure3, "table4": table4}[experiment]
-    return make(model, quick=quick)
+    try:
+        return make(model, quick=quick, given=given)
+    except ImpossibleError:
+        width = load_unknowns().of(f"{experiment}-{model}").get(WIDTH)
+        later = () if width is None else width.later
+        if WIDTH in given or not later:
+            raise
+        found = make(model, quick=quick, given={**given, WIDTH: later[0]})
+        return replace(found, note=NOTHING_FITS.format(later=later[0]))
+
+
+def reasons(experiment: str, model: str) -> dict[str, Prediction]:
+    """The same numbers under each hypothesis of the file of unknowns, by name; without those under which
+    the paper's own run is impossible.
+    """
+    found = {}
+    for reason in load_unknowns().reasons(TABLES.get((experiment, model), f"{experiment}-{model}")):
+        with suppress(ImpossibleError):
+            found[reason.name] = predict(experiment, model, given=reason.settings)
+    return found
+
+
+class ImpossibleError(ValueError):
+    """No setting under which the paper's own run is possible."""
+
+
+WIDTH = "d_model"
+TABLES = {("table4", "resnet101"): "breakdown-v5"}
+"""By experiment and model, the table of the file of unknowns where it is not called after both."""
+
+
+def _model(experiment: str, model: str, table: str, given: Given, *, quick: bool) -> Callable[..., FullSize]:
+    """A model of the paper by its number of classes, with what is not stated of its size."""
+    unknown = load_unknowns().of(table)
+    sizes: dict[str, Any] = {
+        name: given.get(name, unknown[name].allowed[0]) for name in (WIDTH, "vocab_size") if name in unknown
+    }
+    return partial(of_the_paper, experiment, model, quick=quick, **sizes)
 
 
 def _rates(
@@ -59,25 +105,32 @@ def _rates(
     remat: str = "always",
     hardware: str = "accelerator",
     accelerators: Mapping[Any, Accelerator] = TPUS,
+    even: bool = False,
 ) -> Array:
     """Examples per second over a sweep; NaN where layers cannot be cut. `make` has the model by its number of
-    classes, `accelerators` what each value of a setting stands for.
+    classes, `accelerators` what each value of a setting stands for; `even` stages all take their mean.
     """
     batches, links = sweep["batch_size"], [sweep[name] for name in LINK]
     shape = (len(batches), *map(len, links))
 
     def rate(**given: Any) -> Array:
         full = make(given["num_classes"])
-        cut = full.cut(given["partition_cost"], given["partition_rule"], num_stages)
+        cut = full.cut(given["partition_cost"], given["partition_rule"], num_stages, _cut_on(accelerators))
         if cut is None:
             return np.full(shape, np.nan)
         device, kept = accelerators[given[hardware]], given["activation_format"]
         steps = full.steps(device, kept, cut, batches, num_microbatches, links=links, remat=remat)
+        steps = steps.balanced() if even else steps
         found = np.array(batches, dtype=float)[:, None, None, None] / steps.makespan_s()
         return np.broadcast_to(found, shape)  # a single stage has no links
 
     names = dict.fromkeys(("num_classes", hardware, "activation_format", *CUT))
     return sweep.over(rate, *names, gives=("batch_size", *LINK))
+
+
+def _cut_on(accelerators: Mapping[Any, Accelerator]) -> Accelerator:
+    """Whose seconds stages are cut by: one partition for all that may have run it."""
+    return next(iter(accelerators.values()))
 
 
 def _fits(
@@ -88,12 +141,13 @@ def _fits(
     *,
     remat: str = "always",
     caps: Array | None = None,
+    accelerators: Mapping[Any, Accelerator] = TPUS,
 ) -> Array:
     """Whether a step stays under the memory of an accelerator. The number of classes makes no difference."""
     caps = sweep.values("memory_cap_bytes") if caps is None else caps
 
     def peaks(activation_format: str, partition_cost: str, partition_rule: str) -> list[float]:
-        cut = full.cut(partition_cost, partition_rule, num_stages)
+        cut = full.cut(partition_cost, partition_rule, num_stages, _cut_on(accelerators))
         return full.peaks(
             activation_format, cut, sweep["batch_size"], num_microbatches, remat, float(caps.max())
         )
@@ -126,13 +180,13 @@ CAPS_OF = {"TPUv2 core": "table2-amoebanet", "TPUv3 core": "table2-transformer"}
 """Where the memory of an accelerator's core stands: a constraint of the unknowns."""
 
 
-def table2(model: str, *, quick: bool = False) -> Prediction:
-    """Normalised throughput over K and M; K=2, M=1 is 1. The paper "adjusted" the mini-batch to fit memory,
-    in one of three ways; each of them is a setting.
+def table2(model: str, *, quick: bool = False, given: Given = NOTHING) -> Prediction:
+    """Normalised throughput over K and M; K=2, M=1 is 1. One nominal mini-batch, "adjusted to fit memory":
+    an entry in which it does not fit has the largest one that does.
     """
     table, unknowns = f"table2-{model}", load_unknowns()
     known = Sweep.of(table, (*MODEL, *CUT, *LINK, "batch_size"), quick=quick, whole=("batch_size",),
-                     num_classes=1000)  # fmt: skip
+                     given=given, num_classes=1000)  # fmt: skip
     cap_of = {name: unknowns.find(CAPS_OF[name], "memory_cap_bytes") for name in known["accelerator"]}
     cap = Axis.of(next(iter(cap_of.values())), quick=quick)
     ends = ("middle",) if quick else ("low end", "middle", "high end")[-len(cap.values) :]
@@ -144,80 +198,37 @@ def table2(model: str, *, quick: bool = False) -> Prediction:
         lambda accelerator, memory_cap_bytes: caps_of[accelerator][memory_cap_bytes],
         "accelerator", "memory_cap_bytes",
     )  # fmt: skip
-    make = partial(of_the_paper, "table2", model, quick=quick)
+    make = _model("table2", model, table, given, quick=quick)
     grid = [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
-    rates = {(k, m): _rates(sweep, make, k, m) for k, m in grid}
+    even = given.get("stage_balance") == "even"
+    rates = {(k, m): _rates(sweep, make, k, m, even=even) for k, m in grid}
     fits = {(k, m): _fits(sweep, make(), k, m, caps=caps) for k, m in grid}
-    bounded = fits_somewhere(fits.values())
-    if not bounded:
-        fits = {(k, m): sweep.values("batch_size") >= m for k, m in grid}
-    wanted: dict[Cell, Ratio] = {(table, f"M={m}", f"K={k}"): ((k, m), grid[0], 1.0) for k, m in grid}
-    wanted |= {("claims-text", *place): ratio for place, ratio in SENTENCES[table].items()}
-    batch, values = adjusted(sweep.axes[-1], rates, fits, wanted)
-    count = len(sweep["batch_size"])
-    return Prediction.by_rule(
-        TITLES["table2", model],
-        (*sweep.axes[:-1], batch),
-        values,
-        parts={
-            "batch_size": [
-                ("batch_size", range(count)),
-                ("batch_adjustment", range(len(batch.values))),
-            ]
-        },
-        note="" if bounded else NOTHING_FITS,
-    )
+    rates = {key: adjusted(rates[key], fits[key]) for key in grid}
+    values: dict[Cell, Array] = {(table, f"M={m}", f"K={k}"): rates[k, m] / rates[grid[0]] for k, m in grid}
+    values |= {
+        ("claims-text", *place): rates[over] / rates[under] / divisor
+        for place, (over, under, divisor) in SENTENCES[table].items()
+    }
+    return _prediction(TITLES["table2", model], sweep, values)
 
 
-def fits_somewhere(fits: Iterable[Array]) -> bool:
-    """Whether some setting admits a batch in every entry. The batch is the last dimension."""
-    return bool(np.all([each.any(axis=-1) for each in fits], axis=0).any())
+def _prediction(title: str, sweep: Sweep, values: Mapping[Cell, Array]) -> Prediction:
+    """Raises ImpossibleError where nothing is admitted."""
+    if not np.all([np.isfinite(value) for value in np.broadcast_arrays(*values.values())], axis=0).any():
+        raise ImpossibleError(f"{title}: the paper's own run is possible under no combination")
+    return Prediction.by_rule(title, sweep.axes, values)
 
 
-def adjusted(
-    batch: Axis,
-    rate: Mapping[tuple[int, int], Array],
-    fits: Mapping[tuple[int, int], Array],
-    wanted: Mapping[Cell, Ratio],
-) -> tuple[Axis, dict[Cell, Array]]:
-    """The ratios with another axis in the place of the batch: which batches, under each way to adjust them.
-
-    One batch for the table: the same in all entries. One for each M: the row's and that of the first row, to
-    which it is relative. One for each entry: its own and that of the entry it is divided by. A batch must fit
-    wherever it is used.
-
-    Args:
-        batch: the batches, the last dimension of `rate` and `fits`
-        rate, fits: examples per second by (K, M), and whether they fit
-        wanted: by cell
+def adjusted(rates: Array, fits: Array) -> Array:
+    """The rates by nominal batch, the last dimension: that of the largest batch up to it that
+    fits, NaN where none does.
     """
-    first_row = next(iter(rate))[1]
-    rows = {m: np.all([fits[key] for key in fits if key[1] == m], axis=0) for _, m in fits}
-    everywhere = np.all(list(fits.values()), axis=0)
-    row_by_row = np.all([row.any(axis=-1) for row in rows.values()], axis=0)[..., None, None]
-    one_by_one = np.all([each.any(axis=-1) for each in fits.values()], axis=0)[..., None, None]
-    diagonal = np.eye(len(batch.values), dtype=bool)
-    values: dict[Cell, Array] = {}
-    for cell, (over, under, divisor) in wanted.items():
-        same = rate[over] / rate[under] / divisor
-        crossed = rate[over][..., :, None] / rate[under][..., None, :] / divisor
-        of_row = same[..., :, None] if over[1] == under[1] else crossed
-        in_row = row_by_row & rows[over[1]][..., :, None] & rows[first_row][..., None, :]
-        in_entry = one_by_one & fits[over][..., :, None] & fits[under][..., None, :]
-        if over[1] == first_row:
-            in_row &= diagonal
-        if over == under:
-            in_entry &= diagonal
-        pairs = [np.where(in_row, of_row, np.nan), np.where(in_entry, crossed, np.nan)]
-        flat = [each.reshape(*each.shape[:-2], -1) for each in pairs]
-        values[cell] = np.concatenate([np.where(everywhere, same, np.nan), *flat], axis=-1)
-    labels = [f"{ONE_BATCH}: {size}" for size in batch.values]
-    steps = list(batch.ranks)
-    for rank, way in enumerate((EACH_M, EACH_ENTRY), start=1):
-        for own, ahead in zip(batch.values, batch.ranks, strict=True):
-            labels += [f"{way}: {own}, first {first}" for first in batch.values]
-            steps += [rank + ahead + other for other in batch.ranks]
-    return Axis(batch.name, tuple(labels), tuple(steps)), values
+    rates, fits = np.broadcast_arrays(rates, fits)
+    found, best = [], np.full(rates[..., 0].shape, np.nan)
+    for batch in range(rates.shape[-1]):
+        best = np.where(fits[..., batch] & np.isfinite(rates[..., batch]), rates[..., batch], best)
+        found.append(best)
+    return np.stack(found, axis=-1)
 
 
 # Table 3 ----------------------------------------------------------------------------------------------------
@@ -225,7 +236,7 @@ def adjusted(
 P100_OF = {12 * 2**30: P100_12, 16 * 2**30: P100_16}
 
 
-def table3(model: str, *, quick: bool = False) -> Prediction:
+def table3(model: str, *, quick: bool = False, given: Given = NOTHING) -> Prediction:
     """Normalised throughput over K without a fast link, on P100s over PCI Express; K=2 is 1. All entries have
     one mini-batch and the stated M.
     """
@@ -237,24 +248,22 @@ def table3(model: str, *, quick: bool = False) -> Prediction:
     )
     names = ("num_classes", "activation_format", "memory_cap_bytes", *CUT, "batch_size", *LINK)
     # A quick sweep takes both memories, since its batch must fit into one of them.
-    sweep = Sweep.of(table, names, quick=quick, whole=("batch_size", "memory_cap_bytes"), num_classes=1000)
-    make = partial(of_the_paper, "table3", model, quick=quick)
+    sweep = Sweep.of(table, names, quick=quick, whole=("batch_size", "memory_cap_bytes"),
+                     given=given, num_classes=1000)  # fmt: skip
+    make = _model("table3", model, table, given, quick=quick)
     stages = (2, 4, 8)
-    rates = {k: _rates(sweep, make, k, m, hardware="memory_cap_bytes", accelerators=P100_OF) for k in stages}
-    admitted = np.all([_fits(sweep, make(), k, m) for k in stages], axis=0)
-    bounded = bool(admitted.any())
-    values = {
-        (table, f"M={m}", f"K={k}"): np.where(admitted | (not bounded), rates[k] / rates[2], np.nan)
-        for k in stages
-    }
-    note = "" if bounded else NOTHING_FITS
-    return Prediction.by_rule(TITLES["table3", model], sweep.axes, values, note=note)
+    device: dict[str, Any] = {"accelerators": P100_OF}
+    even = given.get("stage_balance") == "even"
+    rates = {k: _rates(sweep, make, k, m, hardware="memory_cap_bytes", even=even, **device) for k in stages}
+    admitted = np.all([_fits(sweep, make(), k, m, **device) for k in stages], axis=0)
+    values = {(table, f"M={m}", f"K={k}"): np.where(admitted, rates[k] / rates[2], np.nan) for k in stages}
+    return _prediction(TITLES["table3", model], sweep, values)
 
 
 # Figure 3 ---------------------------------------------------------------------------------------------------
 
 
-def figure3(model: str, *, quick: bool = False) -> Prediction:
+def figure3(model: str, *, quick: bool = False, given: Given = NOTHING) -> Prediction:
     """Speed over partitions of TPUv2 cores; the naive split is 1. Each column has the fastest of the batches
     that fit.
     """
@@ -265,11 +274,12 @@ def figure3(model: str, *, quick: bool = False) -> Prediction:
         quick=quick,
         whole=("batch_size",),
         chosen="batch_size",
+        given=given,
         num_classes=1000,
         accelerator=TPU_V2.name,
         naive_remat="never",  # the text says so of ResNet-101's
     )
-    make = partial(of_the_paper, "figure3", model, quick=quick)
+    make = _model("figure3", model, table, given, quick=quick)
 
     def fastest(k: int, m: int, remat: str) -> Array:
         """Of the batches that fit."""
@@ -299,20 +309,28 @@ def figure3(model: str, *, quick: bool = False) -> Prediction:
 
 # Table 4 ----------------------------------------------------------------------------------------------------
 
+TABLE_1S_BATCH = 128
 PRINTED = ("computation", "recompute", "bubble", "load imbalance", "setup", "weight update")
 """The slices of v5's chart."""
 
 
-def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
+def table4(model: str = "resnet101", *, quick: bool = False, given: Given = NOTHING) -> Prediction:
     """Shares of the step in per cent, and the ratios that the text makes of them: Table 4 and the first
     version's Figure 4. The step is ResNet-101's of Figure 3, with the batch that is fastest; where the set-up
     is done and over what the shares are averaged is not stated.
     """
     own = ("activation_format", "memory_cap_bytes", "num_microbatches", "setup_place")
     names = (*own, *CUT, "batch_size", *LINK, "averaged_over")
-    sweep = Sweep.of("breakdown-v5", names, quick=quick, whole=("batch_size",), chosen="batch_size")
+    if given.get("batch_choice") == "Table 1's":
+        given = {**given, "batch_size": TABLE_1S_BATCH}
+    sweep = Sweep.of(
+        "breakdown-v5", names, quick=quick, whole=("batch_size",), chosen="batch_size", given=given
+    )
     full = of_the_paper("figure3", model, quick=quick)
-    two, four = (_shares(sweep, full, k) for k in (2, 4))
+    unknown = load_unknowns().of("breakdown-v5")
+    host = given.get("host_bytes_per_s", unknown["host_bytes_per_s"].allowed[0])
+    sums = given.get("update_counts", unknown["update_counts"].allowed[0]) in unknown["update_counts"].later
+    two, four = (_shares(sweep, full, k, host_bytes_per_s=float(host), counts_sums=sums) for k in (2, 4))
     values: dict[Cell, Array] = {("breakdown-v5", part, "share of the step"): two[part] for part in PRINTED}
     rest = np.max([each for part, each in two.items() if part not in ("computation", "recompute")], axis=0)
     m_of = sweep.values("num_microbatches").astype(float)
@@ -323,8 +341,10 @@ def table4(model: str = "resnet101", *, quick: bool = False) -> Prediction:
     return Prediction.by_rule(TITLES["table4", model], sweep.axes, values)
 
 
-def _shares(sweep: Sweep, full: FullSize, num_stages: int) -> dict[str, Array]:
-    """By part, the shares of the step of the fastest batch, in per cent."""
+def _shares(sweep: Sweep, full: FullSize, num_stages: int, **what: Any) -> dict[str, Array]:
+    """By part, the shares of the step of the fastest batch, in per cent. `what` counts: see
+    `FullSize.steps`.
+    """
     batches, links, averages = sweep["batch_size"], [sweep[name] for name in LINK], sweep["averaged_over"]
 
     @cache
@@ -341,8 +361,9 @@ def _shares(sweep: Sweep, full: FullSize, num_stages: int) -> dict[str, Array]:
             nothing = np.full((len(batches), *map(len, links), len(averages)), np.nan)
             return nothing[..., 0], dict.fromkeys(PARTS, nothing)
         steps = full.steps(
-            TPU_V2, activation_format, cut, batches, num_microbatches, links=links, setup=setup_place
-        )
+            TPU_V2, activation_format, cut, batches, num_microbatches, links=links, setup=setup_place,
+            **what,
+        )  # fmt: skip
         shares = steps.shares()
         return (
             np.array(batches, dtype=float)[:, None, None, None] / steps.makespan_s(),

@@ -30,8 +30,8 @@ from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.unet import Join, Stash
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
-from gpipe_bench.pipeline.memory.stages.peaks import stage_memory
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P40
@@ -227,7 +227,7 @@ def unet_memory(given: LargeUNet, batch_size: int = 32, image_size: int = 192) -
     peaks = []
     for number, (start, stop) in enumerate(pairwise(accumulate(balance, initial=0))):
         entering = _without(layers[start].inputs, _taken(modules[start:stop]))
-        stage = footprint(
+        stage = stage_bytes(
             profiler.chain(modules[start:stop], entering), loss if stop == len(modules) else None
         )
         peaks.append(stage_memory(stage, schedule.actions[number], "sgd", is_first=number == 0).peak)

@@ -20,6 +20,7 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.environment import differences
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.hypotheses import with_reasons
+from gpipe_bench.harness.joint import Joint, joint_text, judge_jointly
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import Row, short_text, text_table
 from gpipe_bench.harness.verdict import Answer, Comparison
@@ -39,7 +40,7 @@ class Shown:
     """What some records of one experiment come to, worked out once: whoever shows them reads it here.
 
     `comparisons` has one for every entry, and one for every number of the same tables that nobody produced;
-    `own` is the text without them.
+    `joint` one for every claim about several cells at once. `own` is the text without them.
     """
 
     records: tuple[Record, ...]
@@ -47,6 +48,7 @@ class Shown:
     comparisons: tuple[Comparison, ...]
     text: str
     own: str
+    joint: tuple[Joint, ...] = ()
 
 
 def screen(shown: Shown, name: str) -> str:
@@ -70,7 +72,9 @@ def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:
     tables = experiment.tables
     text = text_table(comparisons) if tables is None else tables(records, comparisons)
     own = "" if tables is None else tables(records, [])
-    return Shown(tuple(records), tuple(entries), tuple(comparisons), text, own)
+    joint = judge_jointly(experiment.walks(records)) if experiment.walks is not None else []
+    text = "\n\n".join(filter(None, [text, joint_text(joint)]))
+    return Shown(tuple(records), tuple(entries), tuple(comparisons), text, own, tuple(joint))
 
 
 def environment_warnings(records: Sequence[Record]) -> list[str]:

@@ -184,14 +184,14 @@ def at_costs(
     found: Mapping[int, StageCosts], profiles: ModelProfile, num_workers: int, num_microbatches: int
 ) -> Iterator[Quantity]:
     """Step, bubble and peak of each schedule on so many workers, where its stages have costs."""
-    from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
+    from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
 
     for name in NAMES:
         turns = {GENERATED: 1, GENERATED_V: 2}.get(name) or NAMED[name].stages_per_worker or 2
         costs = found.get(turns * num_workers)
         if costs is None:
             continue
-        footprints = stage_footprints(profiles.layers, profiles.loss, costs.partition)
+        footprints = bytes_of_stages(profiles.layers, profiles.loss, costs.partition)
         for remat in REMATS:
             schedule = schedule_of(name, num_workers, num_microbatches, remat, costs.seconds)
             timeline = replay(schedule, costs.seconds)
@@ -232,18 +232,14 @@ def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]
     arms = {
         (count, schedule): Pipeline(
             layers,
-            num_stages=count,
+            partition=cut,
             num_microbatches=number,
             schedule=schedule,
             remat="always",
-            cost=[1 / len(span) for span in cut for _ in span],
         )
         for count, cut in cuts.items()
         for schedule in ("gpipe", "zb-h1")  # whole backwards, and split ones
     }
-    assert all(arm.partition == cuts[count] for (count, _), arm in arms.items()), (
-        "the costs are of these cuts"
-    )
     steps = {arm: partial(pipeline.step, batch, target, loss) for arm, pipeline in arms.items()}
     for step in steps.values():
         time_step(step, layers)

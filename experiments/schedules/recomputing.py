@@ -114,9 +114,9 @@ def _subject_of(model: str) -> Subject:
 
 def ways_of(subject: Subject, cut: Partition, name: str, share: float) -> dict[str, Found]:
     """The shortest step under the cap of each way that fits; "nothing" is there whether it fits or not."""
-    from gpipe_bench.pipeline.memory.stages.workers import peak_bytes, stage_footprints
+    from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
 
-    footprints = stage_footprints(subject.profile.layers, subject.profile.loss, cut)
+    footprints = bytes_of_stages(subject.profile.layers, subject.profile.loss, cut)
     num_workers, number, cap_bytes = len(cut), subject.num_microbatches, subject.cap_gib * GIB
     peaks_of = partial(peak_bytes, footprints, optimizer=OPTIMIZER, receive_ahead=1)
     lay_out = partial(replay, action_s=_seconds(subject, cut, share))

@@ -171,10 +171,9 @@ class Bench:
     def ours(self, schedule: Schedule) -> Pipeline:
         return Pipeline(
             self.layers,
-            num_stages=schedule.num_stages,
+            partition=self.cut(schedule.num_stages),
             num_microbatches=self.number,
             schedule=schedule,
-            cost=[1 / len(span) for span in self.cut(schedule.num_stages) for _ in span],
             group=dist.group.WORLD,
             share_memory=self.job.share_memory,
         )

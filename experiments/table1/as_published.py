@@ -47,10 +47,9 @@ from gpipe_bench.harness.unknowns import Value
 from gpipe_bench.models import example_batch
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
 from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
-from gpipe_bench.pipeline.memory.stages.demands import demands
-from gpipe_bench.pipeline.memory.stages.footprint import footprint
-from gpipe_bench.pipeline.memory.stages.peaks import fullest_moment
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.named import gpipe, naive
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
@@ -152,11 +151,11 @@ def _stage(
     is_naive: bool,
 ) -> Stage:
     """Equal stages are walked once. Gradients of parameters are counted apart and in single precision; the
-    stories have them in the format of the activations.
+    traces have them in the format of the activations.
     """
     schedule = naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
-    demanded = demands(schedule.actions[0], 1 if num_stages > 1 else 0)
-    bare = footprint(tuple(map(_bare, layers)), loss)
+    ahead = 1 if num_stages > 1 else 0
+    bare = stage_bytes(tuple(map(_bare, layers)), loss)
     bare = replace(bare, parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0)
     gradients = sum(map(gradient_bytes, layers))
     held = []
@@ -165,9 +164,9 @@ def _stage(
         if copies and num_microbatches == 1:
             # A single micro-batch's gradients appear while its activations go; those of several are added
             # to a sum that is whole from the second on.
-            growing = footprint(tuple(map(_in_single_precision, layers)), loss).backward_first
+            growing = stage_bytes(tuple(map(_in_single_precision, layers)), loss).backward_first
             counted = replace(counted, backward_first=growing)
-        moment = fullest_moment(counted, demanded, num_microbatches, "sgd", is_first=is_first)
+        moment = stage_memory(counted, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=ahead)
         held.append(moment.peak)
     return Stage(
         held=tuple(held),

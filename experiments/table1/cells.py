@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpipe_bench.experiments.table1.settings import (
+    CLAIMS,
     activation_choices,
     capacity_choices,
     capacity_record,
-    fitting,
     hypothesis_record,
     parameter_choices,
+    possible,
     ranged,
     spread_of,
 )
@@ -28,7 +29,7 @@ JUDGED_ATTENTION = {"amoebanet": "none", "transformer": "explicit"}
 """The softmax of 2019 was kept in memory."""
 
 ACTIVATIONS = (
-    "ours is the sum over the accelerators of what comes and goes in a step, under every combination of what "
+    "ours is the sum over the accelerators of what comes and goes in a step, under the combinations of what "
     "the paper leaves open"
 )
 CAPACITY = (
@@ -41,15 +42,6 @@ CONTEXT = (
     "context: with as many micro-batches as the model needs and the cut that memory likes best, which the "
     "paper's numbers are not about"
 )
-
-CLAIMS = (
-    ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
-    ("Transformer: largest on 128 partitions over naive-1", "transformer", "pipeline-128", "naive-1"),
-    ("Transformer: larger by re-materialization alone", "transformer", "pipeline-1", "naive-1"),
-    ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1"),
-    ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1"),
-)
-"""Row, half and the two columns that are divided."""
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:
@@ -99,36 +91,36 @@ def _times(spread: Spread | None, factor: int) -> Spread | None:
 def _activations(records: Sequence[Record], half: str, column: str) -> Answer:
     row, record = "peak activation memory", hypothesis_record(records, half)
     entry = Answer(table=HALVES[half].table, row=row, column=column, question="as published")
-    spread = activation_choices(record).spread(column) if record is not None else None
-    if record is None or spread is None:
+    if record is None:
         return _without(records, "hypotheses", half, entry)
+    every = activation_choices(record)
+    choices = every.of(possible(record))
+    values = choices.columns[column]
+    spread = choices.spread(column)
+    if spread is None:
+        return _without(records, "hypotheses", half, entry)
+    alone = record.details["columns"][column]["fits"].count("1")
     return replace(
         entry,
-        quantity=ranged(row, "bytes", spread),
+        quantity=ranged(row, "bytes", choices.middle(values)),
         spread=spread,
         record=record,
-        note=f"{ACTIVATIONS} ({spread.combinations}); {_fits(record, half, column)}",
-    )
-
-
-def _fits(record: Record, half: str, column: str) -> str:
-    found = fitting(record, column)
-    if found is None:
-        return "under none of them does the model fit into the memory that is stated"
-    count, low, high = found
-    unit = "GB" if half == "amoebanet" else "GiB"
-    scale = 1e9 if unit == "GB" else 2**30
-    return (
-        f"under {count} of them the model fits into the memory that is stated, with "
-        f"{show(low / scale, unit)} to {show(high / scale, unit)}"
+        others_tried=len(every.settings) - len(values),  # under which the models do not fit
+        note=(
+            f"{ACTIVATIONS} under which the paper's models fit ({len(values):,} of "
+            f"{len(every.settings):,}); this one by itself fits under {f'{alone:,}' if alone else 'none'}"
+        ),
     )
 
 
 def _capacity(records: Sequence[Record], half: str, column: str) -> Answer:
     row, record = "maximum parameters", capacity_record(records, half)
     entry = Answer(table=HALVES[half].table, row=row, column=column, question="as published")
-    spread = capacity_choices(record).spread(column) if record is not None else None
-    if record is None or spread is None:
+    if record is None:
+        return _without(records, "capacity", half, entry)
+    choices = capacity_choices(record)
+    values, spread = choices.columns[column], choices.spread(column)
+    if spread is None:
         return _without(records, "capacity", half, entry)
     if not spread.high:
         return replace(entry, record=record, status="out_of_memory",
@@ -136,10 +128,10 @@ def _capacity(records: Sequence[Record], half: str, column: str) -> Answer:
         )  # fmt: skip
     return replace(
         entry,
-        quantity=ranged(row, "parameters", spread),
+        quantity=ranged(row, "parameters", choices.middle(values)),
         spread=spread,
         record=record,
-        note=CAPACITY + _nothing(capacity_choices(record).columns[column]),
+        note=CAPACITY + _nothing(values),
     )
 
 
@@ -186,7 +178,7 @@ def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str
         note += f"; under {none} of {len(values)} combinations nothing fits in {under}, so there is none"
     return replace(
         entry,
-        quantity=ranged(row, "ratio", spread) if spread is not None else None,
+        quantity=ranged(row, "ratio", choices.middle(values)) if spread is not None else None,
         spread=spread,
         note=note,
         not_comparable="" if spread is not None else f"nothing fits in {under} under any combination",
@@ -248,7 +240,7 @@ def sentences(records: Sequence[Record]) -> list[Answer]:
                 row=row,
                 column=f"pipeline-{most} over pipeline-1",
                 question="as published",
-                quantity=ranged(row, "ratio", spread),
+                quantity=ranged(row, "ratio", choices.middle(values)),
                 spread=spread,
                 allowed=at_least(word("near_linear_share")) if half == "transformer" else None,
                 record=record,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpipe_bench.experiments.table1.cells import cells
-from gpipe_bench.experiments.table1.settings import hypotheses
+from gpipe_bench.experiments.table1.settings import hypotheses, walks
 from gpipe_bench.experiments.table1.shown import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
 from gpipe_bench.harness.record import Quantity
@@ -37,6 +37,8 @@ PUBLISHED_S = {
     ("amoebanet", "capacity"): 15.0,
     ("transformer", "hypotheses"): 12.0,
     ("transformer", "capacity"): 18.0,
+    ("amoebanet", "reasons"): 120.0,
+    ("transformer", "reasons"): 5.0,
 }
 """Predictions for the paper's accelerators. The first of each half traces every kind of layer as a compiler
 does."""
@@ -74,7 +76,7 @@ def cases(options: RunOptions) -> list[Case]:
                         found.append(Case({"part": part, **key, "precision": precision}, estimate_s, group))
                         profiling_s = 0.0
     for half in () if smoke else COLUMNS:
-        for part in ("hypotheses", "capacity"):
+        for part in ("hypotheses", "capacity", "reasons"):
             group = f"{half} as published"
             found.append(Case({"part": part, "half": half}, PUBLISHED_S[half, part], group))
     for model in VERIFIED_MODELS:
@@ -109,6 +111,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
             from gpipe_bench.experiments.table1 import as_published
 
             return as_published.RUNS[part](str(case.key["half"]))
+        case "reasons":
+            from gpipe_bench.experiments.table1 import naive
+
+            return naive.reasons(str(case.key["half"]))
         case "verify":
             return _run_verify(case.key)
     return _run_device(case.key, options)
@@ -242,6 +248,7 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     hypotheses=hypotheses,
+    walks=walks,
     paper_tables=PAPER_TABLES,
     tables=tables,
     figures=figures,

@@ -28,17 +28,18 @@ from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, Column, column
-from gpipe_bench.pipeline import Pipeline, devices, engine
+from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-from gpipe_bench.pipeline.memory.stages.workers import pipeline_memory
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
 from gpipe_bench.pipeline.stage.trees import Message, split
-from gpipe_bench.pipeline.times.clock import Clock
+from gpipe_bench.pipeline.step import prepare, run
 from gpipe_bench.pipeline.transport import InProcess
 
 NUM_STEPS = 2  # the optimizer's state exists from the second step on
@@ -183,7 +184,7 @@ def measure(
     inputs, target = example_batch(HALVES[half].model, batch_size, device=device, **options)
     first, final = part.profiles[0], part.profiles[-1]
     transport = MadeUp(first.inputs, final.outputs, final.unused, device)
-    program = engine.prepare(schedule, {part.index: stage})
+    program = prepare(schedule, {part.index: stage})
     clock = Clock([step.action for step in program], [torch.device("cpu")] * schedule.num_stages)
     parameters = _parameters(layers)
     optimizer = torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9, foreach=False)
@@ -203,7 +204,7 @@ def measure(
                 step, count, training=True, feed=feed, targets=targets,
                 loss_fn=compute_loss if is_last else None, shares=(1 / count,) * count if is_last else (),
             )  # fmt: skip
-            engine.run(program, transport, clock)
+            run(program, transport, clock)
             stage.finish()
             optimizer.step()
             optimizer.zero_grad()

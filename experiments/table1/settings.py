@@ -14,10 +14,11 @@ from itertools import product
 from statistics import median
 
 from gpipe_bench.harness.hypotheses import Hypothesis, Key
+from gpipe_bench.harness.joint import Walk
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.units import convert
-from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns
+from gpipe_bench.harness.unknowns import Unknown, Value, load_unknowns, steps_from_middle
 from gpipe_bench.harness.verdict import Part, Spread
 from gpipe_bench.models.paper import HALVES, Column
 
@@ -76,7 +77,11 @@ def spread_of(
         return None
     numbers = [value for _, value in found]
     return Spread(
-        low=min(numbers), high=max(numbers), parts=tuple(_parts(found, names)), combinations=len(numbers)
+        low=min(numbers),
+        high=max(numbers),
+        parts=tuple(_parts(found, names)),
+        combinations=len(numbers),
+        values=tuple(numbers),
     )
 
 
@@ -102,9 +107,26 @@ class Choices:
     settings: tuple[Combination, ...]
     columns: Mapping[str, tuple[float | None, ...]]
 
+    def of(self, places: Sequence[int]) -> Choices:
+        """Some of the combinations."""
+        columns = {name: tuple(values[n] for n in places) for name, values in self.columns.items()}
+        return Choices(self.names, tuple(self.settings[n] for n in places), columns)
+
     def spread(self, column: str) -> Spread | None:
         """The range of a column."""
         return spread_of(self.settings, self.columns[column], self.names)
+
+    def middle(self, values: Sequence[float | None]) -> float | None:
+        """What stands for all: of the combinations with a number that of the one nearest to the middle of
+        every setting, by the rule of all predictions. None where there is no number.
+        """
+        far = {}
+        for name in self.names:
+            each = list(dict.fromkeys(settings[name] for settings in self.settings))
+            far[name] = dict(zip(each, steps_from_middle(each), strict=True))
+        steps = [[far[name][each[name]] for name in self.names] for each in self.settings]
+        having = [place for place, value in enumerate(values) if value is not None]
+        return values[min(having, key=lambda n: (sum(steps[n]), steps[n]))] if having else None
 
     def quotient(self, over: str, under: str) -> tuple[float | None, ...]:
         """One column over another under the same settings; None where the second is nothing."""
@@ -115,17 +137,28 @@ class Choices:
 
 
 def activation_choices(record: Record) -> Choices:
-    """Peak activation memory in bytes."""
+    """Peak activation memory in bytes, under every combination."""
     settings = _product(record.details["settings"])
     columns = {name: tuple(column["bytes"]) for name, column in record.details["columns"].items()}
     return Choices(tuple(record.details["settings"]), settings, columns)
+
+
+def possible(record: Record) -> tuple[int, ...]:
+    """The combinations under which the paper's own runs are possible: all its models fit into the largest
+    memory there may be, but for those that fit under no combination, which tell nothing. All, where none is.
+    """
+    columns = [each["fits"] for each in record.details["columns"].values()]
+    fitting = [each for each in columns if "1" in each]
+    every = range(len(columns[0]))
+    return tuple(n for n in every if all(each[n] == "1" for each in fitting)) or tuple(every)
 
 
 def parameter_choices(record: Record) -> Choices:
     """Parameters of the columns' models, where settings change them."""
     details = record.details["parameters"]
     columns = {name: tuple(counts) for name, counts in details["columns"].items()}
-    return Choices(tuple(details["settings"]), _product(details["settings"]), columns)
+    settings = _product(details["settings"])
+    return Choices(tuple(details["settings"]), settings, columns)
 
 
 def capacity_choices(record: Record) -> Choices:
@@ -140,18 +173,9 @@ def capacity_choices(record: Record) -> Choices:
     return Choices(names, settings, columns)
 
 
-def fitting(record: Record, column: str) -> tuple[int, float, float] | None:
-    """Under how many combinations a column's model fits, and the range of its memory then; None for none."""
-    found = record.details["columns"][column]
-    values = [
-        value for value, fits in zip(found["bytes"], found["fits"], strict=True) if fits == "1" and value
-    ]
-    return (len(values), min(values), max(values)) if values else None
-
-
-def ranged(name: str, unit: str, spread: Spread) -> Quantity:
-    """A prediction; its middle stands for it."""
-    return Quantity(name=name, value=(spread.low + spread.high) / 2, unit=unit, provenance="modelled")
+def ranged(name: str, unit: str, middle: float | None) -> Quantity:
+    """A prediction; what the middle gives stands for it."""
+    return Quantity(name=name, value=middle, unit=unit, provenance="modelled")
 
 
 def hypothesis_record(records: Sequence[Record], half: str) -> Record | None:
@@ -198,7 +222,113 @@ def hypotheses(records: Sequence[Record]) -> list[Hypothesis]:
         for half, each in choices.items():
             numbers |= values[half][tuple(combination[name] for name in each.names)]
         made.append(Hypothesis(name=_named(combination, base), values=numbers, settings=combination))
-    return made
+    return [*made, *_reasons(records)]
+
+
+CLAIMS = (
+    ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
+    ("Transformer: largest on 128 partitions over naive-1", "transformer", "pipeline-128", "naive-1"),
+    ("Transformer: larger by re-materialization alone", "transformer", "pipeline-1", "naive-1"),
+    ("AmoebaNet: larger on one accelerator", "amoebanet", "pipeline-1", "naive-1"),
+    ("AmoebaNet: larger from 1 to 8 accelerators", "amoebanet", "pipeline-8", "pipeline-1"),
+)
+"""Row, half and the two columns that are divided."""
+
+
+def _reasons(records: Sequence[Record]) -> Iterator[Hypothesis]:
+    """What naive-1 is where only outputs of products are kept (`naive`), by half: its activations, the
+    largest model, and how many times larger GPipe's are, under the same settings of whatever both leave open.
+    """
+    units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
+    for half in HALVES:
+        record, table = _done(find(records, part="reasons", half=half)), HALVES[half].table
+        if record is None:
+            continue
+        key = (table, ROW, "naive-1")
+        activations = [convert(value, "bytes", units[key]) for value in record.details["bytes"]]
+        capacity = record.details["capacity"]
+        naive = dict(zip(map(_frozen, _product(capacity["settings"])), capacity["parameters"], strict=True))
+        found = {key: activations, (table, "maximum parameters", "naive-1"): list(naive.values())}
+        if (largest := capacity_record(records, half)) is not None:
+            choices = capacity_choices(largest)
+            for row, of_half, over, under in CLAIMS:
+                if (of_half, under) == (half, "naive-1"):
+                    pairs = [
+                        (value, naive[_frozen({name: settings[name] for name in capacity["settings"]})])
+                        for settings, value in zip(choices.settings, choices.columns[over], strict=True)
+                    ]
+                    found["claims", row, f"{over} / {under}"] = [a / b for a, b in pairs if a and b]
+        yield Hypothesis(
+            name=f"{table}: {record.details['name']}",
+            values={key: activations[0]},
+            settings={"reason": record.details["name"]},
+            after_looking=True,
+            spreads={
+                cell: Spread(
+                    low=min(values), high=max(values), combinations=len(values), values=tuple(values)
+                )
+                for cell, values in found.items()
+                if values
+            },
+        )
+
+
+def _frozen(settings: Combination) -> tuple[tuple[str, Value], ...]:
+    return tuple(sorted(settings.items()))
+
+
+WHETHER_IT_FITS = "whether it fits or not"
+LARGEST = "largest models"
+
+
+def walks(records: Sequence[Record]) -> list[Walk]:
+    """Activations of the paper's models under every combination, and under those under which they fit; and
+    the sizes of the largest models under every combination of their search, with the activations of the
+    paper's models under the same settings.
+    """
+    units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
+    found = []
+    for half in HALVES:
+        table, memory, largest = (
+            HALVES[half].table,
+            hypothesis_record(records, half),
+            capacity_record(records, half),
+        )
+        activations: dict[Key, dict[tuple[tuple[str, Value], ...], float | None]] = {}
+        if memory is not None:
+            choices = activation_choices(memory)
+            for column, values in choices.columns.items():
+                key = (table, ROW, column)
+                numbers = [None if value is None else convert(value, "bytes", units[key]) for value in values]
+                activations[key] = dict(zip(map(_frozen, choices.settings), numbers, strict=True))
+            every = {key: [*numbers.values()] for key, numbers in activations.items()}
+            places = possible(memory)
+            fitting = {key: [values[n] for n in places] for key, values in every.items()}
+            found += [
+                Walk(f"{table}, {WHETHER_IT_FITS}", choices.settings, every),
+                Walk(table, [choices.settings[n] for n in places], fitting),
+            ]
+        if largest is not None:
+            sized = capacity_choices(largest)
+            columns = largest.details["columns"]
+            values_of: dict[Key, list[float | None]] = {
+                (table, row, column): [value or None for value in columns[column][name]]
+                for row, name in (
+                    ("maximum parameters", "parameters"),
+                    ("num_layers", "num_layers"),
+                    ("num_filters", "num_filters"),
+                )
+                for column in columns
+            }
+            shared = [
+                _frozen({n: each[n] for n in sized.names if n in SHARED + OWN[half]})
+                for each in sized.settings
+            ]
+            for key, numbers_of in activations.items():
+                if all(each in numbers_of for each in shared):  # not where the search left settings out
+                    values_of[key] = [numbers_of[each] for each in shared]
+            found.append(Walk(f"{table}, {LARGEST}", sized.settings, values_of))
+    return found
 
 
 def _values(half: str, choices: Choices) -> dict[tuple[Value, ...], dict[Key, float]]:

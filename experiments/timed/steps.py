@@ -28,11 +28,11 @@ from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.stage.trees import flatten, split
-from gpipe_bench.pipeline.times.clock import conditions
 from gpipe_bench.planner.timing import copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted

@@ -113,6 +113,8 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
     counts, given = counts_of(cells), dict(facts)
     for name, question in (("computed", "as published"), ("here", "here")):
         each = counts.get(question, Counts())  # type: ignore[call-overload]
+        if not each.judged:
+            continue
         differ = each.judged_as("above") + each.judged_as("below")
         agree, still_open = each.judged_as("reproduced"), each.judged_as("undecided")
         given |= {

@@ -1,4 +1,4 @@
-"""What a compiled layer costs in bytes: its graph as a compiler cuts it, and the story of the two graphs.
+"""What a compiled layer costs in bytes: its graph as a compiler cuts it, and the trace of the two graphs.
 
 A compiler changes two things. Fewer tensors are kept from forward to backward: where a value is cheap to
 compute again from what is kept anyway, torch's minimal cut does so. And fewer appear in between: an
@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.story import Story
+from gpipe_bench.pipeline.memory.trace import Trace
 
 _VIEWS = frozenset(("_unsafe_view", "reshape", "lift_fresh", "expand"))
 """Operations whose result lies in the storage of their input although their schema does not say so, or not
@@ -170,12 +170,12 @@ def _named(
     )
 
 
-def compiled_stories(
+def compiled_traces(
     graphs: Graphs, inputs: Boundary, outputs: Boundary, unused: frozenset[int], *, with_shapes: bool = False
-) -> tuple[Story, Story, Story]:
+) -> tuple[Trace, Trace, Trace]:
     """Forward without a graph, first and later backward, as `LayerProfile` has them.
 
-    ``inputs`` and ``outputs`` are the layer's ends, ``unused`` the outputs that get no gradient. The stories
+    ``inputs`` and ``outputs`` are the layer's ends, ``unused`` the outputs that get no gradient. The traces
     keep the shapes of their storages if asked to.
     """
     fusible = _fusible()
@@ -206,7 +206,7 @@ def _fusible() -> Callable[[fx.Node], bool]:
 
 @dataclass
 class _Teller:
-    """Numbers the storages of both graphs and tells one story."""
+    """Numbers the storages of both graphs and tells one trace."""
 
     graphs: Graphs
     inputs: Boundary
@@ -218,7 +218,7 @@ class _Teller:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     numbers: dict[fx.Node, int | None] = field(default_factory=dict)
 
-    def tell(self, *, keeps: bool, accumulates: bool) -> Story:
+    def tell(self, *, keeps: bool, accumulates: bool) -> Trace:
         graphs = self.graphs
         for node in graphs.weights:
             self.numbers[node] = None
@@ -231,16 +231,16 @@ class _Teller:
             inputs[handed] if handed is not None else first[self.outputs.same_as[position]]
             for position, handed in enumerate(graphs.handed_on)
         )
-        story = Story(
+        trace = Trace(
             sizes=(), inputs=inputs, outputs=outputs, kept=frozenset(), gradients=frozenset(),
             output_gradients=(None,) * len(outputs), input_gradients=(None,) * len(inputs), forward=forward,
             backward=(), without_gradient=frozenset(),
         )  # fmt: skip
         if keeps:
-            return self.backward(story, accumulates)
-        return replace(story, sizes=tuple(self.sizes), shapes=tuple(self.shapes) if self.with_shapes else ())
+            return self.backward(trace, accumulates)
+        return replace(trace, sizes=tuple(self.sizes), shapes=tuple(self.shapes) if self.with_shapes else ())
 
-    def backward(self, story: Story, accumulates: bool) -> Story:
+    def backward(self, trace: Trace, accumulates: bool) -> Trace:
         graphs = self.graphs
         kept = [self.number(node) for node in graphs.kept]
         for node, number in zip(graphs.taken, kept, strict=True):
@@ -275,7 +275,7 @@ class _Teller:
             events += [-number - 1 for number in sorted(gradients)]
         known = {**tangents, **handed}
         return replace(
-            story,
+            trace,
             sizes=tuple(self.sizes),
             shapes=tuple(self.shapes) if self.with_shapes else (),
             kept=frozenset(number for number in kept if number is not None),

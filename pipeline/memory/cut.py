@@ -7,28 +7,28 @@ split is searched over the modelled peaks of all stages that could occur.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from gpipe_bench.pipeline.memory.stages.demands import Demand, demands
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.peaks import OPTIMIZERS, StageMemory, fullest_moment
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.counts import Step, steps
+from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import fullest_moment
 from gpipe_bench.pipeline.plan.partition import Partition, can_partition_by, partition_by
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, derived
 
 
 @derived
-def _common_demands(schedule: Schedule, receive_ahead: int) -> tuple[Demand, ...]:
+def _common_steps(schedule: Schedule, receive_ahead: int) -> tuple[Step, ...]:
     """Of any stage of the schedule; a search asks for the same schedule, which is long, again and again."""
     patterns = {
-        tuple(replace(demand, when="") for demand in demands(row, receive_ahead)) for row in schedule.actions
+        tuple(step._replace(when="") for step in steps(row, receive_ahead)) for row in schedule.actions
     }
     if len(patterns) > 1:
         raise ValueError(
             f"stages of schedule {schedule.name!r} hold different numbers of micro-batches: "
             "cut by costs instead (pipeline.partition)"
         )
-    return demands(schedule.actions[0], receive_ahead)
+    return steps(schedule.actions[0], receive_ahead)
 
 
 class StagePeaks:
@@ -46,23 +46,24 @@ class StagePeaks:
         if not layers:
             raise ValueError("a model without layers cannot be cut into stages")
         self.layers, self.loss, self.schedule, self.optimizer = tuple(layers), loss, schedule, optimizer
-        self._demands = _common_demands(schedule, receive_ahead)
+        self._steps, self._receive_ahead = _common_steps(schedule, receive_ahead), receive_ahead
         self._num_microbatches = sum(action.kind is Kind.F for action in schedule.actions[0])
         # Stages of equal layers in a row are one content; contents are numbered as they turn up, each by the
         # content that is one layer shorter and the layer it adds.
         self._contents: dict[tuple[int, int], int] = {}
         self._latest = (-1, -1, -1)  # start, stop and content asked for last
-        self._footprints: dict[tuple[int, bool], Footprint] = {}
+        self._stages: dict[tuple[int, bool], StageBytes] = {}
         self._peaks: dict[tuple[int, bool, bool], int] = {}
 
     def memory(self, start: int, stop: int) -> StageMemory:
         """The stage of layers start..stop - 1 at its fullest."""
         return fullest_moment(
-            self._footprint(start, stop),
-            self._demands,
+            self._stage(start, stop),
+            self._steps,
             self._num_microbatches,
             self.optimizer,
             is_first=start == 0,
+            receive_ahead=self._receive_ahead,
         )
 
     def peak(self, start: int, stop: int) -> int:
@@ -73,12 +74,12 @@ class StagePeaks:
             peak = self._peaks[key] = self.memory(start, stop).peak
         return peak
 
-    def _footprint(self, start: int, stop: int) -> Footprint:
+    def _stage(self, start: int, stop: int) -> StageBytes:
         is_last = stop == len(self.layers)
         key = (self._content(start, stop), is_last)
-        if key not in self._footprints:
-            self._footprints[key] = footprint(self.layers[start:stop], self.loss if is_last else None)
-        return self._footprints[key]
+        if key not in self._stages:
+            self._stages[key] = stage_bytes(self.layers[start:stop], self.loss if is_last else None)
+        return self._stages[key]
 
     def _content(self, start: int, stop: int) -> int:
         first, last, content = self._latest
@@ -91,10 +92,12 @@ class StagePeaks:
 
     def floor(self) -> list[int]:
         """Bytes that each layer adds to any stage, whatever stands beside it."""
-        state = OPTIMIZERS[self.optimizer].state
+        state = Optimizer.named(self.optimizer).state
         # A graph stands beside the gradients from the second backward of a step on.
         both = any(
-            demand.after_first_backward and demand.moment in ("forward", "later") for demand in self._demands
+            step.counts.after_backward
+            and (step.kind in (Kind.R, Kind.B) or (step.kind is Kind.F and not step.recomputed))
+            for step in self._steps
         )
         return [
             layer.parameter_bytes

@@ -1,6 +1,6 @@
 """A layer run once on its own, watched, with references as scarce as in a stage.
 
-What is told of it is a story: which storages appear and die, and when, from the forward on; with the halves
+What is told of it is a trace: which storages appear and die, and when, from the forward on; with the halves
 of a backward in the place of the whole, what W does, too; and which buffers the forward changes.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec, as_tuple
-from gpipe_bench.pipeline.memory.story import BufferRole, Deferred, SplitStory, Story
+from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, SplitTrace, Trace
 from gpipe_bench.pipeline.memory.tracker import EventLog
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.buffers import State
@@ -31,7 +31,7 @@ class LayerRun:
         inputs: what it takes.
         unused: positions of outputs that nothing after it differentiates.
         precision: is entered around the forward.
-        with_shapes: stories say what each storage was made for.
+        with_shapes: traces say what each storage was made for.
 
     Afterwards ``outputs`` is what the layer gives, ``overwritten`` are positions of the inputs that it
     changes, and ``moved`` the buffers that it does, by their names.
@@ -58,8 +58,8 @@ class LayerRun:
         self.overwritten: frozenset[int] = frozenset()
         self.moved: dict[str, BufferRole] = {}
 
-    def whole(self) -> Story:
-        """The story of a forward, and a backward where there is a graph."""
+    def whole(self) -> Trace:
+        """The trace of a forward, and a backward where there is a graph."""
         with self._log as log:
             root = self._forward()
             if root is not None and root.requires_grad:
@@ -67,10 +67,10 @@ class LayerRun:
             del root
             backward = self._events()
             gradients = {log.serial_of(p.grad) for p in self._layer.parameters() if p.grad is not None}
-        return self._story(backward, gradients)
+        return self._trace(backward, gradients)
 
-    def halves(self, whole: Story) -> SplitStory:
-        """The same with I and W in the place of the backward, whose story is ``whole`` where it has none.
+    def halves(self, whole: Trace) -> SplitTrace:
+        """The same with I and W in the place of the backward, whose trace is ``whole`` where it has none.
 
         The graph is split as a stage does it, and W's operations are taken one by one, each alone, so that
         their costs can be added up in any company.
@@ -78,23 +78,23 @@ class LayerRun:
         with self._log as log:
             root = self._forward()
             if root is None or not root.requires_grad:
-                return SplitStory(False, whole, (), None)
+                return SplitTrace(False, whole, (), None)
             edges = (get_gradient_edge(root),)
             del root
             split = Split(edges, _SOURCE)
             if split.whole:
-                return SplitStory(True, whole, (), None)
+                return SplitTrace(True, whole, (), None)
             exits: list[Tensor | None] = [None] * len(self._inputs.tensors)
             waiting = split.inputs(edges, (self._seed,), exits)
             del split, edges
             backward = self._events()
             self._delivered.update((i, gradient) for i, gradient in enumerate(exits) if gradient is not None)
-            story = self._story(backward, set())
+            trace = self._trace(backward, set())
             self._delivered.clear()
             exits.clear()
             deferred, last = _tell_weights(log, waiting.single, waiting.shared, waiting.done)
         # What W makes is counted there.
-        return SplitStory(False, replace(story, sizes=tuple(log.sizes)), deferred, last)
+        return SplitTrace(False, replace(trace, sizes=tuple(log.sizes)), deferred, last)
 
     def _forward(self) -> Tensor | None:
         """Returns where the backward begins; None without a graph."""
@@ -135,10 +135,10 @@ class LayerRun:
         hidden = self._hidden
         return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
 
-    def _story(self, backward: tuple[int, ...], gradients: set[int | None]) -> Story:
-        """The story with such a backward, which made ``gradients`` of parameters."""
+    def _trace(self, backward: tuple[int, ...], gradients: set[int | None]) -> Trace:
+        """The trace with such a backward, which made ``gradients`` of parameters."""
         log, inputs, delivered = self._log, self._inputs, self._delivered
-        return Story(
+        return Trace(
             sizes=tuple(log.sizes),
             inputs=self._input_storages,
             outputs=self._output_storages,

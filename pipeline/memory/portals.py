@@ -3,63 +3,25 @@
 A stage holds a portal as it holds its other inputs and outputs. So its layers are profiled as if what is
 carried past them were part of what they pass, from the stash or the stage's beginning to the last pop or the
 stage's end. Between two stages a portal waits with the one that pops, from the forward that made it, and its
-gradient with the one that stashed, which may be many actions later (`Waits`).
+gradient with the one that stashed, which may be many actions later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.passing import beside, passing
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
-from gpipe_bench.pipeline.memory.stages.workers import memories
-from gpipe_bench.pipeline.plan.portals import Line, arriving, leaving, lines_of
+from gpipe_bench.pipeline.memory.counts import Way
+from gpipe_bench.pipeline.memory.peaks import StageMemory
+from gpipe_bench.pipeline.memory.profile import Profiler, beside, passing
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.workers import memories
+from gpipe_bench.pipeline.plan.portals import arriving, leaving, lines_of
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.portals import declarations
-
-
-@dataclass(frozen=True)
-class Waits:
-    """Bytes of the portals of each line, and of their gradients, for one micro-batch.
-
-    `output_gradients` are the bytes of what comes back to each stage for its output alone.
-    """
-
-    lines: tuple[Line, ...]
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    output_gradients: tuple[int, ...]
-
-    def received(self, stage: int, num_bytes: int, *, gradients: bool) -> int:
-        """All that a stage has been sent for an action, whose message is `num_bytes` with its portals."""
-        main = self.main(stage, num_bytes, gradients=gradients)
-        return main + sum(self._of_stage(stage, gradients=gradients))
-
-    def main(self, stage: int, num_bytes: int, *, gradients: bool) -> int:
-        """What of it comes from the stage beside it."""
-        if gradients:
-            return self.output_gradients[stage]
-        return num_bytes - sum(self._of_stage(stage, gradients=False))
-
-    def sent(self, stage: int, *, gradients: bool) -> Iterator[tuple[int, int]]:
-        """Where an action of a stage sends portals or their gradients, and how many bytes."""
-        sizes = self.backward if gradients else self.forward
-        for line, num_bytes in zip(self.lines, sizes, strict=True):
-            source, target = (line.target, line.source) if gradients else (line.source, line.target)
-            if source == stage:
-                yield target, num_bytes
-
-    def _of_stage(self, stage: int, *, gradients: bool) -> list[int]:
-        sizes = self.backward if gradients else self.forward
-        ends = [line.source if gradients else line.target for line in self.lines]
-        return [num_bytes for end, num_bytes in zip(ends, sizes, strict=True) if end == stage]
 
 
 def portal_memory(
@@ -101,10 +63,11 @@ def portal_memory(
     declared = declarations(modules)
     lines = lines_of(declared, stages)
     specs: dict[str, TensorSpec] = {}
-    footprints: list[Footprint] = []
-    output_gradients: list[int] = []
+    found: list[StageBytes] = []
+    messages: dict[Way, int] = {}
     for stage, span in enumerate(stages):
         comes, goes = arriving(lines, stage), leaving(lines, stage)
+        messages[stage, False, -1] = inputs.num_bytes
         arrived = tuple([specs[name] for name in comes])
         if arrived:
             if inputs.nested is not None:
@@ -116,7 +79,7 @@ def portal_memory(
             loss = profiler.loss(loss_fn, profiles[-1].outputs, target)
             if loss.first.without_gradient:
                 profiles = profiler.chain(mine, inputs, loss.first.without_gradient)
-        footprints.append(footprint(profiles, loss))
+        found.append(stage_bytes(profiles, loss))
         outputs = profiles[-1].outputs
         count = len(outputs.tensors) - len(goes)
         specs.update(zip(goes, outputs.tensors[count:], strict=True))
@@ -124,13 +87,11 @@ def portal_memory(
         if goes:
             inputs = Boundary(outputs.tensors[:count], outputs.same_as[:count], count > 1)
         trained = [i for i in inputs.distinct if inputs.tensors[i].requires_grad]
-        output_gradients.append(sum(inputs.tensors[i].num_bytes for i in trained) if loss is None else 0)
-    waits = Waits(
-        lines,
-        tuple([sum(specs[name].num_bytes for name in line.names) for line in lines]),
-        tuple(
-            [sum(specs[name].num_bytes * specs[name].requires_grad for name in line.names) for line in lines]
-        ),
-        tuple(output_gradients),
-    )
-    return memories(footprints, schedule, optimizer, None, waits)
+        messages[stage, True, -1] = sum([inputs.tensors[i].num_bytes for i in trained])
+    for line in lines:
+        each = [specs[name] for name in line.names]
+        messages[line.target, False, line.number] = sum([spec.num_bytes for spec in each])
+        messages[line.source, True, line.number] = sum(
+            [spec.num_bytes for spec in each if spec.requires_grad]
+        )
+    return memories(found, schedule, optimizer, None, lines, messages)

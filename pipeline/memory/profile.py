@@ -3,7 +3,7 @@
 Everything downstream (partition, memory model, maximum-size search) adds up layer profiles, so a profile must
 say more than "saved 12 MiB": whether an input is kept by the layer's graph (its neighbour may keep the same
 storage), when in the backward pass it is let go, how high the transients stand at that moment. A profile
-therefore tells the *order of events* - which storage appears and dies when - of three stories:
+therefore tells the *order of events* - which storage appears and dies when - of three traces:
 
     free     forward without a graph                                       (F under re-materialization)
     first    forward with a graph, backward that creates the gradients     (first B of a step)
@@ -21,7 +21,7 @@ return results in storages of their own size, while a few real ones return a sma
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,14 +32,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.compiled import Graphs, compiled_stories, graphs_of
+from gpipe_bench.pipeline.memory.compiled import Graphs, compiled_traces, graphs_of
 from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
 from gpipe_bench.pipeline.memory.layer_run import LayerRun, buffer_roles
-from gpipe_bench.pipeline.memory.passing import passed_on
-from gpipe_bench.pipeline.memory.story import LayerProfile, Story
+from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
+from gpipe_bench.pipeline.plan.portals import Declared
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.portals import declarations
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Of the activations, for `autocast`; parameters, gradients and optimizer state stay float32."""
@@ -70,7 +71,7 @@ class Profiler:
     ``attention`` is the device's whose kernels of attention the layers take (`attention.ATTENTIONS`).
 
     ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
-    their own sizes stay. With inputs of that dtype all activations have it, and gradients in the stories.
+    their own sizes stay. With inputs of that dtype all activations have it, and gradients in the traces.
 
     ``with_shapes`` also keeps the shape that each storage was made for, which scaled profiles lack.
 
@@ -162,13 +163,13 @@ class Profiler:
         run = run_of(layer)
         first = run.whole()
         outputs = run.outputs
-        stories = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
-        if stories is None:
+        traces = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
+        if traces is None:
             with torch.no_grad():
                 free = run_of(layer).whole()
             run = run_of(layer)  # which the buffers are told by: a table may have been made in the first
-            stories = free, first, run.whole()
-        free, first, later = stories
+            traces = free, first, run.whole()
+        free, first, later = traces
         has_gradient = [p.grad is not None for p in layer.parameters()]
         halves = None
         if self.split_backward:
@@ -208,8 +209,8 @@ class Profiler:
 
     def _compiled(
         self, layer: nn.Module, inputs: Boundary, outputs: Boundary, unused: frozenset[int]
-    ) -> tuple[Story, Story, Story] | None:
-        """The stories of the compiled layer; None where there is nothing to compile."""
+    ) -> tuple[Trace, Trace, Trace] | None:
+        """The traces of the compiled layer; None where there is nothing to compile."""
         graphs = self._graphs.get((signature(layer), inputs))
         # What is handed on is in no graph, so it makes no difference there whether anything uses it.
         if graphs is None or any(graphs.handed_on[position] is None for position in unused):
@@ -218,7 +219,7 @@ class Profiler:
                 self._graphs[signature(layer), inputs] = graphs
         if graphs is None:
             return None
-        return compiled_stories(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
+        return compiled_traces(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
 
 
 class LossLayer(nn.Module):
@@ -275,3 +276,74 @@ def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.
     for buffer in layer.buffers():
         stand_ins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     return copy.deepcopy(layer, stand_ins).train()
+
+
+# Layers with portals as layers without: what is carried past a layer is part of what it takes and gives. That
+# is how a stage holds portals, and how layers are profiled that have some. A cut between such layers would
+# pass everything on; where portals go past stages, `portals.portal_memory` says what that saves.
+
+
+def passed_on(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """All layers of a model."""
+    declared = declarations(layers)
+    return passing(layers, declared, (), ()) if any(map(any, declared)) else list(layers)
+
+
+class Passing(nn.Module):
+    """A layer, with the portals that are carried past it as part of what it takes and gives.
+
+    `held` are carried in, those at `pops` given to the layer; it stashes `stashed`, and those at the places
+    `kept`, of both, are carried on.
+    """
+
+    def __init__(
+        self, layer: nn.Module, held: int, pops: tuple[int, ...], stashed: int, kept: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        self.layer, self.held, self.pops, self.stashed, self.kept = layer, held, pops, stashed, kept
+
+    def forward(self, given: Any) -> Any:
+        value, carried = given, list[Tensor]()
+        if self.held:
+            count = len(given) - self.held
+            value, carried = given[0] if count == 1 else given[:count], list(given[count:])
+        if self.pops:
+            value = (value, *[carried[place] for place in self.pops])
+        value = self.layer(value)
+        if self.stashed:
+            value, *stashed = value
+            carried += stashed
+        if not self.kept:
+            return value
+        parts = (value,) if isinstance(value, Tensor) else value
+        if not (isinstance(parts, tuple) and all(isinstance(part, Tensor) for part in parts)):
+            raise beside(type(value).__name__)
+        return (*parts, *[carried[place] for place in self.kept])
+
+
+def beside(kind: str) -> ValueError:
+    """What to raise where portals are carried beside another pytree."""
+    return ValueError(
+        f"a layer passes a {kind} and portals are carried past it; the memory of portals is modelled between "
+        "layers that pass tensors or tuples of them"
+    )
+
+
+def passing(
+    layers: Sequence[nn.Module], declared: Sequence[Declared], comes: Sequence[str], goes: Sequence[str]
+) -> list[nn.Module]:
+    """The layers of a stage, which portals come to and go from."""
+    held, found = list(comes), []
+    for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
+        later = {name for each in declared[index + 1 :] for name in each.pops} | set(goes)
+        known = [*held, *stashes]
+        last = index == len(layers) - 1
+        kept = list(goes) if last else [name for name in dict.fromkeys(known) if name in later]
+        if not known:
+            found.append(layer)
+            continue
+        places = tuple([held.index(name) for name in pops])
+        onwards = tuple([known.index(name) for name in kept])
+        found.append(Passing(layer, len(held), places, len(stashes), onwards))
+        held = kept
+    return found

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.clock import Journal
 from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, GlobalShares, Replicas, buckets_of
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.mesh.tree import Tree
@@ -28,10 +29,8 @@ from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.ranks.tied import Tie
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
-from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local
-from gpipe_bench.pipeline.times.journal import Journal
 
 REDUCTIONS = ("buckets", "tree")
 LEVELS = (2, 3)
@@ -410,10 +409,10 @@ class Divided:
         return self._zero == 3
 
     @property
-    def makes(self) -> Callable[..., ReducedStage]:
+    def makes(self) -> Callable[..., Stage]:
         """The class of the stages."""
         if not self._along_tp:
-            return ReducedStage
+            return Stage
         from gpipe_bench.pipeline.mesh.tensor_parallel import DividedStage
 
         return DividedStage

@@ -49,8 +49,7 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.mesh.collectives import Replicas
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.stage.reduced import Reduction
-from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided
 
 

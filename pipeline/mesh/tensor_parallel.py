@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.stage.reduced import ReducedStage, Reduction
-from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.stage.stage import Gradients, Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import here, is_divided
 from gpipe_bench.pipeline.stage.trees import Message
 
@@ -119,7 +118,7 @@ def _number(module: nn.Module, names: Iterable[str]) -> tuple[str, int | None]:
     return "", None
 
 
-class DividedStage(ReducedStage):
+class DividedStage(Stage):
     """A stage whose layers are divided: what it sends is there, and plain, whatever its layers gave."""
 
     def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:

@@ -21,12 +21,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.clock import Journal
 from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, buckets_of
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.messages.connection import Work
-from gpipe_bench.pipeline.stage.reduced import Reduction
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.times.journal import Journal
+from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 
 T = TypeVar("T")
 _Gradients = list[Tensor | None]

@@ -17,7 +17,7 @@ for. No large tensors, though; what a layer keeps there or elsewhere is its own 
 
 Beside the buffers themselves that is, on a stage, the changing ones once for every micro-batch that waits for
 its recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
-runs. The memory model (`memory.stages.copies`) counts the same in a step that is not the first.
+runs. The memory model (`memory.peaks`) counts the same in a step that is not the first.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 The memory that a schedule needs is what the stages hold while they wait, so all that a stage may hold stands
 here, in one object per micro-batch with a known moment for each part: the inputs come in with F, they become
-the leaves of a graph with F or R, and `drop` lets go of everything at once, in B, or in I, which leaves what
-W needs. The graph is held by its outgoing edges rather than by the output tensors, so that an output lives on
-only if a layer saved it.
+the leaves of a graph with F or R, and all of it goes at once, in B, or in I, which leaves what W needs. The
+graph is held by its outgoing edges rather than by the output tensors, so that an output lives on only if a
+layer saved it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,48 +17,29 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.stage.buffers import Saved
-from gpipe_bench.pipeline.stage.split_backward import Split, Weights
-from gpipe_bench.pipeline.stage.tensors import overlapping
-from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure, Tree, flatten
+from gpipe_bench.pipeline.stage.split_backward import Split
+from gpipe_bench.pipeline.stage.trees import Message, Nested
 
 
 class Kept:
-    """What stage number `stage` holds of one micro-batch between two of its actions."""
+    """What a stage holds of one micro-batch, from F to the end of its backward.
 
-    def __init__(self, stage: int) -> None:
-        self.stage = stage  # for messages
-        self.drop()
+    It begins as the message that came from the stage before, or the stage's own part of the mini-batch.
+    """
 
-    def drop(self) -> None:
-        self.inputs: tuple[Tensor, ...] = ()  # the boundary inputs; leaves where they need a gradient
-        self.structure: Structure = None
-        self.needs_grad: tuple[bool, ...] = ()
-        self.aliases: tuple[int, ...] = ()  # inputs that share memory with another one
+    versions: tuple[int, ...] = ()  # of the inputs, to notice a layer that overwrites what R needs
+    buffers: Saved | None = None  # what the forward saw of the buffers that change, for R
+    edges: tuple[GradientEdge, ...] = ()  # where the gradients of the outputs enter the graph
+    places: tuple[int, ...] = ()  # which tensors of the outgoing message the edges belong to
+    exits: Sequence[Tensor | None] = ()  # gradients of the inputs, once the backward has run
+
+    def __init__(self, message: Message) -> None:
+        # The boundary inputs, leaves where they need a gradient, and which of them share memory with others.
+        self.inputs, self.structure, self.needs_grad, self.aliases = message
         # What decides which of the stage's outputs need a gradient and which inputs its layers overwrite.
-        self.kind: Hashable = ()
-        self.versions: tuple[int, ...] = ()  # of the inputs, to notice a layer that overwrites what R needs
-        self.buffers: Saved | None = None  # what the forward saw of the buffers that change, for R
-        self.edges: tuple[GradientEdge, ...] = ()  # where the gradients of the outputs enter the graph
-        self.exits: list[Tensor | None] = []  # gradients of the inputs, once the backward has run
-        self.places: tuple[int, ...] = ()  # which tensors of the outgoing message the edges belong to
-        self.weights: Weights | None = None  # what I left for W
-
-    def take(self, received: Message) -> None:
-        """The inputs that came from the stage before."""
-        self.inputs, structure, self.needs_grad, self.aliases = received
-        self.structure, self.kind = structure, self.needs_grad
-        if type(structure) is Nested:
-            self.kind = (self.needs_grad, structure.kind())
-
-    def take_own(self, microbatch: Tree, *, again: bool) -> None:
-        """The inputs of the first stage: its own part of the mini-batch, on its device. If they are needed
-        `again`, for a recomputation, those that are overwritten are copied.
-        """
-        tensors, structure = flatten(microbatch, "the mini-batch")
-        # .data: parts of one batch share a version counter, but overwriting one does not change the others.
-        tensors = tuple([tensor.data for tensor in tensors])
-        aliases = overlapping(tensors) if again else ()
-        self.take(Message(tensors, structure, (False,) * len(tensors), aliases))
+        self.kind: Hashable = self.needs_grad
+        if type(self.structure) is Nested:
+            self.kind = (self.needs_grad, self.structure.kind())
 
     def enter(
         self,
@@ -83,12 +64,14 @@ class Kept:
                 watched += [(tensor, tensor._version) for tensor in inputs]
             return inputs
         exits: list[Tensor | None] = [None] * len(self.needs_grad)
-        leaves: list[Tensor] = []
-        entered: list[Tensor] = []
-        for position, (tensor, needed) in enumerate(zip(inputs, self.needs_grad, strict=True)):
-            leaf = tensor.detach().requires_grad_() if needed else tensor
-            leaves.append(leaf)
-            entered.append(_Entry.apply(leaf, exits, position) if needed else leaf)
+        leaves = [
+            tensor.detach().requires_grad_() if needed else tensor
+            for tensor, needed in zip(inputs, self.needs_grad, strict=True)
+        ]
+        entered = [
+            _enter(leaf, exits, position) if leaf.requires_grad else leaf
+            for position, leaf in enumerate(leaves)
+        ]
         if not again:
             self.exits, self.inputs = exits, tuple(leaves)
         if watched is not None:
@@ -99,32 +82,33 @@ class Kept:
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
         """The edges that have one of the outputs' `gradients`, and these gradients."""
-        pairs = [
-            (edge, gradient)
-            for edge, place in zip(self.edges, self.places, strict=True)
-            if (gradient := gradients[place]) is not None
-        ]
-        return tuple([edge for edge, _ in pairs]), tuple([gradient for _, gradient in pairs])
+        edges, found = [], []
+        for edge, place in zip(self.edges, self.places, strict=True):
+            if (gradient := gradients[place]) is not None:
+                edges.append(edge)
+                found.append(gradient)
+        return tuple(edges), tuple(found)
 
     def split(self, edges: tuple[GradientEdge, ...]) -> Split:
         """The graph behind some of the edges, as what I computes and what W does."""
         return Split(edges, _Entry._backward_cls)
 
-    def keep_graph(self, outputs: Sequence[Tensor], announced: tuple[bool, ...] | None = None) -> None:
+    def keep_graph(self, outputs: Sequence[Tensor]) -> None:
         """Keeps where the gradients enter the graph, and of the inputs only the leaves that take gradients
         out.
         """
-        if announced is not None and any(
-            t.requires_grad and not a for t, a in zip(outputs, announced, strict=True)
-        ):
-            raise RuntimeError(
-                f"an output of stage {self.stage} needs a gradient now, but did not when the stages agreed "
-                "on what travels; call Pipeline.refresh() after changing which parameters are trained"
-            )
         self.places = tuple([i for i, tensor in enumerate(outputs) if tensor.requires_grad])
-        self.edges = tuple([get_gradient_edge(outputs[i]) for i in self.places])
+        self.edges = tuple([_edge(outputs[i]) for i in self.places])
         if not all(self.needs_grad):
             self.inputs = tuple([t for t in self.inputs if t.requires_grad])
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """As `get_gradient_edge`, which takes longer to find what is special of leaves and Python's nodes."""
+    node = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
 
 
 class _Entry(torch.autograd.Function):
@@ -144,3 +128,7 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.exits[ctx.position] = gradient
         return None, None, None
+
+
+# `Function.apply` without what it does for functorch, which takes as long as the rest.
+_enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.keywords import Keywords
-from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
+from gpipe_bench.pipeline.stage.rng import Generators, layer_key, loss_may_draw, may_draw, mix
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Structure, Tree, flatten, tensors_of, unflatten
 from gpipe_bench.pipeline.transfers import Mark, Transfers
@@ -50,6 +50,7 @@ class LayerRunner:
     ) -> None:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
         self.device, self.seed, self.statistics = device, seed, statistics
+        self._normalizes = bool(statistics)
         self._generators = Generators(device)
         self._draws = (False,) * len(layers)
         self.drew: int | None = None  # a layer that drew in training mode without a loss
@@ -60,7 +61,7 @@ class LayerRunner:
         self.entering: tuple[bool, ...] | None = None
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
         self._calls: tuple[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None], ...] = ()
-        self._loss_key = 0
+        self._loss_key: int | None = None  # None: draws nothing
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
         self._autocast = False
@@ -77,28 +78,32 @@ class LayerRunner:
         Each layer is given what its `forward` has a name for of the `shared` arguments.
         """
         self._targets, self._loss_fn = targets, loss_fn
-        self._draws = tuple(map(may_draw, self.layers))  # in each step anew: hooks come and go
+        # In each step anew: hooks come and go.
+        self._draws = tuple([may_draw(layer) for layer in self.layers])
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
         if loss_fn is None and self.drew is None:
             calls = [self._watched(i, call) for i, call in enumerate(calls)]
         if self._leaves is not None:
             calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
+        each = zip(calls, self._draws, self._keywords, strict=True)
         self._calls = tuple(
-            (
-                layer,
-                layer_key(self.seed, step, self.first_layer + i) if draws else None,
-                (shared and keywords.select(shared)) or None,
-            )
-            for i, (layer, draws, keywords) in enumerate(zip(calls, self._draws, self._keywords, strict=True))
+            [
+                (
+                    layer,
+                    layer_key(self.seed, step, self.first_layer + i) if draws else None,
+                    (shared and keywords.select(shared)) or None,
+                )
+                for i, (layer, draws, keywords) in enumerate(each)
+            ]
         )
-        self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers))
+        draws = targets != () and loss_fn is not None and loss_may_draw(loss_fn)
+        self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers)) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
         self._targets, self._loss_fn = (), None
-        if any(shared is not None for _, _, shared in self._calls):
-            self._calls = tuple((layer, key, None) for layer, key, _ in self._calls)
+        self._calls = tuple([(layer, key, None) for layer, key, _ in self._calls])
 
     def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
         """The layers in order, each with its own random stream; the user's generators are given back
@@ -111,7 +116,7 @@ class LayerRunner:
         forget_casts = self._autocast and not torch.is_grad_enabled()
         if forget_casts:  # autocast caches weights cast without a graph, and a graph must not meet them
             torch.clear_autocast_cache()
-        if self.statistics:
+        if self._normalizes:
             self.statistics.redirect(recording=recording)
         try:
             for layer, key, shared in self._calls:
@@ -123,7 +128,7 @@ class LayerRunner:
         finally:
             if states is not None:
                 generators.restore(states)
-            if self.statistics:
+            if self._normalizes:
                 self.statistics.release()
             if forget_casts:
                 torch.clear_autocast_cache()
@@ -160,12 +165,15 @@ class LayerRunner:
         """The mean loss of the micro-batch: one more layer, with a random stream of its own."""
         assert self._loss_fn is not None
         target = self._targets[m]
-        states = self._generators.save()
-        try:
-            self._generators.seed(mix(self._loss_key ^ (self._first_microbatch + m)))
+        if self._loss_key is None:
             loss = self._loss_fn(output, target)
-        finally:
-            self._generators.restore(states)
+        else:
+            states = self._generators.save()
+            try:
+                self._generators.seed(mix(self._loss_key ^ (self._first_microbatch + m)))
+                loss = self._loss_fn(output, target)
+            finally:
+                self._generators.restore(states)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -177,7 +185,9 @@ class LayerRunner:
 
     def in_backward(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """What `call` gives in the surroundings of a backward."""
-        if self.statistics:  # a layer may checkpoint parts of itself, which then run once more in here
+        if not (self._normalizes or self._autocast):
+            return call(*arguments)
+        if self._normalizes:  # a layer may checkpoint parts of itself, which then run once more in here
             self.statistics.redirect(recording=False)
         try:
             if not self._autocast:
@@ -187,7 +197,7 @@ class LayerRunner:
             with torch.autocast(self.device.type, enabled=False), torch.autocast("cpu", enabled=False):
                 return call(*arguments)
         finally:
-            if self.statistics:
+            if self._normalizes:
                 self.statistics.release()
 
     def describe_output(self, stage: int) -> str:
@@ -225,10 +235,7 @@ class Arriving:
 def deliver(
     trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str, *, once: bool = False
 ) -> Sequence[Batch] | Arriving:
-    """The micro-batches on `device`; as they are where all of them are there, or there are none."""
-    for tree in trees:
-        for tensor in () if tree is None else tensors_of(tree, what):
-            if tensor.device != device:
-                found = (tree for tree in trees if tree is not None)
-                return Arriving(found, device, transfers, what, once=once)
-    return trees
+    """The micro-batches, which are parts of one mini-batch, on `device`: as they are if it is there."""
+    if not trees or trees[0] is None or all(tensor.device == device for tensor in tensors_of(trees[0], what)):
+        return trees
+    return Arriving(trees, device, transfers, what, once=once)

@@ -13,6 +13,7 @@ The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,12 +68,30 @@ def may_draw(layer: nn.Module) -> bool:
     """
     if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
         return True
-    for module in layer.modules():
-        if isinstance(module, _RANDOM_KINDS) or not type(module).__module__.startswith("torch.nn.modules."):
+    todo = [layer]
+    while todo:
+        module = todo.pop()
+        kind: Any = type(module)
+        if _kind_may_draw(kind) or module._forward_hooks or module._forward_pre_hooks:
             return True
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        if "forward" in module.__dict__:
             return True
+        todo += [child for child in module._modules.values() if child is not None]
     return False
+
+
+@lru_cache(maxsize=256)
+def _kind_may_draw(kind: Any) -> bool:
+    return issubclass(kind, _RANDOM_KINDS) or not kind.__module__.startswith("torch.nn.modules.")
+
+
+def loss_may_draw(loss_fn: Any) -> bool:
+    """The same of a loss: False for those of torch, modules and functions."""
+    if isinstance(loss_fn, nn.Module):
+        return may_draw(loss_fn)
+    name = getattr(loss_fn, "__name__", "")
+    is_known = name.endswith(("_loss", "cross_entropy")) and loss_fn is getattr(nn.functional, name, None)
+    return not is_known
 
 
 class Generators:

@@ -21,18 +21,53 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.graph import Kept
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
-from gpipe_bench.pipeline.stage.split_backward import run_engine
-from gpipe_bench.pipeline.stage.tensors import overlapping, separate, version
+from gpipe_bench.pipeline.stage.split_backward import Weights, run_engine
+from gpipe_bench.pipeline.stage.tensors import is_divided, overlapping, separate, version
 from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
+from gpipe_bench.pipeline.stage.trees import Message, Structure, Tree, flatten, unflatten
 from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
+
+
+class Reduction:
+    """What joins the gradients of one stage with those of other processes.
+
+    In a training step it is told, in this order: `begin`; before and after every action that runs backward
+    (B, or I and W); `finish`. A pass of forwards alone ends with `evaluated`, whatever fails with `reset`.
+    Parameters get gradients in B and W, and in I where a graph cannot be split.
+    """
+
+    def begin(self, num_microbatches: int, *, sync: bool) -> None:
+        """A training step of so many micro-batches begins. Without `sync` it leaves this process's own
+        gradients, which a later step joins with those of the others.
+        """
+
+    def before(self, kind: Kind, m: int, *, last: bool) -> None:
+        """Right before B, I or W of micro-batch `m`. `last`: after this action no other one of the stage
+        makes gradients of parameters in this step.
+        """
+
+    def after(self, kind: Kind, m: int, *, last: bool) -> None:
+        """Right after it, before its gradients are sent to the stage before. Must not wait for others."""
+
+    def finish(self) -> None:
+        """The step is over on this process: waits for the others; `.grad` is what the optimizer may use."""
+
+    def evaluated(self) -> None:
+        """A pass of forwards alone is over."""
+
+    def reset(self) -> None:
+        """Drops what it holds of the step, after an error."""
+
+    def refresh(self) -> None:
+        """Other parameters may be trained from now on, or come in in another order."""
 
 
 class Stage:
@@ -42,7 +77,7 @@ class Stage:
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
     `torch.compile`, for layers that shall be compiled; `runner` is what calls them; `leaves` are of weights
     that other layers use, too. `first_microbatch` is the number of micro-batch 0 among those of all replicas,
-    which keys the random streams, too.
+    which keys the random streams, too. `reduction` makes what is told of the backwards.
     """
 
     def __init__(
@@ -59,6 +94,7 @@ class Stage:
         runner: Callable[..., LayerRunner] = LayerRunner,
         leaves: Leaves | None = None,
         first_microbatch: int = 0,
+        reduction: Callable[[Any], Reduction] | None = None,
     ) -> None:
         self.index, self.device, self.seed = index, device, seed
         self.is_first, self.is_last = index == 0, is_last
@@ -81,7 +117,8 @@ class Stage:
         self._overwritten: dict[Hashable, tuple[int, ...]] = {}
         self._found_for: tuple[tuple[bool, ...], ...] = ()  # what is trained, and the layers' modes
         self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
-        self._microbatches: list[Kept] = []
+        self._microbatches: dict[int, Kept] = {}  # what is held of each, from F to the end of its backward
+        self._weights: dict[int, Weights] = {}  # what I left of each micro-batch for W
         self._transfers = Transfers()  # of the mini-batch and the targets
         self._feed: Sequence[Tree] | Arriving = ()
         self._training = False
@@ -90,6 +127,21 @@ class Stage:
         self._shares: Sequence[float] = ()
         self._scaler: torch.amp.GradScaler | None = None
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}  # gradients of losses
+        self.reduction = None if reduction is None else reduction(self)
+        self._last: tuple[Kind, int] | None = None  # the action that gives parameters their last gradients
+        self._is_new = True  # the graphs of the first step with a reduction are looked through
+
+    def follow(self, schedule: Schedule) -> None:
+        """The steps take this schedule from now on."""
+        self.lay_out(schedule)
+        if self.reduction is not None:
+            self.reduction.refresh()  # a W makes gradients in another order than a B
+
+    def lay_out(self, schedule: Schedule) -> None:
+        """The same for a step with fewer micro-batches, of which other replicas may have all."""
+        if self.reduction is not None:
+            row = schedule.row(self.index)
+            self._last = next((a.kind, a.microbatch) for a in reversed(row) if a.kind in (Kind.B, Kind.W))
 
     # A step begins and ends
 
@@ -113,8 +165,6 @@ class Stage:
         micro-batch's share of the examples) and the `scaler` of gradients belong to the last. Without
         `loss_fn` the last stage keeps its outputs. `shared` are keyword arguments of the layers.
         """
-        while len(self._microbatches) < num_microbatches:
-            self._microbatches.append(Kept(self.index))
         self._training = training
         self._without_graph = torch.inference_mode if inference else torch.no_grad
         self.statistics.begin()
@@ -165,6 +215,9 @@ class Stage:
         """
         self._forget_what_was_found()
         self._buffers.forget()
+        if self.reduction is not None:
+            self.reduction.refresh()
+            self._is_new = True
 
     def _forget_what_was_found(self) -> None:
         self._needs_grad.clear()
@@ -185,8 +238,8 @@ class Stage:
         self.outputs = []
 
     def _release(self) -> None:
-        for microbatch in self._microbatches:
-            microbatch.drop()
+        self._microbatches.clear()
+        self._weights.clear()
         self._feed = ()
         self._scaler = None
         self._runner.release()
@@ -242,11 +295,9 @@ class Stage:
 
         `received` comes from the stage before; None on the first stage, which takes its own micro-batch.
         """
-        state = self._microbatches[m]
-        if received is None:
-            state.take_own(self._feed[m], again=self._training and not graph)
-        else:
-            state.take(received)
+        state = self._microbatches[m] = Kept(
+            self._own_part(m, again=self._training and not graph) if received is None else received
+        )
         del received
         if not self._training:
             return self._forward_only(state, m)
@@ -283,17 +334,19 @@ class Stage:
                 return None
         if state.buffers is not None:
             self._buffers.look(state.buffers)
-        tensors, structure = flatten(output, self._runner.describe_output(self.index))
+        tensors, structure = self._apart(output)
+        del output
         tensors = self._buffers.apart(tensors)
-        needs_grad = known if known is not None else tuple([tensor.requires_grad for tensor in tensors])
+        needs_grad = known
+        if needs_grad is None:
+            needs_grad = self._needs_grad[kind] = tuple([tensor.requires_grad for tensor in tensors])
         if len(needs_grad) != len(tensors):
             raise RuntimeError(
                 f"{len(tensors)} tensors leave stage {self.index} now and {len(needs_grad)} did before, for "
                 "inputs of the same kind; call Pipeline.refresh() on every rank after changing the model"
             )
-        self._needs_grad[kind] = needs_grad
         if graph:
-            state.keep_graph(tensors, needs_grad)
+            self._keep_graph(state, tensors, needs_grad)
         aliases = overlapping(tensors)
         tensors = tuple([t.detach() if t.requires_grad else t for t in tensors])
         return Message(tensors, structure, needs_grad, aliases)
@@ -304,8 +357,8 @@ class Stage:
         with self._without_graph():
             output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
         self._find_overwritten(state, watched)
-        state.drop()
-        tensors, structure = flatten(output, self._runner.describe_output(self.index))
+        del self._microbatches[m], state
+        tensors, structure = self._apart(output)
         tensors = self._buffers.apart(tensors)
         if self.is_last:
             self.outputs[m] = unflatten(tensors, structure)
@@ -325,14 +378,14 @@ class Stage:
             _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
         )
         state.buffers = None
-        with buffers, torch.enable_grad():
+        with buffers, torch.set_grad_enabled(True):
             copied = self._overwritten[state.kind]
             output = self._runner.run(m, unflatten(state.enter(copied), state.structure), recording=False)
             if self.is_last:
                 state.keep_graph((self._runner.loss(m, output),))
                 return
-        tensors, _ = flatten(output, self._runner.describe_output(self.index))
-        state.keep_graph(tensors, self._needs_grad[state.kind])
+        tensors, _ = self._apart(output)
+        self._keep_graph(state, tensors, self._needs_grad[state.kind])
 
     def backward(self, m: int, gradients: Gradients) -> Gradients:
         """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.
@@ -340,12 +393,20 @@ class Stage:
         The last stage takes none in; it starts from its loss. Inputs, graph and gradients are dropped at
         once.
         """
-        state = self._microbatches[m]
+        if self.reduction is not None:
+            self._tell_before(Kind.B, m)
+        gradients = self._whole_backward(m, gradients)
+        if self.reduction is not None:
+            self.reduction.after(Kind.B, m, last=self._last == (Kind.B, m))
+        return gradients
+
+    def _whole_backward(self, m: int, gradients: Gradients) -> Gradients:
+        state = self._microbatches.pop(m)
         roots, seeds = self._roots(state, m, gradients)
         del gradients
         exits = state.exits or [None] * len(state.needs_grad)
         inputs = state.inputs  # alive until the backward is over, as the memory model has it
-        state.drop()
+        del state
         if roots:
             self._runner.in_backward(run_engine, roots, seeds)
             if self._without_grad:
@@ -358,28 +419,98 @@ class Stage:
 
         Inputs and graph are dropped at once. Where a graph cannot be split, this is all of B.
         """
+        if self.reduction is not None:
+            self._tell_before(Kind.I, m)
         state = self._microbatches[m]
         roots, seeds = self._roots(state, m, gradients)
         split = state.split(roots)
         if split.whole:
-            return Stage.backward(self, m, gradients)
-        del gradients
-        exits = state.exits or [None] * len(state.needs_grad)
-        inputs = state.inputs
-        state.drop()
-        if roots:
-            state.weights = self._runner.in_backward(split.inputs, roots, seeds, exits)
-        del inputs
-        return tuple(exits)
+            del state, split, roots, seeds
+            gradients = self._whole_backward(m, gradients)
+        else:
+            del gradients
+            exits = state.exits or [None] * len(state.needs_grad)
+            inputs = state.inputs
+            del self._microbatches[m], state
+            if roots:
+                self._weights[m] = self._runner.in_backward(split.inputs, roots, seeds, exits)
+            del inputs
+            gradients = tuple(exits)
+        if self.reduction is not None:
+            self.reduction.after(Kind.I, m, last=False)
+        return gradients
 
     def backward_weights(self, m: int) -> None:
         """W: the gradients of the parameters, from what I left; then nothing of the micro-batch is left."""
-        state = self._microbatches[m]
-        weights = state.weights
-        state.drop()
+        if self.reduction is not None:
+            self._tell_before(Kind.W, m)
+        weights = self._weights.pop(m, None)
         if weights is not None:
             self._runner.in_backward(weights.accumulate)
             self._without_grad = [p for p in self._without_grad if p.grad is None]
+        if self.reduction is not None:
+            self.reduction.after(Kind.W, m, last=self._last == (Kind.W, m))
+
+    # Parts
+
+    def _own_part(self, m: int, *, again: bool) -> Message:
+        """The inputs of the first stage: its own part of the mini-batch, on its device. If they are needed
+        `again`, for a recomputation, those that are overwritten are copied.
+        """
+        tensors, structure = flatten(self._feed[m], "the mini-batch")
+        # .data: parts of one batch share a version counter, but overwriting one does not change the others.
+        tensors = tuple([tensor.data for tensor in tensors])
+        return Message(tensors, structure, (False,) * len(tensors), overlapping(tensors) if again else ())
+
+    def _apart(self, output: Tree) -> tuple[tuple[Tensor, ...], Structure]:
+        """What leaves the layers; the message for what cannot is made only where there is need of it."""
+        if isinstance(output, Tensor):
+            return (output,), None
+        return flatten(output, self._runner.describe_output(self.index))
+
+    def _keep_graph(self, state: Kept, outputs: tuple[Tensor, ...], announced: tuple[bool, ...]) -> None:
+        """Of outputs of which the next stage was told which need a gradient."""
+        state.keep_graph(outputs)
+        for place in state.places:
+            if not announced[place]:
+                raise RuntimeError(
+                    f"an output of stage {self.index} needs a gradient now, but did not when the stages "
+                    "agreed on what travels; call Pipeline.refresh() after changing which parameters are "
+                    "trained"
+                )
+
+    def _tell_before(self, kind: Kind, m: int) -> None:
+        """Who joins the gradients of processes hears of a backward; in a first step, all of it is known."""
+        assert self.reduction is not None
+        last = self._last == (kind, m)
+        if self._is_new:
+            if m in self._microbatches:
+                self._refuse_others(m)
+            self._is_new = not last
+        self.reduction.before(kind, m, last=last)
+
+    def _refuse_others(self, m: int) -> None:
+        """`ValueError` before a backward for parameters that get a gradient in it and are of no layer and of
+        no loss that is a module: nobody would sum it over replicas.
+        """
+        known = set(self.receiving)
+        if any(map(is_divided, known)):  # their graph has other leaves
+            return
+        todo: list[Any] = [edge.node for edge in self._microbatches[m].edges]
+        seen = {None}
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            todo += [each for each, _ in node.next_functions]
+            parameter = getattr(node, "variable", None)
+            if isinstance(parameter, nn.Parameter) and parameter not in known:
+                raise ValueError(
+                    f"stage {self.index} trains a parameter of shape {tuple(parameter.shape)} that none of "
+                    "its layers has, so its gradients would not be summed over replicas; register it in a "
+                    "layer, or pass loss_fn as the nn.Module that has it"
+                )
 
     def _find_overwritten(self, state: Kept, watched: list[tuple[Tensor, int]]) -> tuple[int, ...]:
         """The positions of the inputs that the layers have changed, of those `watched`, which it clears."""
@@ -420,6 +551,17 @@ class Stage:
 
 
 def _parameters(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:
-    """Each once; `Module.parameters` takes three times as long."""
-    found = [p for root in roots for module in root.modules() for p in module._parameters.values()]
-    return tuple([p for p in dict.fromkeys(found) if p is not None])
+    """Each once, in the order of `Module.parameters`, which takes five times as long."""
+    found: dict[nn.Parameter | None, None] = {}
+    todo = [*roots][::-1]
+    seen: set[nn.Module] = set()
+    while todo:
+        module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found.update(dict.fromkeys(module._parameters.values()))
+        if module._modules:
+            todo += [child for child in reversed(module._modules.values()) if child is not None]
+    found.pop(None, None)
+    return tuple(found)  # type: ignore[arg-type]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,40 @@ def test_modules_that_are_named_exist() -> None:
 def test_nobody_is_told_to_install_a_name_that_is_not_ours_on_any_index() -> None:
     texts = [*(page.read_text(encoding="utf-8") for page in PAGES), *SOURCES.values()]
     assert [line for text in texts for line in re.findall(r"pip install [\"']?gpipe-bench.*", text)] == []
+
+
+@pytest.mark.parametrize("package", ["pipeline", "planner"])
+def test_every_public_name_is_there_and_known_to_a_type_checker(package: str) -> None:
+    module = import_module(f"gpipe_bench.{package}")
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    imports = [
+        node
+        for node in ast.walk(ast.parse(SOURCES[Path(package, "__init__.py")]))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    typed = {
+        (alias.name, f"{node.module}")
+        for node in imports
+        if (node.module or "").startswith("gpipe_bench.")
+        for alias in node.names
+    }
+    homes = module._HOMES
+    if package == "planner":
+        homes = {name: home for home, names in homes.items() for name in names}
+    assert typed == {(name, f"gpipe_bench.{package}.{home}") for name, home in homes.items()}
+
+
+def test_users_are_shown_public_names_alone() -> None:
+    """Where things live may change: pages, examples and generated scripts import from the packages."""
+    paths = [*PAGES, *ROOT.glob("docs/**/*.py"), ROOT / "planner" / "script.py"]
+    shown = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
+    own = "from gpipe_bench.planner."  # the generator's own imports
+    shown[Path("planner/script.py")] = re.sub(f"(?m)^{own}.*", "", shown[Path("planner/script.py")])
+    for package in ("pipeline", "planner"):
+        known = {*import_module(f"gpipe_bench.{package}").__all__, "checkpoint"}
+        imports = rf"(?m)^[ f\"]*from gpipe_bench\.{package} import (\([^)]*\)|[^\n\"]+)"
+        for path, text in shown.items():
+            named = set(re.findall(rf"gpipe_bench\.{package}\.(\w+(?:\.\w+)*)", text))
+            for found in re.findall(imports, text):
+                named |= {name.strip() for name in re.sub(r"\{\w+\}", "", found).strip("()").split(",")}
+            assert named - {""} <= known, path

@@ -70,7 +70,7 @@ BOUNDARIES = (
     ),
     Mutant(
         name="targets in reverse order",
-        file="pipeline/steps.py",
+        file="pipeline/step.py",
         old='    return split(target, num_microbatches, "the target")\n',
         new='    return split(target.flip(0), num_microbatches, "the target")\n',
         why="every micro-batch needs its own targets",
@@ -90,7 +90,7 @@ LIFETIMES = (
     Mutant(
         name="graph kept after its backward",
         file="pipeline/stage/stage.py",
-        old="        state.drop()\n        if roots:\n            self._runner.in_backward(run_engine",
+        old="        del state\n        if roots:\n            self._runner.in_backward(run_engine",
         new="        if roots:\n            self._runner.in_backward(run_engine",
         why="memory is freed at the earliest action",
         tests=ALIVE,
@@ -99,7 +99,7 @@ LIFETIMES = (
         name="outputs kept by the graph's owner",
         file="pipeline/stage/graph.py",
         old="        self.places = tuple(",
-        new="        self.weights = tuple(outputs)\n        self.places = tuple(",
+        new="        self.outputs = tuple(outputs)\n        self.places = tuple(",
         why="an output lives on only if a layer saved it",
         tests=("tests/test_stage.py::test_graphs_and_inputs_alive_at_every_action[never-gpipe]",),
     ),

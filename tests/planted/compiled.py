@@ -19,7 +19,7 @@ COMPILED = (
         old="            events += [-number - 1 for number in sorted(gradients)]\n",
         new="            pass\n",
         why="every layer would leave a second copy of its gradients behind",
-        tests=("tests/test_compiled_memory.py::test_every_story_ends_with_gradients_and_nothing_else",),
+        tests=("tests/test_compiled_memory.py::test_every_trace_ends_with_gradients_and_nothing_else",),
     ),
     Mutant(
         name="a compiled layer writes to its statistics",
@@ -31,7 +31,7 @@ COMPILED = (
     ),
     Mutant(
         name="tiles of 16 rows",
-        file="pipeline/memory/labels.py",
+        file="experiments/labels.py",
         old="_up(shape[low], 8)",
         new="_up(shape[low], 16)",
         why="memory would be padded twice as much",
@@ -39,7 +39,7 @@ COMPILED = (
     ),
     Mutant(
         name="a length is relabelled once",
-        file="pipeline/memory/labels.py",
+        file="experiments/labels.py",
         old="                while rest and rest % label.prime == 0:\n",
         new="                if rest and rest % label.prime == 0:\n",
         why="weights, which are quadratic in the width, would grow linearly",

@@ -38,8 +38,8 @@ COMPUTED = (
     Mutant(
         name="a part of the range with other settings moved along",
         file="experiments/computed/stride.py",
-        old="ratios[*first[:place], value, *first[place + 1 :]]",
-        new="ratios[*first[:place], value, *[v[-1] for v in list(allowed.values())[place + 1 :]]]",
+        old="ratios[*middle[:place], value, *middle[place + 1 :]]",
+        new="ratios[*middle[:place], value, *[v[-1] for v in list(allowed.values())[place + 1 :]]]",
         why="a part says what one setting does alone",
         tests=("tests/test_computed.py::test_the_range_goes_over_everything_that_is_not_stated",),
     ),
@@ -49,13 +49,51 @@ TESTED_REASONS = (
     Mutant(
         name="rounding is no excuse",
         file="harness/hypotheses.py",
-        old="if accounts(value, cell):",
+        old="if hypothesis.share(cell) >= SLIVER:",
         new="if abs(value - cell.target) <= 0.1 * cell.target:",
         why="a setting would account for a number that the verdict says it does not meet",
         tests=(
             "tests/test_hypotheses.py"
             "::test_a_number_is_accounted_for_where_the_verdict_on_it_alone_would_be_reproduced",
         ),
+    ),
+    Mutant(
+        name="a sliver reproduces",
+        file="harness/verdict.py",
+        old="met is not None and met < SLIVER",
+        new="met is not None and met < 0",
+        why="one setting of a hundred would be enough",
+        tests=(
+            "tests/test_harness_verdict.py"
+            "::test_a_range_that_meets_a_number_under_a_sliver_of_its_settings_decides_nothing",
+        ),
+    ),
+    Mutant(
+        name="what fits nowhere bars every setting",
+        file="experiments/table1/settings.py",
+        old='fitting = [each for each in columns if "1" in each]',
+        new="fitting = columns",
+        why="a model that fits under no setting would make all settings count again",
+        tests=(
+            "tests/test_table1_published.py"
+            "::test_a_model_that_fits_under_no_combination_tells_nothing_of_the_others",
+        ),
+    ),
+    Mutant(
+        name="jointly by any cell",
+        file="harness/joint.py",
+        old="if max(misses) <= 1 + _ULP:",
+        new="if min(misses) <= 1 + _ULP:",
+        why="a setting that gives one cell of a table would give the table",
+        tests=("tests/test_joint.py::test_every_cell_may_be_met_by_a_setting_of_its_own_and_all_by_none",),
+    ),
+    Mutant(
+        name="a batch that fits again is not taken",
+        file="experiments/predicted/tables.py",
+        old="best = np.where(fits[..., batch] & np.isfinite(rates[..., batch]), rates[..., batch], best)",
+        new="best = np.where(fits[..., batch] & np.isnan(best), rates[..., batch], best)",
+        why="a nominal batch would be reduced to the smallest that fits, not the largest",
+        tests=("tests/test_predicted.py::test_a_batch_that_does_not_fit_is_reduced_as_far_as_it_takes",),
     ),
     Mutant(
         name="fewer numbers rank higher",

@@ -33,7 +33,7 @@ DEVICES = (
     ),
     Mutant(
         name="the first event happened when it was enqueued",
-        file="pipeline/times/clock.py",
+        file="pipeline/clock.py",
         old="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 1e6\n",
         new="    return (before_ns + after_ns) / 2 - event.elapsed_time(now) * 0\n",
         why="devices that are behind the host would be shifted against each other",
@@ -41,7 +41,7 @@ DEVICES = (
     ),
     Mutant(
         name="whatever device is current",
-        file="pipeline/steps.py",
+        file="pipeline/step.py",
         old="            if self._on_accelerators:\n",
         new="            if False:\n",
         why="a layer that names no device would put its tensors on the first one",

@@ -79,7 +79,7 @@ EXCHANGED = (
     ),
     Mutant(
         name="a layer is refused by its own rank alone",
-        file="pipeline/assembled.py",
+        file="pipeline/api.py",
         old="        refuse_unsupported(part for layer in modules for part in layer.modules())\n",
         new="",
         why="the other ranks would wait for it until their time is over",

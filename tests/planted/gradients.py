@@ -125,7 +125,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="gradients summed instead of averaged",
-        file="pipeline/steps.py",
+        file="pipeline/step.py",
         old="tuple([length / plan.examples for",
         new="tuple([length * num_microbatches / plan.examples for",
         why="the step is M times too long; an optimizer that normalizes would hide it",
@@ -190,8 +190,8 @@ GRADIENTS = (
     Mutant(
         name="graph kept after the inputs' half of its backward",
         file="pipeline/stage/stage.py",
-        old="        inputs = state.inputs\n        state.drop()\n",
-        new="        inputs = state.inputs\n",
+        old="            del self._microbatches[m], state\n",
+        new="",
         why="what W needs is less than what I needed",
         tests=(SPLIT + "the_graph_is_gone_after_the_first_half_and_the_rest_after_the_second",),
     ),
@@ -254,8 +254,8 @@ GRADIENTS = (
     Mutant(
         name="recomputation moves the buffers on",
         file="pipeline/stage/stage.py",
-        old="        with buffers, torch.enable_grad():\n",
-        new="        with torch.enable_grad():\n",
+        old="        with buffers, torch.set_grad_enabled(True):\n",
+        new="        with torch.set_grad_enabled(True):\n",
         why="a recomputation must see what the forward saw, and leave what it left",
         tests=("tests/test_buffers.py::test_a_recomputation_sees_what_the_forward_saw[InPlace-always]",),
     ),

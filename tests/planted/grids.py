@@ -35,9 +35,9 @@ GRIDS = (
     ),
     Mutant(
         name="gathered parameters stay whole in the optimizer's step",
-        file="pipeline/memory/stages/grids.py",
-        old="    rests = all_received_apart([stage.rest for stage in stages], schedule, receive_ahead)\n",
-        new="    rests = all_received_apart([stage.step for stage in stages], schedule, receive_ahead)\n",
+        file="pipeline/memory/grids.py",
+        old="    rests = [stage.rest for stage in stages]\n",
+        new="    rests = [stage.step for stage in stages]\n",
         why="ZeRO would look as if it saved nothing where the optimizer decides",
         tests=("tests/test_grid_memory.py::test_modelled_peaks_are_those_of_real_steps",),
     ),
@@ -67,11 +67,11 @@ GRIDS = (
     ),
     Mutant(
         name="messages of scattered gradients are gone at once",
-        file="pipeline/memory/stages/grids.py",
-        old="""            message += gradients[layer]
-            gone += gradients[layer] - sum(map(""",
+        file="pipeline/memory/grids.py",
+        old="""            message += each.gradients[layer]
+            gone += each.gradients[layer] - each.shards""",
         new="""            message = 0
-            gone += gradients[layer] - sum(map(""",
+            gone += each.gradients[layer] - each.shards""",
         why="FSDP2 keeps them to the end of a backward, and a model of one stage would promise too much",
         tests=("tests/test_grid_memory.py::test_modelled_peaks_are_those_of_real_steps",),
     ),

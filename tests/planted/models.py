@@ -148,11 +148,11 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a tied weight's gradients are one",
-        file="planner/memory.py",
-        old="        summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes,\n",
+        file="pipeline/memory/workers.py",
+        old="        summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes * trained,\n",
         new="        gradient_bytes=stage.gradient_bytes - num_bytes,\n",
         why="each use has its own until the step ends, and a plan would not fit that was said to",
-        tests=("tests/test_planning_search.py::test_a_tied_weight_takes_what_the_memory_model_says",),
+        tests=("tests/test_tied_memory.py::test_a_tie_within_a_stage[gpipe-always-sgd]",),
     ),
     Mutant(
         name="a script forgets to divide the layers",

@@ -8,9 +8,9 @@ FRONTIER = "test_every_point_of_the_frontier_is_what_is_found_with_as_much_memor
 PLANNED = (
     Mutant(
         name="the loss is told in the end",
-        file="pipeline/engine.py",
+        file="pipeline/step.py",
         old="elif (loss := stage.loss()) is not None:",
-        new="elif action is program[-1].action and (loss := stage.loss()) is not None:",
+        new="elif position == len(clock._actions) - 1 and (loss := stage.loss()) is not None:",
         why="in a V everybody would wait for the longest row to learn a number",
         tests=("tests/test_engine.py::test_the_loss_is_told_after_the_last_forward",),
     ),

@@ -42,8 +42,8 @@ PORTALS = (
     Mutant(
         name="portals that wait left out of the memory model",
         file="pipeline/memory/portals.py",
-        old="            if source == stage:",
-        new="            if source == stage and line.target == stage + 1:",
+        old="    return memories(found, schedule, optimizer, None, lines, messages)\n",
+        new="    return memories(found, schedule, optimizer, None, (), messages)\n",
         why="a large portal waits with the stage that pops it",
         tests=("tests/test_portal_memory.py::test_a_large_portal_waits_where_it_is_popped[always]",),
     ),

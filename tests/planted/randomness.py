@@ -20,8 +20,8 @@ RANDOMNESS = (
     Mutant(
         name="who may draw asked in the first step alone",
         file="pipeline/stage/layers.py",
-        old="        self._draws = tuple(map(may_draw, self.layers))",
-        new="        if not self._calls:\n            self._draws = tuple(map(may_draw, self.layers))",
+        old="        self._draws = tuple([may_draw",
+        new="        self._draws = self._draws if self._calls else tuple([may_draw",
         why="a hook that draws may come later, and would draw other numbers in the recomputation",
         tests=("tests/test_rng.py::test_who_begins_to_draw_later_draws_the_same_in_the_recomputation",),
     ),

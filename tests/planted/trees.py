@@ -63,7 +63,7 @@ TREES = (
     ),
     Mutant(
         name="ties by the layers' names",
-        file="pipeline/layout.py",
+        file="pipeline/arguments.py",
         old="if isinstance(layers, OwnLayers) else named,\n",
         new="if not modules else named,\n",
         why="checkpoints would not find a tied weight of a model that is no sequence",

@@ -1,29 +1,33 @@
 """One mini-batch through the stages of this process: divided, run, and ended on every rank whatever happens.
 
-A training step and a forward-only pass differ in a loss and in which actions are left. Between them and the
-engine's loop is what must hold for both: the stages get their micro-batches and targets, all ranks learn how
-many examples there are, no cast is cached across the pass, and a failure leaves no rank waiting.
+Nothing is decided here: the schedule says what happens in which order, the stages know how, the transport
+moves what has to move. What is left is a loop (`run`) over what `prepare` has looked up once. A training step
+and a forward-only pass differ in a loss and in which actions are left. Around the loop is what must hold for
+both (`Steps`): the stages get their micro-batches and targets, all ranks learn how many examples there are,
+no cast is cached across the pass, and a failure leaves no rank waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import devices, engine
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.mesh.reduce import Joint
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.keywords import flatten_shared, shared_versions, unflatten_shared
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.reduced import ReducedStage
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import (
@@ -36,8 +40,10 @@ from gpipe_bench.pipeline.stage.trees import (
     split,
     tensors_of,
 )
-from gpipe_bench.pipeline.times.clock import Clock
 from gpipe_bench.pipeline.transport import Plan, ShortBatchError, Transport, rows_for
+
+Observer = Callable[[Action], AbstractContextManager[object]]
+_UNOBSERVED = nullcontext()
 
 
 class Steps:
@@ -72,15 +78,15 @@ class Steps:
         self._is_let_down = (
             messages.is_let_down if isinstance(messages, PointToPoint) else lambda error: False
         )
-        self._programs: dict[tuple[int, bool], tuple[engine.Program, Clock]] = {}
+        self._programs: dict[tuple[int, bool], tuple[tuple[Instruction, ...], Clock]] = {}
         self._rows = schedule  # of the latest step
         self.latest = schedule  # of the latest step that trained
         self._program(schedule, training=True)
 
-    def _program(self, schedule: Schedule, *, training: bool) -> tuple[engine.Program, Clock]:
+    def _program(self, schedule: Schedule, *, training: bool) -> tuple[tuple[Instruction, ...], Clock]:
         key = (schedule.num_microbatches, training)
         if key not in self._programs:
-            program = engine.prepare(schedule, self._stages, training=training)
+            program = prepare(schedule, self._stages, training=training)
             journal = None if self._joint is None else self._joint.journal
             clock = Clock([instruction.action for instruction in program], self._devices, journal)
             self._programs[key] = program, clock
@@ -98,7 +104,7 @@ class Steps:
         batch: Tree | None,
         target: Tree | None = None,
         loss_fn: LossFn | None = None,
-        observe: engine.Observer | None = None,
+        observe: Observer | None = None,
         shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         *,
@@ -134,8 +140,7 @@ class Steps:
             if schedule is not self._rows:
                 self._rows = schedule
                 for stage in self._stages.values():
-                    if isinstance(stage, ReducedStage):
-                        stage.lay_out(schedule)
+                    stage.lay_out(schedule)
             if training:
                 self.latest = schedule
             if training and self._tied is not None:
@@ -166,8 +171,8 @@ class Steps:
                 if scaler is not None:  # it learns its device, and all ranks begin with the same scale
                     scaler.scale(torch.zeros((), device=stage.device))
             if self._on_accelerators:
-                observe = engine.on_their_devices(self._stages, observe)
-            engine.run(program, self._transport, clock, observe)
+                observe = on_their_devices(self._stages, observe)
+            run(program, self._transport, clock, observe)
             if versions != shared_versions(plan.shared):
                 raise RuntimeError(
                     "a layer has changed a tensor of shared in place, which all layers and micro-batches "
@@ -224,6 +229,114 @@ class Steps:
             tuple(p.requires_grad for p in model.parameters()),
             tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._device_types),
         )
+
+
+class Instruction(NamedTuple):
+    """One instruction of a prepared program."""
+
+    kind: Kind
+    stage: Stage
+    microbatch: int
+    graph: bool  # F: build the graph, because no recomputation follows
+    action: Action
+
+
+def prepare(
+    schedule: Schedule, stages: Mapping[int, Stage], *, training: bool = True
+) -> tuple[Instruction, ...]:
+    """The actions that this process takes, in order, with everything looked up that a step needs.
+
+    With the stages of one worker that is its row. Several workers on one device take turns
+    (`order.execution_order`); on devices of their own, which work side by side, they are served in the order
+    in which their actions would start. `training=False` leaves the forwards only.
+    """
+    validate(schedule)
+    workers = {schedule.worker(stage) for stage in stages}
+    actions = schedule.actions[workers.pop()] if len(workers) == 1 else execution_order(schedule)
+    if len({stage.device for stage in stages.values()}) > 1:
+        actions = tuple(event.action for event in replay(schedule, SLOTS).events)
+    return tuple(
+        Instruction(
+            action.kind,
+            stages[action.stage],
+            action.microbatch,
+            training and not schedule.recomputes(action.microbatch, action.stage),
+            action,
+        )
+        for action in actions
+        if action.stage in stages and (training or action.kind is Kind.F)
+    )
+
+
+def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> Observer:
+    """`observe`, with the device of an action's stage as the current one in the action: layers may ask for
+    "the" accelerator without saying which. Where there are only CPUs there is no need of it.
+    """
+
+    @contextmanager
+    def guarded(action: Action) -> Iterator[None]:
+        with devices.on(stages[action.stage].device), _UNOBSERVED if observe is None else observe(action):
+            yield
+
+    return guarded
+
+
+def run(
+    program: Sequence[Instruction], transport: Transport, clock: Clock, observe: Observer | None = None
+) -> None:
+    """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
+
+    `observe` is entered around each action. An exception in an action becomes the `ActionError` naming it.
+    """
+    action: Action | None = None
+    clock.begin()
+    try:
+        for position, instruction in enumerate(program):
+            action = instruction.action
+            if observe is None:
+                _take(instruction, position, transport, clock)
+            else:
+                with observe(action):
+                    _take(instruction, position, transport, clock)
+    except Exception as error:
+        raise transport.abort(action, error) from error
+    clock.complete = True
+
+
+def _take(instruction: Instruction, position: int, transport: Transport, clock: Clock) -> None:
+    """One action, from what it waits for to what it sends."""
+    kind, stage, m, graph, _ = instruction
+    match kind:
+        case Kind.F:
+            message = None if stage.is_first else transport.receive_activation(stage.index, m)
+            clock.start(position)
+            message = stage.forward(m, message, graph)
+            clock.stop(position)
+            if message is not None:
+                transport.send_activation(stage.index, m, message)
+            elif (loss := stage.loss()) is not None:
+                transport.send_loss(loss)
+        case Kind.R:
+            clock.start(position)
+            stage.recompute(m)
+            clock.stop(position)
+        case Kind.B | Kind.I:
+            gradients = () if stage.is_last else transport.receive_gradient(stage.index, m)
+            clock.start(position)
+            if kind is Kind.B:
+                gradients = stage.backward(m, gradients)
+            else:
+                gradients = stage.backward_inputs(m, gradients)
+            clock.stop(position)
+            if kind is Kind.B:
+                transport.release(stage.index, m)
+            if not stage.is_first:
+                transport.send_gradient(stage.index, m, gradients)
+        case Kind.W:
+            clock.start(position)
+            stage.backward_weights(m)
+            clock.stop(position)
+            transport.release(stage.index, m)
 
 
 def _outline(message: Message | None) -> Hashable:

@@ -19,7 +19,7 @@ from itertools import permutations
 from math import prod
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.story import LayerProfile, Story
+from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,18 @@ class Relabel:
             parameter_sizes=self._all(profile.parameter_sizes),
             trained_sizes=self._all(profile.trained_sizes),
             buffer_sizes=self._all(profile.buffer_sizes),
-            free=self._story(profile.free),
-            first=self._story(profile.first),
-            later=self._story(profile.later),
+            free=self._trace(profile.free),
+            first=self._trace(profile.first),
+            later=self._trace(profile.later),
             halves=None,  # knows its storages by other sizes
         )
 
     def _all(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(self.number, numbers))
 
-    def _story(self, story: Story) -> Story:
-        shapes = tuple((*map(self.number, shape[:-1]), shape[-1]) for shape in story.shapes)
-        return replace(story, sizes=self._all(story.sizes), shapes=shapes)
+    def _trace(self, trace: Trace) -> Trace:
+        shapes = tuple((*map(self.number, shape[:-1]), shape[-1]) for shape in trace.shapes)
+        return replace(trace, sizes=self._all(trace.sizes), shapes=shapes)
 
 
 def tiled(profile: LayerProfile) -> LayerProfile:
@@ -95,9 +95,9 @@ def tiled(profile: LayerProfile) -> LayerProfile:
         profile,
         inputs=_padded_ends(profile.inputs),
         outputs=_padded_ends(profile.outputs),
-        free=_padded_story(profile.free),
-        first=_padded_story(profile.first),
-        later=_padded_story(profile.later),
+        free=_padded_trace(profile.free),
+        first=_padded_trace(profile.first),
+        later=_padded_trace(profile.later),
         halves=None,
     )
 
@@ -106,14 +106,14 @@ def _padded_ends(boundary: Boundary) -> Boundary:
     return _with_shapes(boundary, [padded(spec.shape) for spec in boundary.tensors])
 
 
-def _padded_story(story: Story) -> Story:
+def _padded_trace(trace: Trace) -> Trace:
     sizes = []
-    for size, (*shape, itemsize) in zip(story.sizes, story.shapes, strict=True):
+    for size, (*shape, itemsize) in zip(trace.sizes, trace.shapes, strict=True):
         dense = prod(shape) * itemsize
         # A storage of another size than the tensor for which it was made is taken as a row.
         lengths = tuple(shape) if size == dense else (size // itemsize,)
         sizes.append(prod(padded(lengths)) * itemsize if size else 0)
-    return replace(story, sizes=tuple(sizes))
+    return replace(trace, sizes=tuple(sizes))
 
 
 @cache

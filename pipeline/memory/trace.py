@@ -16,7 +16,7 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 
 
 @dataclass(frozen=True, eq=False)
-class Story:
+class Trace:
     """Storages of one run of a layer and the order in which they appear and die.
 
     Events are ``+(s + 1)`` where storage s appears and ``-(s + 1)`` where it dies. The forward pass ends when
@@ -37,14 +37,6 @@ class Story:
     # What each storage was made for: a tensor's shape, and the bytes of an element last.
     shapes: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def plot(self) -> tuple[object, ...]:
-        """The story without its sizes: equal for two micro-batch sizes that can be interpolated."""
-        return (
-            self.inputs, self.outputs, self.kept, self.gradients, self.output_gradients,
-            self.input_gradients, self.forward, self.backward, self.without_gradient,
-        )  # fmt: skip
-
     @cached_property
     def forward_peak(self) -> int:
         """Most bytes that the forward pass adds to its inputs."""
@@ -64,31 +56,31 @@ class Story:
         """The storages at the layer's two ends that the graph holds, in the order of the ends."""
         return tuple(dict.fromkeys(s for s in self.inputs + self.outputs if s in self.kept))
 
-    def stretches(self, received: tuple[Received | None, ...]) -> tuple[Stretch, ...]:
+    def segments(self, received: tuple[Received | None, ...]) -> tuple[Segment, ...]:
         """The backward pass, cut where storages are let go that the neighbours may hold too.
 
         ``received`` says which storages the gradients of the outputs really are; they are alive when it
         begins. Computed once for each.
         """
-        if received not in self._stretches:
-            self._stretches[received] = self._cut(received)
-        return self._stretches[received]
+        if received not in self._segments:
+            self._segments[received] = self._cut(received)
+        return self._segments[received]
 
     @cached_property
-    def _stretches(self) -> dict[tuple[Received | None, ...], tuple[Stretch, ...]]:
+    def _segments(self) -> dict[tuple[Received | None, ...], tuple[Segment, ...]]:
         return {}
 
-    def _cut(self, received: tuple[Received | None, ...]) -> tuple[Stretch, ...]:
+    def _cut(self, received: tuple[Received | None, ...]) -> tuple[Segment, ...]:
         ends = {*self.inputs, *self.outputs}
         given = {s: r for s, r in zip(self.output_gradients, received, strict=True) if s is not None}
         users = Counter(each.storage for each in given.values() if each is not None)
-        stretches: list[Stretch] = []
+        segments: list[Segment] = []
         now, top = [0, 0, 0], [0, 0, 0]  # saved, gradients, other
         live = peak = 0  # their sums
         for event in self.backward:
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
-                stretches.append(Stretch(top[0], top[1], top[2], now[0], now[1], now[2], storage))
+                segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], storage))
                 now, top = [0, 0, 0], [0, 0, 0]
                 live = peak = 0
                 continue
@@ -107,8 +99,8 @@ class Story:
             live += change
             if live > peak:
                 peak, top = live, now.copy()
-        stretches.append(Stretch(top[0], top[1], top[2], now[0], now[1], now[2], None))
-        return tuple(stretches)
+        segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], None))
+        return tuple(segments)
 
 
 class Received(NamedTuple):
@@ -120,7 +112,7 @@ class Received(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """A part of a backward pass: changes in bytes from its begin to its fullest moment and to its end."""
 
     peak_saved: int
@@ -140,7 +132,7 @@ class Stretch:
 class Deferred:
     """An operation whose weights' gradients wait for W, or all that W does at its end.
 
-    Storages are those of the story of I, sizes are bytes. Sizes "as the engine adds" are beyond the gradients
+    Storages are those of the trace of I, sizes are bytes. Sizes "as the engine adds" are beyond the gradients
     that it is given.
     """
 
@@ -156,16 +148,16 @@ class Deferred:
 
 
 @dataclass(frozen=True, eq=False)
-class SplitStory:
+class SplitTrace:
     """The two halves of a layer's backward; where it is ``whole`` I does all of it.
 
-    I is a story like any other, but that some of what the graph holds, and some gradients, do not die in it.
+    I is a trace like any other, but that some of what the graph holds, and some gradients, do not die in it.
     W takes one operation after another, adds up a few gradients at a time, and lets go on the way. When it
     does so depends on the other layers of the stage (`split_footprint`), so W is told by operations.
     """
 
     whole: bool
-    inputs: Story  # its `backward` is I
+    inputs: Trace  # its `backward` is I
     deferred: tuple[Deferred, ...]  # in the order of the forward pass, in which W takes them
     last: Deferred | None  # parameters that are used more than once, and what I has computed
 
@@ -199,10 +191,10 @@ class LayerProfile:
     buffer_sizes: tuple[
         int, ...
     ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
-    free: Story
-    first: Story
-    later: Story
-    halves: SplitStory | None = None  # I and W, where they were asked for
+    free: Trace
+    first: Trace
+    later: Trace
+    halves: SplitTrace | None = None  # I and W, where they were asked for
     overwritten: frozenset[int] = frozenset()  # positions of inputs that the layer changes in place
     buffer_roles: tuple[BufferRole, ...] = ()  # of the buffers, which come first in `buffer_sizes`
 

@@ -23,16 +23,14 @@ of torch.distributed allocates of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
-from gpipe_bench.pipeline.memory.stages.layerwise import Pass, Passes, passes
-from gpipe_bench.pipeline.memory.stages.moments import Moment
-from gpipe_bench.pipeline.memory.stages.peaks import memory_at, optimizer_state, rule_of
-from gpipe_bench.pipeline.memory.stages.rows.messages import Ahead, all_received_apart
-from gpipe_bench.pipeline.memory.stages.workers import action_bytes
-from gpipe_bench.pipeline.memory.story import LayerProfile
+from gpipe_bench.pipeline.memory.messages import Ahead
+from gpipe_bench.pipeline.memory.stage_bytes import LayerMoment, Moment, Played, StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import action_bytes, workers_of
 from gpipe_bench.pipeline.plan.links import bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
@@ -78,24 +76,60 @@ class HeldStage:
         last: in the last backward: a B that is the stage's only one, a later one, the only W, a later W
     """
 
-    step: Footprint
-    rest: Footprint
+    step: StageBytes
+    rest: StageBytes
     first: tuple[int, int]
     last: tuple[int, int, int, int]
 
 
 def held_stage(layers: Sequence[LayerProfile], loss: LayerProfile | None, sharing: Sharing) -> HeldStage:
     """Of a stage's layers; ``loss`` is the loss of the last stage."""
-    return shared_stage(footprint(layers, loss), lambda: passes(layers, loss), sharing)
+    return shared_stage(stage_bytes(layers, loss), sharing)
 
 
-def shared_stage(whole: Footprint, each: Callable[[], Passes], sharing: Sharing) -> HeldStage:
-    """Of a stage whose footprint is known; ``each`` finds its layers' passes, where they matter."""
+def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
+    """Of a stage whose bytes are known."""
+    assert whole.played is not None, "it is made of layers"
     if sharing.shards > 1:
-        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each(), sharing)
+        each = _Layers(whole.played, sharing)
+        return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each)
     if sharing.replicas > 1:
-        return _replicated(whole, each(), sharing)
+        return _replicated(whole, _Layers(whole.played, sharing))
     return HeldStage(whole, whole, (0, 0), (0, 0, 0, 0))
+
+
+class _Pass(NamedTuple):
+    """Bytes of a pass over a stage's layers, beyond the stage's boundary inputs, by layer in the order of the
+    forward: when it begins, at its fullest, and when it is through.
+    """
+
+    before: tuple[int, ...]
+    most: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class _Layers:
+    """Of a stage's layers, the bytes of their parameters and passes; the loss counts to the last layer."""
+
+    def __init__(self, played: Played, sharing: Sharing) -> None:
+        self.sharing = sharing
+        self.trained_sizes = [layer.trained_sizes for layer in played.stage]
+        self.parameters = [sum(layer.parameter_sizes) for layer in played.stage]
+        self.gradients = [sum(sizes) for sizes in self.trained_sizes]
+        self.shards = [sum(map(sharing.part, sizes)) for sizes in self.trained_sizes]
+        self.shard_bytes = sum([sum(map(sharing.part, layer.parameter_sizes)) for layer in played.stage])
+        self.free, self.forward = _pass(played, played.free), _pass(played, played.with_graph)
+        self.first = _pass(played, played.first, back=True)
+        self.later = _pass(played, played.later, back=True)
+
+
+def _pass(played: Played, found: Sequence[LayerMoment], *, back: bool = False) -> _Pass:
+    each = [(one.before, one.fullest.total, one.after) for one in found]
+    *rest, last = each[: len(played.stage)]
+    for loss in each[len(played.stage) :]:
+        most = max(last[1], loss[1])
+        last = (loss[0], most, last[2]) if back else (last[0], most, loss[2])
+    return _Pass(*zip(*rest, last, strict=True))
 
 
 def grid_peak_bytes(
@@ -109,7 +143,6 @@ def grid_peak_bytes(
 
     `ValueError` also for split backwards where every pass gathers.
     """
-    rule = rule_of(optimizer)
     in_step = action_bytes([stage.step for stage in stages], schedule, optimizer, receive_ahead=receive_ahead)
     for index, stage in enumerate(stages):
         row = schedule.row(index)
@@ -117,45 +150,26 @@ def grid_peak_bytes(
         in_step[first] += stage.first[not schedule.recomputes(first.microbatch, index)]
         only = sum(action.kind is last.kind for action in row) == 1
         in_step[last] += stage.last[2 * (last.kind is Kind.W) + (not only)]
-    rests = all_received_apart([stage.rest for stage in stages], schedule, receive_ahead)
-    found = []
-    for worker in range(schedule.num_workers):
-        mine = [rests[stage] for stage in schedule.stages_of(worker)]
-        updates = [
-            memory_at(
-                stage,
-                None,
-                rule,
-                optimizer_state(stage, rule),
-                schedule.num_microbatches,
-                is_first=index == 0,
-            )
-            for index, stage in zip(schedule.stages_of(worker), mine, strict=True)
-        ]
-        # One parameter is updated at a time, whichever stage it is of.
-        update = sum(each.peak - each.transients for each in updates) + max(
-            each.transients for each in updates
-        )
-        found.append(max(update, *(in_step[action] for action in schedule.actions[worker])))
-    return tuple(found)
+    rests = [stage.rest for stage in stages]
+    workers = workers_of(rests, schedule, optimizer, receive_ahead, between_steps=True)
+    return tuple(
+        max(worker.update().peak, *[in_step[action] for action in row])
+        for worker, row in zip(workers, schedule.actions, strict=True)
+    )
 
 
-def _replicated(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
+def _replicated(whole: StageBytes, each: _Layers) -> HeldStage:
     """Buckets are copied while the gradients that they take the place of are there."""
-    buckets = _buckets(each.trained_sizes, sharing.bucket_bytes)
+    buckets = _buckets(each.trained_sizes, each.sharing.bucket_bytes)
 
-    def last(found: Pass, moment: Moment) -> int:
+    def last(found: _Pass, moment: Moment) -> int:
         most = max((found.after[layer] + size for layer, size in buckets), default=0)
         return max(most - moment.total, 0)
 
     # W gives autograd the gradients of many layers at once, and buckets leave as it takes them in.
     most = max((size for _, size in buckets), default=0)
-    return HeldStage(
-        whole,
-        whole,
-        (0, 0),
-        (last(each.backward_first, whole.backward_first), last(each.backward, whole.backward), most, most),
-    )
+    ends = (last(each.first, whole.backward_first), last(each.later, whole.backward), most, most)
+    return HeldStage(whole, whole, (0, 0), ends)
 
 
 def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: float | None) -> list[tuple[int, int]]:
@@ -171,22 +185,20 @@ def _buckets(sizes: Sequence[Sequence[int]], bucket_bytes: float | None) -> list
     return [*found, (0, size)] if size else found
 
 
-def _gathered_once(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
-    parameters = [sum(sizes) for sizes in each.parameter_sizes]
-    gradients = [sum(sizes) for sizes in each.trained_sizes]
-    step, rest = _parts(whole, each, sharing)
+def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
+    parameters, rest = each.parameters, _with_shards(whole, each)
     step = replace(
-        step,
-        parameter_bytes=step.parameter_bytes + sum(parameters),
+        rest,
+        parameter_bytes=rest.parameter_bytes + sum(parameters),
         gradient_bytes=whole.gradient_bytes,
-        backward_first=whole.backward_first,
     )
 
-    def first(found: Pass, moment: Moment) -> int:
+    def first(found: _Pass, moment: Moment) -> int:
         """A layer's message is there until it is copied, and of the layers behind it nothing else."""
-        return max(before + own for before, own in zip(found.before, parameters, strict=True)) - moment.total
+        most = max(before + own for before, own in zip(found.before, parameters, strict=True))
+        return max(most - moment.total, 0)
 
-    def last(found: Pass, moment: Moment) -> int:
+    def last(found: _Pass, moment: Moment) -> int:
         """Of the layers that are through, scattered gradients, and their messages until B ends."""
         most, gone, message = 0, 0, 0
         for layer in range(len(parameters) - 1, -1, -1):
@@ -194,27 +206,21 @@ def _gathered_once(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStag
             if not parameters[layer]:
                 continue
             gone += parameters[layer]  # given up before the gradients are copied
-            most = max(most, found.after[layer] - gone + message + gradients[layer])
-            message += gradients[layer]
-            gone += gradients[layer] - sum(map(sharing.part, each.trained_sizes[layer]))
+            most = max(most, found.after[layer] - gone + message + each.gradients[layer])
+            message += each.gradients[layer]
+            gone += each.gradients[layer] - each.shards[layer]
             most = max(most, found.after[layer] - gone + message)
         return most - moment.total
 
-    return HeldStage(
-        step,
-        rest,
-        (max(first(each.free, whole.free), 0), max(first(each.forward, whole.forward), 0)),
-        (last(each.backward_first, whole.backward_first), last(each.backward, whole.backward), 0, 0),
-    )
+    begins = (first(each.free, whole.free), first(each.forward, whole.forward))
+    ends = (last(each.first, whole.backward_first), last(each.later, whole.backward), 0, 0)
+    return HeldStage(step, rest, begins, ends)
 
 
-def _gathered_always(whole: Footprint, each: Passes, sharing: Sharing) -> HeldStage:
-    parameters = [sum(sizes) for sizes in each.parameter_sizes]
-    gradients = [sum(sizes) for sizes in each.trained_sizes]
-    shards = [sum(map(sharing.part, sizes)) for sizes in each.trained_sizes]
-    step, rest = _parts(whole, each, sharing)
+def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
+    parameters, rest = each.parameters, _with_shards(whole, each)
 
-    def ahead(found: Pass) -> Moment:
+    def ahead(found: _Pass) -> Moment:
         most = 0
         for before, top, own in zip(found.before, found.most, parameters, strict=True):
             most = max(most, before + 2 * own, top + own)  # the message beside what it is copied to
@@ -222,42 +228,34 @@ def _gathered_always(whole: Footprint, each: Passes, sharing: Sharing) -> HeldSt
 
     def back(*, first: bool) -> Moment:
         """Whole gradients of a layer are there until they are scattered, shards from the first B on."""
-        found, most, message = each.backward_first, 0, 0
+        found, most, message = each.first, 0, 0
         gone = 0  # whole gradients of layers that are through
         for layer in range(len(parameters) - 1, -1, -1):
             most = max(most, found.most[layer] - gone + parameters[layer] + message)
             if not parameters[layer]:
                 continue
             most = max(most, found.before[layer] - gone + 2 * parameters[layer] + message)
-            most = max(most, found.after[layer] - gone + gradients[layer] + message)
-            message += gradients[layer]
-            gone += gradients[layer] - (shards[layer] if first else 0)
-            most = max(most, found.after[layer] - gone + message + (0 if first else shards[layer]))
+            most = max(most, found.after[layer] - gone + each.gradients[layer] + message)
+            message += each.gradients[layer]
+            gone += each.gradients[layer] - (each.shards[layer] if first else 0)
+            most = max(most, found.after[layer] - gone + message + (0 if first else each.shards[layer]))
         return Moment(transients=most)
 
-    return HeldStage(
-        replace(
-            step,
-            free=ahead(each.free),
-            forward=ahead(each.forward),
-            again=None,
-            backward_first=back(first=True),
-            backward=back(first=False),
-            halves=None,
-        ),
+    step = replace(
         rest,
-        (0, 0),
-        (0, 0, 0, 0),
+        free=ahead(each.free),
+        forward=ahead(each.forward),
+        again=None,
+        backward_first=back(first=True),
+        backward=back(first=False),
+        halves=None,
     )
+    return HeldStage(step, rest, (0, 0), (0, 0, 0, 0))
 
 
-def _parts(whole: Footprint, each: Passes, sharing: Sharing) -> tuple[Footprint, Footprint]:
-    """The stage with shards of its parameters, gradients and states alone, twice."""
-    trained = tuple(map(sharing.part, whole.trained_sizes))
-    found = replace(
-        whole,
-        parameter_bytes=sum(sharing.part(size) for sizes in each.parameter_sizes for size in sizes),
-        trained_sizes=trained,
-        gradient_bytes=sum(trained),
+def _with_shards(whole: StageBytes, each: _Layers) -> StageBytes:
+    """The stage with shards of its parameters, gradients and states alone."""
+    trained = tuple(map(each.sharing.part, whole.trained_sizes))
+    return replace(
+        whole, parameter_bytes=each.shard_bytes, trained_sizes=trained, gradient_bytes=sum(trained)
     )
-    return found, found

@@ -1,0 +1,122 @@
+"""What a model without GPipe keeps if a compiler goes as far as it can: the outputs of products alone.
+
+Naive-1 is where our predictions of Table 1 lie farthest from the paper: kept by every operation, or by what a
+fusing compiler keeps by default, the activations are about twice what is printed. A compiler may also keep
+the outputs of matrix products and convolutions alone, and compute again what follows from them element by
+element. That was thought of once the difference had been seen, so no range covers it: it is a reason by name
+(results/unknowns.toml), computed here over everything else that is left open.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+from gpipe_bench.experiments.predicted.sizes import FullSize, scaled
+from gpipe_bench.experiments.table1.as_published import BYTES_PER_PARAMETER, GRADIENT_BYTES
+from gpipe_bench.experiments.table1.largest import last_that
+from gpipe_bench.experiments.table1.settings import CAP, OWN_OF_MODEL, Combination, allowed, unknown
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.models.paper import HALVES, PAPER_NUM_LAYERS, column
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+def reasons(half: str) -> Outcome:
+    """Activations of the paper's naive-1 and the largest model that fits, where only outputs of products are
+    kept, under everything else that is left open.
+    """
+    (reason,) = load_unknowns().reasons(HALVES[half].table)
+    size = column(half, "naive-1")
+    names = ("activation_format", "gradient_copies", *OWN_OF_MODEL[half])
+    choices = {name: allowed(half)[name] for name in names}
+    activations = [
+        _kept(half, size.num_layers, size.num_filters, each)
+        + _gradients(half, size.num_layers, size.num_filters, each)
+        for each in _product(choices)
+    ]
+    grid = {
+        "activation_format": allowed(half)["activation_format"],
+        "gradient_copies": tuple(copies for copies in allowed(half)["gradient_copies"] if copies),
+        CAP: unknown(half)[CAP].ends,
+        **({"filters_step": unknown(half)["filters_step"].allowed} if half == "amoebanet" else {}),
+    }  # fmt: skip
+    found = [_largest(half, each) for each in _product(grid)]
+    return Outcome(
+        (Quantity(name="combinations", value=len(activations), unit="number", provenance="modelled"),),
+        {
+            "name": reason.name,
+            "settings": {name: list(values) for name, values in choices.items()},
+            "bytes": activations,
+            "capacity": {
+                "settings": {name: list(values) for name, values in grid.items()},
+                "parameters": [parameters for parameters, _, _ in found],
+                "sizes": [[num_layers, num_filters] for _, num_layers, num_filters in found],
+            },
+        },
+    )  # fmt: skip
+
+
+def _product(choices: dict[str, tuple[Any, ...]]) -> list[Combination]:
+    return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+
+
+def _kept(half: str, num_layers: int, num_filters: int, settings: Combination) -> int:
+    """Bytes of the outputs of all products of a forward pass over the mini-batch."""
+    full = _full(half, num_layers, num_filters, settings)
+    return ITEMSIZE[str(settings["activation_format"])] * _outputs(full, HALVES[half].batch_size)
+
+
+def _gradients(half: str, num_layers: int, num_filters: int, settings: Combination) -> int:
+    """Bytes of the copies of the parameters' gradients that are counted."""
+    full = _full(half, num_layers, num_filters, settings)
+    return int(settings["gradient_copies"]) * GRADIENT_BYTES * sum(full.parameters)
+
+
+@cache
+def _outputs(full: FullSize, examples: int) -> int:
+    """Elements that all products make."""
+    return sum(
+        scaled(count, examples) * scaled(rows, examples) * scaled(columns, examples)
+        for layer in full.layers
+        for operation in layer.forward
+        for count, rows, _, columns in operation.products
+    )
+
+
+def _full(half: str, num_layers: int, num_filters: int, settings: Combination) -> FullSize:
+    options: dict[str, Any] = {**HALVES[half].options, "num_layers": num_layers}
+    if half == "transformer":
+        return FullSize(HALVES[half].model, {**options, "attention": "explicit"})
+    options |= {"num_filters": num_filters, "num_classes": settings.get("num_classes", 1001)}
+    return FullSize(HALVES[half].model, {**options, "aux_head": settings.get("auxiliary_head", True)})
+
+
+def _largest(half: str, settings: Combination) -> tuple[int, int, int]:
+    """Parameters, layers and filters of the largest model that fits; zeros where none does."""
+
+    def fits(num_layers: int, num_filters: int) -> bool:
+        parameters = sum(_full(half, num_layers, num_filters, settings).parameters)
+        needed = BYTES_PER_PARAMETER * parameters + _kept(half, num_layers, num_filters, settings)
+        return needed + _gradients(half, num_layers, num_filters, settings) <= float(settings[CAP])
+
+    size = column(half, "naive-1")
+    if half == "transformer":
+        count = last_that(lambda layers: fits(layers, 0), 1, size.num_layers)
+        sizes = [] if count is None else [(count, 0)]
+    else:
+        step = int(settings["filters_step"])
+
+        def of_width(depth: int, count: int) -> bool:
+            return fits(depth, count * step)
+
+        counts = {
+            depth: last_that(partial(of_width, depth), 1, size.num_filters // step)
+            for depth in PAPER_NUM_LAYERS
+        }
+        sizes = [(depth, count * step) for depth, count in counts.items() if count is not None]
+    found = [(sum(_full(half, *size, settings).parameters), *size) for size in sizes]
+    return max(found, default=(0, 0, 0))

@@ -1,0 +1,206 @@
+"""What the actions of a worker find alive, in numbers of micro-batches: its row walked without sizes.
+
+    zb-h1, M = 3, stage 0 of 2      F0  F1  I0  W0  F2  I1  W1  I2  W2
+    graphs of others held            0   1   1   1   1   1   1   0   0
+    between I and W, others          0   0   0   0   0   0   0   0   0
+
+What is alive when follows from the schedule alone, whichever sizes, cuts and transports there are. So a row
+is walked once, and `peaks` puts the bytes of stages in the place of the numbers, for one cut or for hundreds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import ge
+from typing import NamedTuple
+
+from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
+
+
+class Counts(NamedTuple):
+    """Numbers of micro-batches of which a stage holds something."""
+
+    whole: int  # boundary inputs held whole: of those without a graph, its own in F and R
+    graphs: int  # graphs, with their parts of the boundary inputs; of others in an action
+    halves: int  # between I and W; others in an action
+    inputs_ahead: int  # posted receives of further inputs
+    gradients: int  # gradients received or posted, beside the one that a backward works on
+    unrecomputed: int  # that wait for their R, those in F and R too
+    again_graphs: int  # of the graphs, its own in B and I too, those that R has made
+    again_halves: int  # of those between I and W, those whose graph R has made
+    after_backward: int  # 1 when a B or W is done
+    after_inputs: int  # 1 when a B or I is done
+
+
+class Step(NamedTuple):
+    """An action of a stage, without sizes: what it does, whether its micro-batch is one whose forward runs
+    twice, and what it finds.
+    """
+
+    kind: Kind
+    recomputed: bool
+    counts: Counts
+    when: str
+
+    @property
+    def alike(self) -> tuple[Kind, bool, int, int]:
+        """Equal where the action adds the same to what is there."""
+        return self.kind, self.recomputed, self.counts.after_backward, self.counts.after_inputs
+
+
+Way = tuple[int, bool, int]
+"""The stage that waits for a message, whether for a gradient, and the portals' line, -1 without portals."""
+
+
+class Moment(NamedTuple):
+    """An action of a worker: its step, what the worker's other stages hold, and the messages that have come
+    and are not needed yet, if they are counted.
+    """
+
+    stage: int
+    step: Step
+    others: tuple[tuple[int, Counts], ...]
+    waiting: tuple[tuple[Way, int], ...]
+
+
+class Walk:
+    """What a stage holds as its actions go by, one after another.
+
+    ``receive_ahead`` is the number of messages of each direction that are received beyond the one in use;
+    None where whoever walks counts what has arrived.
+    """
+
+    def __init__(self, actions: Sequence[Action], receive_ahead: int | None = 0) -> None:
+        self._again = {action.microbatch for action in actions if action.kind is Kind.R}
+        self._to_receive = sum(action.kind is Kind.F for action in actions)
+        self._to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
+        self._ahead = receive_ahead or 0
+        self._waits = receive_ahead is not None  # the gradient of what is recomputed has come
+        self._whole = self._graphs = self._halves = 0
+        self._unrecomputed = self._again_graphs = self._again_halves = 0
+        self._after_backward = self._after_inputs = 0
+
+    def _counts(self, gradients: int, own_whole: int = 0) -> Counts:
+        return Counts(
+            self._whole + own_whole, self._graphs, self._halves,
+            min(self._ahead, self._to_receive), gradients,
+            self._unrecomputed, self._again_graphs, self._again_halves,
+            self._after_backward, self._after_inputs,
+        )  # fmt: skip
+
+    @property
+    def rest(self) -> Counts:
+        """What is held while another stage works."""
+        return self._counts(min(self._ahead, self._to_send_back) if self._after_inputs else 0)
+
+    def take(self, action: Action) -> Step:
+        """What the next action finds."""
+        kind, again = action.kind, action.microbatch in self._again
+        if kind is Kind.F:
+            self._to_receive -= 1
+            self._unrecomputed += again
+            found = self._counts(0, own_whole=1)
+            self._whole, self._graphs = self._whole + again, self._graphs + (not again)
+        elif kind is Kind.R:
+            self._whole -= 1
+            gradients = 1 + min(self._ahead, self._to_send_back - 1) if self._waits else 0
+            found = self._counts(gradients, own_whole=1)
+            self._graphs += 1
+            self._unrecomputed -= 1
+            self._again_graphs += 1
+        elif kind is Kind.W:
+            self._halves -= 1
+            self._again_halves -= again
+            found = self._counts(0)
+            self._after_backward = 1
+        else:
+            self._to_send_back -= 1
+            self._graphs -= 1
+            found = self._counts(min(self._ahead, self._to_send_back))
+            self._again_graphs -= again
+            self._halves += kind is Kind.I
+            self._again_halves += again and kind is Kind.I
+            self._after_backward = self._after_backward or int(kind is Kind.B)
+            self._after_inputs = 1
+        return Step(kind, again, found, str(action))
+
+
+@lru_cache(maxsize=1024)
+def steps(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Step, ...]:
+    """The distinct steps of a stage alone on its worker, without those that another one of their kind exceeds
+    in everything; the earliest of equals.
+    """
+    walk = Walk(actions, receive_ahead)
+    alike: dict[object, list[Step]] = {}
+    for action in actions:
+        step = walk.take(action)
+        rivals = alike.setdefault(step.alike, [])
+        if not any(all(map(ge, rival.counts, step.counts)) for rival in rivals):
+            rivals[:] = [each for each in rivals if not all(map(ge, step.counts, each.counts))] + [step]
+    return tuple(step for rivals in alike.values() for step in rivals)
+
+
+def row_moments(row: Sequence[Action], receive_ahead: int | None) -> Iterator[tuple[Action, Moment]]:
+    """Each action of a worker's row. Messages wait from one of its stages for another."""
+    mine = tuple(sorted({action.stage for action in row}))
+    return _moments(row, dict.fromkeys(mine, mine), receive_ahead, ())
+
+
+def moments(
+    schedule: Schedule, receive_ahead: int | None, *, all_wait: bool = False, lines: Sequence[Line] = ()
+) -> Iterator[tuple[Action, Moment]]:
+    """Each action of all workers.
+
+    Args:
+        schedule: any that `validate` accepts.
+        receive_ahead: as for `Walk`.
+        all_wait: messages of all workers wait with their receivers, as in one process. When they come depends
+            on the other workers, so all rows are walked together, in the order in which one process takes
+            them; without it row by row.
+        lines: portals between stages.
+    """
+    if not all_wait:
+        for row in schedule.actions:
+            yield from row_moments(row, receive_ahead)
+        return
+    homes = {stage: schedule.stages_of(schedule.worker(stage)) for stage in range(schedule.num_stages)}
+    yield from _moments(execution_order(schedule), homes, receive_ahead, lines)
+
+
+def _moments(
+    actions: Iterable[Action],
+    homes: Mapping[int, tuple[int, ...]],
+    receive_ahead: int | None,
+    lines: Sequence[Line],
+) -> Iterator[tuple[Action, Moment]]:
+    """`homes` are, for each stage whose messages count, all stages of its worker."""
+    actions = tuple(actions)
+    rows: dict[int, list[Action]] = {stage: [] for stage in homes}
+    for action in actions:
+        rows[action.stage].append(action)
+    walks = {stage: Walk(row, receive_ahead) for stage, row in rows.items()}
+    resting = {stage: walk.rest for stage, walk in walks.items()}
+    waiting: dict[int, dict[Way, int]] = {stage: {} for stage in homes}  # by the stage that waits
+    for action in actions:
+        stage, kind = action.stage, action.kind
+        moves, back = kind in (Kind.F, Kind.B, Kind.I), kind is not Kind.F
+        if moves:
+            for way, count in waiting[stage].items():
+                if way[1] is back and count:
+                    waiting[stage][way] = count - 1
+        step, mine = walks[stage].take(action), homes[stage]
+        others = tuple([(other, resting[other]) for other in mine if other != stage])
+        found = tuple([each for other in mine for each in waiting[other].items() if each[1]])
+        yield action, Moment(stage, step, others, found)
+        resting[stage] = walks[stage].rest
+        if moves:
+            target = stage - 1 if back else stage + 1
+            sent = [(target, back, -1)] if target in homes else []
+            for line in lines:
+                source, end = (line.target, line.source) if back else (line.source, line.target)
+                if source == stage:
+                    sent.append((end, back, line.number))
+            for way in sent:
+                waiting[way[0]][way] = waiting[way[0]].get(way, 0) + 1

@@ -1,0 +1,330 @@
+"""The bytes of a worker: numbers of micro-batches (`counts`) times bytes of its stages (`stage_bytes`).
+
+    gpipe, remat, M = 3     F0  F1  F2  R2  B2  R1  B1  R0  B0
+    boundary inputs held     1   2   3   3   3   2   2   1   1      one per micro-batch in flight
+    graphs held              0   0   0   1   1   1   1   1   1      one at a time
+
+The stages of a worker are full at different times: while one is in a backward, another keeps what waits for
+its own. So at every action what its stages hold then is added up; the sum of their peaks would be too much.
+
+Peaks are those of a steady training step: optimizer state exists, gradients are set to None between steps and
+appear at the first backward; the optimizer updates one tensor at a time (`foreach=False`). Micro-batches are
+of one size: profiles of the larger ones bound a step whose last micro-batches have an example less. Left out:
+the loss values that the last stage collects, one number per micro-batch.
+
+Re-materialization copies what changes under a stage's hands between F and R. Of an input that a layer
+overwrites F and R each work on a copy; of a buffer that a layer updates each micro-batch that waits for its R
+has a copy, and R works on one more:
+
+    overwritten input, in one process     F           waits     R           R .. B
+    as it was received                    1           1         until it    -
+    copy                                  1           -         is copied   1
+
+Inputs that are there anyway do not count: the first stage has the mini-batch of the user. Over processes a
+buffer of the ring holds what was received until the end of B, and the copy comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from operator import add, mul
+from typing import NamedTuple
+
+from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step, Way
+from gpipe_bench.pipeline.memory.stage_bytes import Moment as Bytes
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes
+from gpipe_bench.pipeline.plan.schedule import Kind
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes an optimizer needs per byte of parameter, beside the parameters and their gradients."""
+
+    state: int  # copies of the parameters kept between steps
+    temporaries: int  # parameter-sized temporaries while one parameter is updated, one tensor at a time
+    lingers: bool  # one of them lives on while the next parameter is updated: a variable of torch's loop
+    counts_steps: bool  # keeps a 4-byte step count for each parameter tensor
+
+    @classmethod
+    def named(cls, name: str) -> Optimizer:
+        """`ValueError` for an optimizer that is not known."""
+        if name not in OPTIMIZERS:
+            raise ValueError(f"unknown optimizer {name!r}: use one of {', '.join(OPTIMIZERS)}")
+        return OPTIMIZERS[name]
+
+    def state_bytes(self, sizes: tuple[int, ...]) -> int:
+        """Bytes that it keeps of parameters of these sizes."""
+        return self.state * sum(sizes) + 4 * len(sizes) * self.counts_steps
+
+    def update_bytes(self, sizes: tuple[int, ...]) -> int:
+        """Bytes of temporaries while it updates parameters of these sizes in turn."""
+        if not self.lingers:
+            return self.temporaries * max(sizes, default=0)
+        before = (0, *sizes)  # one longer than the sizes, where `map` stops
+        return max(map(add, map(self.temporaries.__mul__, sizes), before), default=0)
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": Optimizer(state=0, temporaries=0, lingers=False, counts_steps=False),
+    # Mean square and momentum: with the value the paper's 12 bytes per float32 parameter.
+    "rmsprop": Optimizer(state=2, temporaries=1, lingers=True, counts_steps=True),
+    "adam": Optimizer(state=2, temporaries=2, lingers=True, counts_steps=True),
+}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The fullest moment of a stage in a training step, in bytes; the parts add up to the peak."""
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    boundary: int  # inputs kept per micro-batch, or buffers of messages; the mini-batch and its targets
+    activations: int  # held by the graphs of micro-batches in flight, recomputed or not
+    transients: int  # gradients of activations, passing outputs, temporaries, receive buffers
+    when: str  # the action of the peak, or "optimizer"
+
+    @property
+    def peak(self) -> int:
+        return (
+            self.parameters + self.buffers + self.gradients + self.optimizer_state
+            + self.boundary + self.activations + self.transients
+        )  # fmt: skip
+
+    @property
+    def working_set(self) -> int:
+        """What comes and goes in a step: the paper's "activation memory" without gradients of parameters."""
+        return self.boundary + self.activations + self.transients
+
+
+Parts = tuple[int, int, int, int, int, int, int]
+"""Bytes by category, in the order of `StageMemory`."""
+
+
+def _parts(
+    *, parameters: int = 0, buffers: int = 0, gradients: int = 0, state: int = 0, boundary: int = 0,
+    activations: int = 0, transients: int = 0,
+) -> Parts:  # fmt: skip
+    return parameters, buffers, gradients, state, boundary, activations, transients
+
+
+class Place(NamedTuple):
+    """Where a stage's messages come into.
+
+    Args:
+        inputs_there: memory that is there anyway holds its inputs, as it holds those of the first stage.
+        gradients_there: the same of the gradients of its outputs.
+        buffer_bytes: all of that memory, where it stays.
+    """
+
+    inputs_there: bool = False
+    gradients_there: bool = False
+    buffer_bytes: int = 0
+
+
+NOWHERE = Place()
+
+
+class Placed:
+    """A stage where it stands, as vectors of bytes.
+
+    Args:
+        stage: what it holds of a micro-batch.
+        rule: the optimizer.
+        num_microbatches: of a step.
+        is_first: whether it is the first stage, whose inputs are the user's.
+        recomputes: whether anything is recomputed.
+        stays: what was received stays until the end of B, as over processes.
+        place: where its messages come into.
+    """
+
+    def __init__(
+        self,
+        stage: StageBytes,
+        rule: Optimizer,
+        num_microbatches: int,
+        *,
+        is_first: bool,
+        recomputes: bool = False,
+        stays: bool = False,
+        place: Place = NOWHERE,
+    ) -> None:
+        self._stage, self._stays = stage.shadowed() if recomputes else stage, stays
+        self._place, self._is_apart = place, is_first or place.inputs_there
+        stage, halves = self._stage, stage.halves
+        received, kept = (0, 0) if self._is_apart else (stage.input_bytes, stage.kept_input_bytes)
+        gradient = 0 if place.gradients_there else stage.output_gradient_bytes
+        self.message_bytes = (0 if place.inputs_there else stage.input_bytes, gradient)
+        if place.gradients_there and halves is not None:
+            halves = halves.apart
+        self._halves, self._own_kept = halves, kept
+        self._is_whole = halves is not None and halves.whole
+        copied = waits = again = 0
+        if halves is not None:
+            waits = 0 if self._is_apart else halves.kept_input_bytes
+            again = min(halves.kept_input_bytes, stage.copied_input_bytes) if self._is_apart else 0
+        if self._is_apart:
+            copied = stage.kept_copied_bytes if stage.copied_input_bytes else 0
+        elif stays:
+            copied = stage.copied_input_bytes
+        self._per_count = (
+            _parts(boundary=received),
+            _parts(boundary=kept, activations=stage.saved_bytes),
+            _parts(boundary=waits, activations=0 if halves is None else halves.saved_bytes),
+            _parts(transients=received),
+            _parts(transients=gradient),
+            _parts(buffers=stage.changing_buffer_bytes),
+            _parts(boundary=copied),
+            _parts(activations=again),
+            _parts(gradients=0 if self._is_whole else stage.gradient_bytes),
+            _parts(gradients=stage.gradient_bytes if self._is_whole else 0),
+        )
+        self._sizes = tuple(map(sum, self._per_count))
+        # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
+        user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
+        self._fixed = _parts(
+            parameters=stage.parameter_bytes,
+            buffers=stage.buffer_bytes,
+            state=rule.state_bytes(stage.trained_sizes),
+            boundary=user_bytes + place.buffer_bytes,
+        )
+        self._fixed_bytes, self._rule = sum(self._fixed), rule
+        self._own: dict[object, tuple[int, Parts]] = {}  # of actions that add the same
+        self._resting: dict[Counts, int] = {}
+
+    def rest_bytes(self, counts: Counts) -> int:
+        """What it holds while another stage of its worker works."""
+        if counts not in self._resting:
+            self._resting[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
+        return self._resting[counts]
+
+    def step_bytes(self, step: Step) -> int:
+        """Most bytes in an action; ValueError where the profiles know of no halves."""
+        held: int = sum(map(mul, step.counts, self._sizes))
+        return self._fixed_bytes + held + self._adds(step)[0]
+
+    def rest(self, counts: Counts) -> Parts:
+        """By category."""
+        return _sum([self._fixed, *map(_times, counts, self._per_count)])
+
+    def step(self, step: Step) -> Parts:
+        """By category."""
+        return _sum([self.rest(step.counts), self._adds(step)[1]])
+
+    def update(self) -> Parts:
+        """In the optimizer's step."""
+        stage = self._stage
+        gradients = stage.gradient_bytes - stage.summed_gradient_bytes
+        temporaries = self._rule.update_bytes(stage.trained_sizes)
+        return _sum([self._fixed, _parts(gradients=gradients, transients=temporaries)])
+
+    def _adds(self, step: Step) -> tuple[int, Parts]:
+        """What an action adds to what is there."""
+        if self._halves is None and (step.kind in (Kind.I, Kind.W) or step.counts.halves):
+            raise ValueError(
+                f"{step.when} is half a backward, which the profiles of its stage say nothing of; profile "
+                "with Profiler(split_backward=True)"
+            )
+        if step.alike not in self._own:
+            stage, moment = self._stage, self._moment(step)
+            buffers, copied = 0, 0
+            if step.kind is Kind.R:
+                buffers, copied = stage.changing_buffer_bytes, stage.copied_input_bytes
+                if not (self._is_apart or self._stays):
+                    # The copy takes the place of what was received once it is made, before the first layer.
+                    copied = max(copied - moment.total, 0)
+            own = _parts(
+                buffers=buffers,
+                gradients=moment.gradients,
+                boundary=self._own_kept if step.kind in (Kind.B, Kind.I) else 0,
+                activations=moment.activations,
+                transients=moment.transients + copied,
+            )
+            self._own[step.alike] = sum(own), own
+        return self._own[step.alike]
+
+    def _moment(self, step: Step) -> Bytes:
+        stage, halves, counts = self._stage, self._halves, step.counts
+        if step.kind is Kind.F:
+            return stage.free if step.recomputed else stage.forward
+        if step.kind is Kind.R:
+            return stage.forward if stage.again is None else stage.again
+        if step.kind is Kind.B or self._is_whole:  # I does all of a backward
+            if step.kind is Kind.W:
+                return Bytes()
+            is_later = counts.after_inputs if self._is_whole else counts.after_backward
+            found = stage.backward if is_later else stage.backward_first
+            if self._place.gradients_there:
+                found = found.without(stage.sent.received_bytes)
+            return found
+        assert halves is not None, "it was looked at"
+        if step.kind is Kind.I:
+            return halves.inputs
+        # The copy of a user's input that a recomputation works on waits for W as what is received does.
+        own = self._is_apart and not (step.recomputed and stage.copied_input_bytes)
+        return halves.weights(first=not counts.after_backward, own=own)
+
+
+def _times(count: int, parts: Parts) -> Parts:
+    return tuple([count * each for each in parts])  # type: ignore[return-value]
+
+
+def _sum(all_parts: Iterable[Parts]) -> Parts:
+    return tuple(map(sum, zip(*all_parts, strict=True)))  # type: ignore[return-value]
+
+
+class Worker:
+    """All stages of a worker where they stand.
+
+    Args:
+        stages: in the actions of a step.
+        rests: in the optimizer's step, where they hold something else.
+        messages: bytes of those that are others than the stages say, as where portals go past stages.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Placed],
+        rests: Mapping[int, Placed] | None = None,
+        messages: Mapping[Way, int] | None = None,
+    ) -> None:
+        self._stages, self._rests = stages, stages if rests is None else rests
+        self._messages = messages or {}
+
+    def update(self) -> StageMemory:
+        """In the optimizer's step: one parameter is updated at a time, whichever stage it is of."""
+        each = [stage.update() for stage in self._rests.values()]
+        found, temporaries = StageMemory(*_sum(each), "optimizer"), [parts[-1] for parts in each]
+        return replace(found, transients=max(temporaries)) if len(each) > 1 else found
+
+    def bytes(self, moment: Moment) -> int:
+        """Most bytes in an action."""
+        found = self._stages[moment.stage].step_bytes(moment.step) + self._waiting_bytes(moment)
+        return found + sum([self._stages[stage].rest_bytes(counts) for stage, counts in moment.others])
+
+    def memory(self, moment: Moment, more: int = 0) -> StageMemory:
+        """The same by category, with more messages."""
+        others = [self._stages[stage].rest(counts) for stage, counts in moment.others]
+        more += self._waiting_bytes(moment)
+        parts = _sum([self._stages[moment.stage].step(moment.step), *others, _parts(transients=more)])
+        return StageMemory(*parts, moment.step.when)
+
+    def _waiting_bytes(self, moment: Moment) -> int:
+        found = 0
+        for way, count in moment.waiting:
+            stage, is_gradient, _ = way
+            size = self._messages.get(way)
+            found += count * (self._stages[stage].message_bytes[is_gradient] if size is None else size)
+        return found
+
+    def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:
+        """Its fullest moment, the first one of equals; actions hold so many bytes more."""
+        found, best = self.update(), None
+        most = found.peak
+        for moment in moments:
+            num_bytes = self.bytes(moment) + more
+            if num_bytes > most:
+                most, best = num_bytes, moment
+        return found if best is None else self.memory(best, more)

@@ -1,0 +1,552 @@
+"""What a stage holds of one micro-batch, from the profiles of its layers, to the byte.
+
+Adding "saved bytes" of layers would be wrong twice: neighbours keep the same storage (a ReLU's result is the
+next convolution's input), and the peak of a backward pass depends on what earlier layers still hold. So the
+layers are played one after another, each by the order in which its storages appear and die, and a storage
+at the ends of layers has one name in the whole stage:
+
+    forward      x0 --[layer 0]--> x1 --[layer 1]--> x2        kept by 0: x1;  kept by 1: x1, a
+    backward     g0 <--[layer 0]-- g1 <--[layer 1]-- g2        layer 1 frees a, layer 0 frees x1
+
+A storage is charged once, with the size it was made with (a layer may pass on a slice of it), and freed with
+its last holder. What only leads to outputs that no gradient comes back for is not kept; at the end of a stage
+the engine does keep it, until B.
+
+I goes back through the layers as a backward does, but leaves behind what waits for W: inputs of operations
+with weights, the gradients of their outputs, and the gradients of parameters that I has computed. W goes
+forward through the layers, from operation to operation:
+
+    W   a's gradients computed   b's gradients computed, a let go   ...   1 MiB: added up   ...
+
+A bias' gradient is that of the output itself until the engine has added it up, so that one is held longer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, LayerProfile, Received, Trace
+from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
+from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one action of one micro-batch holds at its fullest, beyond the boundary inputs of the stage."""
+
+    activations: int = 0  # bytes held by the graph
+    gradients: int = 0  # bytes of parameter gradients that appeared in this action
+    transients: int = 0  # everything else: passing outputs, gradients of activations, temporaries
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.gradients + self.transients
+
+    def without(self, num_bytes: int) -> Moment:
+        """The same where so many bytes of what passes are held elsewhere."""
+        return replace(self, transients=self.transients - num_bytes)
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one stage, for one micro-batch. Boundary inputs are never part of the moments."""
+
+    parameter_bytes: int
+    trained_sizes: tuple[int, ...]  # of each parameter tensor that gets a gradient
+    buffer_bytes: int
+    gradient_bytes: int
+    input_bytes: int
+    kept_input_bytes: int  # of the boundary inputs, what stays from F or R, with a graph, to the end of B
+    target_bytes: int
+    output_gradient_bytes: int
+    saved_bytes: int  # held by the graph from the end of F or R to the end of B
+    free: Moment  # F without a graph
+    forward: Moment  # F with a graph, and R
+    backward_first: Moment  # B that creates the parameter gradients
+    backward: Moment  # every later B
+    summed_gradient_bytes: int = 0  # of the gradients, those added to another layer's before the update
+    copied_input_bytes: int = 0  # of the boundary inputs, what a forward that runs twice copies
+    kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
+    changing_buffer_bytes: int = 0  # copied for each micro-batch that waits for its R
+    shadow_buffer_bytes: int = 0  # copied once where anything is recomputed
+    again: Moment | None = None  # R, where it holds more than F with a graph
+    halves: Halves | None = None  # where the layers' profiles have them
+    played: Played | None = field(default=None, repr=False, compare=False)  # what else the layers say
+
+    def shadowed(self) -> StageBytes:
+        """The same where something is recomputed for certain: the copies of buffers that stay are there."""
+        if not self.shadow_buffer_bytes:
+            return self
+        buffers = self.buffer_bytes + self.shadow_buffer_bytes
+        return replace(self, buffer_bytes=buffers, shadow_buffer_bytes=0)
+
+    @property
+    def sent(self) -> Sent:
+        """What it sends and receives over processes."""
+        return Sent() if self.played is None else self.played.sent
+
+
+class Sent(NamedTuple):
+    """What a stage sends and receives of one micro-batch where each worker is a process of its own. What is
+    sent stays until its sender has waited for it, which may be longer than the stage needs it.
+    """
+
+    sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
+    of_graph_bytes: int = 0  # of these, what a graph that F makes holds too
+    longer: tuple[int, int, int] = (0, 0, 0)
+    """How much fuller a first B, a later B and I are where what F has sent is still on its way."""
+    sent_back_bytes: int = 0  # of the gradients that B or I makes for the stage before
+    received_bytes: int = 0  # of the gradients of outputs, which are held throughout a B or I
+
+
+def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> StageBytes:
+    """Add up the profiles of a stage's layers; ``loss`` is the loss of the last stage, as one more layer."""
+    played = Played(layers, loss)
+    inputs, last = layers[0].inputs, layers[-1]
+    targets = loss.inputs.tensors[len(last.outputs.tensors) :] if loss is not None else ()
+    kept = [i for i in inputs.distinct if inputs.tensors[i].requires_grad or i in played.holders]
+    changing, shadows = _buffer_copies(played.layers)
+    again = played.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
+    return StageBytes(
+        parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
+        trained_sizes=tuple(chain.from_iterable([layer.trained_sizes for layer in layers])),
+        buffer_bytes=sum([layer.buffer_bytes for layer in layers]),
+        gradient_bytes=sum([layer.gradient_bytes for layer in layers]),
+        input_bytes=inputs.num_bytes,
+        kept_input_bytes=sum([inputs.tensors[i].num_bytes for i in kept]),
+        target_bytes=sum([target.num_bytes for target in targets]),
+        output_gradient_bytes=0 if loss is not None else last.output_gradient_bytes,
+        saved_bytes=played.saved_bytes,
+        free=_fullest(played.free),
+        forward=_fullest(played.with_graph),
+        backward_first=_fullest(played.first),
+        backward=_fullest(played.later),
+        copied_input_bytes=sum([played.sizes[name] for name in played.copied if name < len(inputs.tensors)]),
+        kept_copied_bytes=sum([played.sizes[name] for name in played.copied.intersection(kept)]),
+        changing_buffer_bytes=changing,
+        shadow_buffer_bytes=shadows,
+        again=None if again is None else _fullest(again),
+        halves=Halves.of(played),
+        played=played,
+    )
+
+
+def _buffer_copies(layers: Sequence[LayerProfile]) -> tuple[int, int]:
+    """Bytes of a stage's buffers that are copied for each micro-batch, and once."""
+    changing = once = 0
+    for layer in layers:
+        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
+            small = size if size <= SMALL_BYTES else 0
+            if role is BufferRole.CHANGING or role is BufferRole.REPLACED:
+                changing += size
+            elif role is BufferRole.BESIDE:
+                changing += small
+            elif role is BufferRole.STILL:
+                once += small
+    return changing, once
+
+
+class LayerMoment(NamedTuple):
+    """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes.
+
+    On a grid, what is gathered, copied into a bucket or scattered comes on top of whichever layer runs:
+
+        backward     [layer 2][layer 1][layer 0]
+        gathered         2        1        0        comes on top of what that layer holds, and of nothing else
+    """
+
+    before: int
+    fullest: Moment
+    after: int
+
+
+def _fullest(layers: Iterable[LayerMoment]) -> Moment:
+    """Of all layers, the first one of equals."""
+    return max([each.fullest for each in layers], key=lambda moment: moment.total)
+
+
+class Played:
+    """The layers of a stage, and its loss, played one after another.
+
+    Passes tell of each layer in the order of the forward, the loss behind the last.
+
+    Args:
+        stage: the profiles of its layers.
+        loss: of the last stage.
+    """
+
+    def __init__(self, stage: Sequence[LayerProfile], loss: LayerProfile | None = None) -> None:
+        self.stage, self.has_loss = tuple(stage), loss is not None
+        self.layers = (*stage, loss) if loss is not None else self.stage
+        self.sizes: dict[int, int] = {}  # bytes of each storage at the ends of layers, by its name
+        self.boundary = set[int]()  # names that the stage's boundary holds, and the target
+        self.copied = set[int]()  # of these, what a layer overwrites: a forward that runs twice has a copy
+        self._inputs: list[frozenset[int]] = []  # names at the entry of each layer
+        self._names: list[dict[int, int]] = []  # of the storages at a layer's ends, as its `first` has them
+        self._link()
+        self.saved_bytes = 0  # held by the graph
+        self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
+        self.with_graph = self.forward()
+        self.later, self.sent_back_bytes = self.backward(_LATER)
+
+    def _link(self) -> None:
+        """Follows storages from layer to layer."""
+        names: tuple[int, ...] = tuple(self.layers[0].inputs.same_as)
+        self.boundary.update(names)
+        self.sizes.update({name: self.layers[0].inputs.tensors[name].num_bytes for name in names})
+        unused = len(names)
+        for index, layer in enumerate(self.layers):
+            trace = layer.first
+            for target in layer.inputs.tensors[len(names) :] if index else ():  # the loss: its last inputs
+                self.sizes[unused] = target.num_bytes
+                self.boundary.add(unused)
+                names = (*names, unused)
+                unused += 1
+            known = dict(zip(trace.inputs, names, strict=True))
+            self.copied.update([names[position] for position in layer.overwritten])
+            for storage in trace.outputs:
+                if storage not in known:
+                    known[storage], self.sizes[unused] = unused, trace.sizes[storage]
+                    unused += 1
+            self._inputs.append(frozenset(names))
+            self._names.append(known)
+            names = tuple([known[storage] for storage in trace.outputs])
+        self.copied &= self.boundary
+
+    def names_in(self, index: int, trace: Trace) -> dict[int, int]:
+        """The names of the storages at a layer's ends as a trace of it knows them, as a rule by the same
+        numbers as ``first``.
+        """
+        first, names = self.layers[index].first, self._names[index]
+        if trace.inputs == first.inputs and trace.outputs == first.outputs:
+            return names
+        ends = [names[storage] for storage in first.inputs + first.outputs]
+        return dict(zip(trace.inputs + trace.outputs, ends, strict=True))
+
+    @cached_property
+    def free(self) -> list[LayerMoment]:
+        """A forward without a graph."""
+        found, lingers, boundary = list[LayerMoment](), 0, self.boundary - self.copied
+        for layer, inputs in zip(self.layers, self._inputs, strict=True):
+            passing = lingers + sum([self.sizes[name] for name in inputs - boundary])
+            found.append(LayerMoment(passing, Moment(transients=passing + layer.free.forward_peak), passing))
+            lingers += layer.replaced_bytes  # what they replace is looked at last (`stage.buffers`)
+        return found
+
+    def forward(self, *, again: bool = False) -> list[LayerMoment]:
+        """A forward with a graph; finds what the graph holds.
+
+        With ``again``, of R: what was in the place of a replaced buffer is looked at when all layers are
+        through.
+        """
+        saved = lingers = 0
+        holders, found = dict[int, int](), list[LayerMoment]()
+        for index, layer in enumerate(self.layers):
+            trace, names = layer.first, self._names[index]
+            loose = self._inputs[index] - self.boundary - holders.keys()
+            passing = lingers + sum([self.sizes[name] for name in loose])
+            before, fullest = saved + passing, Moment(saved, 0, passing + trace.forward_peak)
+            lingers += layer.replaced_bytes * again
+            saved += trace.kept_inside
+            for storage in trace.kept_ends:
+                name = names[storage]
+                if name not in holders and name not in self.boundary:
+                    saved += self.sizes[name]
+                holders[name] = holders.get(name, 0) + 1
+            found.append(LayerMoment(before, fullest, saved + lingers))
+        self.saved_bytes, self.holders = saved, holders
+        return found
+
+    @cached_property
+    def first(self) -> list[LayerMoment]:
+        """A backward that makes the gradients of the parameters; those are in it."""
+        return self.backward(_FIRST)[0]
+
+    def backward(
+        self,
+        trace_of: Callable[[LayerProfile], Trace],
+        stays: Iterable[int] = (),
+        left: _Left | None = None,
+    ) -> tuple[list[LayerMoment], int]:
+        """A backward, or I, from the last layer to the first.
+
+        Args:
+            trace_of: which trace of each layer.
+            stays: names that something else holds, too.
+            left: is told what I leaves for W.
+
+        Returns:
+            Its layers, and bytes of the gradients of the stage's inputs.
+        """
+        holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
+        for name in chain(self.boundary, stays):
+            holders[name] = holders.get(name, 0) + 1
+        last, found = trace_of(self.layers[-1]), list[LayerMoment]()
+        received: list[_Gradient | None] = [
+            None if storage is None else ((_RECEIVED, position), last.sizes[storage])
+            for position, storage in enumerate(last.output_gradients)
+        ]
+        held = dict([each for each in received if each is not None])  # whoever started holds them
+        for index in range(len(self.layers) - 1, -1, -1):
+            trace = trace_of(self.layers[index])
+            names = self.names_in(index, trace)
+            received = received[: len(trace.outputs)]  # without the target's place
+            loose = {each for each in received if each is not None and each[0] not in held}
+            other = sum(held.values()) + sum([size for _, size in loose])
+            numbers: dict[_Name, int] = {}  # equal layers receive equal gradients wherever they stand
+            given = tuple(
+                [
+                    None
+                    if each is None
+                    else Received(numbers.setdefault(each[0], len(numbers)), each[1], each[0] in held)
+                    for each in received
+                ]
+            )
+            before, most, fullest = saved + gradients + other, -1, None
+            for segment in trace.segments(given):
+                if saved + gradients + other + segment.peak > most:
+                    most = saved + gradients + other + segment.peak
+                    fullest = (
+                        saved + segment.peak_saved, gradients + segment.peak_gradients,
+                        other + segment.peak_other,
+                    )  # fmt: skip
+                saved += segment.saved
+                gradients += segment.gradients
+                other += segment.other
+                if segment.released is not None:
+                    name = names[segment.released]
+                    holders[name] = holders.get(name, 0) - 1
+                    if holders[name] == 0:
+                        saved -= self.sizes[name]
+            moment = Moment() if fullest is None else Moment(*fullest)
+            found.append(LayerMoment(before, moment, saved + gradients + other))
+            known = dict(zip(trace.output_gradients, received, strict=True))
+            if left is not None:
+                held |= left.leave(index, names, known, self.sizes)
+            received = [
+                None if storage is None else known.get(storage, ((index, storage), trace.sizes[storage]))
+                for storage in trace.input_gradients
+            ]
+        back = {each for each in received if each is not None and each[0] not in held}
+        return found[::-1], sum([size for _, size in back])
+
+    @cached_property
+    def sent(self) -> Sent:
+        """What the stage sends and receives over processes."""
+        if self.has_loss:
+            return Sent(sent_back_bytes=self.sent_back_bytes)
+        last, ways = self.layers[-1].first, [(_FIRST, self.first), (_LATER, self.later)]
+        names = {self._names[-1][storage] for storage in last.outputs} - self.boundary
+        of_graph, fuller = names & self.holders.keys(), [0, 0, 0]
+        if of_graph and (half := _Left.of(self.layers)) is not None:
+            ways.append((_INPUTS, self.backward(_INPUTS, left=half)[0]))
+        for number, (trace_of, plain) in enumerate(ways if of_graph else ()):
+            half = _Left.of(self.layers) if trace_of is _INPUTS else None
+            longer, _ = self.backward(trace_of, of_graph, half)
+            fuller[number] = _fullest(longer).total - _fullest(plain).total
+        return Sent(
+            sent_bytes=sum([self.sizes[name] for name in names]),
+            of_graph_bytes=sum([self.sizes[name] for name in of_graph]),
+            longer=(fuller[0], fuller[1], fuller[2]),
+            sent_back_bytes=self.sent_back_bytes,
+            received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
+        )
+
+
+_Name = tuple[Any, ...]
+"""Of a storage that only a backward knows: by layer and number there, or come from the next stage."""
+_Gradient = tuple[_Name, int]
+"""With its bytes."""
+_RECEIVED = "from the next stage"
+_FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
+"""Which trace of a layer: a B that makes gradients of parameters, a later one, I."""
+
+
+class _Part(NamedTuple):
+    """What `Deferred` says, with its storages by their names in the stage."""
+
+    costs: Deferred
+    releases: frozenset[_Name]
+    keeps: frozenset[_Name]
+    is_last: bool
+
+
+class _Left:
+    """What I leaves for W: its parts, in the order in which W takes them, and sizes of what waits."""
+
+    def __init__(self, layers: Sequence[LayerProfile]) -> None:
+        self._halves = [layer.halves for layer in layers if layer.halves is not None]
+        self._singles, self._lasts = list[_Part](), list[_Part]()
+        self.sizes: dict[_Name, int] = {}
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerProfile]) -> _Left | None:
+        """None where the profiles say nothing of halves, or I does all of a backward."""
+        if all(layer.halves is not None and not layer.halves.whole for layer in layers):
+            return cls(layers)
+        return None
+
+    @property
+    def parts(self) -> list[_Part]:
+        return self._singles[::-1] + self._lasts
+
+    def leave(
+        self,
+        index: int,
+        names: Mapping[int, int],
+        known: Mapping[int | None, _Gradient | None],
+        sizes: Mapping[int, int],
+    ) -> dict[_Name, int]:
+        """What a layer leaves; returns the gradients that are held for it.
+
+        Args:
+            index: of the layer.
+            names: of the storages at its ends.
+            known: gradients that it was given.
+            sizes: of names.
+        """
+        of, held, halves = dict[int, _Name](), dict[_Name, int](), self._halves[index]
+        trace = halves.inputs
+        for part in halves.parts:
+            for storage in part.releases:
+                if storage in names:
+                    of[storage], size = ("end", names[storage]), sizes[names[storage]]
+                else:
+                    given = known.get(storage, ((index, storage), trace.sizes[storage]))
+                    if given is None:  # nobody sent it
+                        continue
+                    of[storage], size = given
+                    if storage not in trace.kept:
+                        held[of[storage]] = size
+                self.sizes[of[storage]] = size
+        for part in reversed(halves.parts):
+            releases = frozenset([of[storage] for storage in part.releases if storage in of])
+            keeps = frozenset([of[storage] for storage in part.keeps if storage in of])
+            is_last = part is halves.last
+            (self._lasts if is_last else self._singles).append(_Part(part, releases, keeps, is_last))
+        return held
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """What a stage holds in I, in W and in between, for one micro-batch."""
+
+    whole: bool = False  # I does all of a backward, and W has nothing to do
+    inputs: Moment = Moment()  # I
+    kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
+    received_bytes: int = 0  # of gradients, which are held throughout I
+    parts: Sequence[_Part] = ()
+    sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
+    inputs_of_stage: frozenset[_Name] = frozenset()
+    _known: dict[tuple[bool, bool], Moment] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, played: Played) -> Halves | None:
+        """None where the profiles say nothing of them."""
+        if any(layer.halves is None for layer in played.layers):
+            return None
+        left = _Left.of(played.layers)
+        if left is None:
+            return cls(whole=True)
+        layers, _ = played.backward(_INPUTS, left=left)
+        last = _INPUTS(played.layers[-1])
+        # The targets are the user's and stay.
+        given = len(played.layers[0].inputs.same_as)
+        ends = {name: ("end", name) for name in played.boundary if ("end", name) in left.sizes}
+        inputs = frozenset([end for name, end in ends.items() if name < given])
+        sizes = left.sizes | dict.fromkeys([end for name, end in ends.items() if name >= given], 0)
+        return cls(
+            inputs=_fullest(reversed(layers)),
+            kept_input_bytes=sum([sizes[end] for end in inputs]),
+            received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
+            parts=left.parts,
+            sizes=sizes,
+            inputs_of_stage=inputs,
+        )
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Held from the end of I to W, beyond the boundary inputs."""
+        return sum(self.sizes.values()) - self.kept_input_bytes
+
+    @cached_property
+    def apart(self) -> Halves:
+        """The same where the gradients of the stage's outputs come into memory that is there anyway."""
+        if self.whole:
+            return self
+        sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in self.sizes.items()}
+        inputs = self.inputs.without(self.received_bytes)
+        return replace(self, inputs=inputs, received_bytes=0, sizes=sizes, _known={})
+
+    def weights(self, *, first: bool, own: bool = False) -> Moment:
+        """W at its fullest, with what waited for it.
+
+        Args:
+            first: whether it creates the gradients of the parameters.
+            own: whether boundary inputs are the user's, or in memory that is there anyway, and stay.
+        """
+        if (first, own) not in self._known:
+            sizes = {**self.sizes, **dict.fromkeys(self.inputs_of_stage, 0)} if own else self.sizes
+            self._known[first, own] = _Weights(self.parts, sizes, first).fullest
+        return self._known[first, own]
+
+
+class _Weights:
+    """W as it goes on: what waits, and the gradients that the engine is yet to add."""
+
+    def __init__(self, parts: Sequence[_Part], sizes: Mapping[_Name, int], first: bool) -> None:
+        self._sizes, self._first = sizes, first
+        self._users = Counter(name for part in parts for name in part.releases)
+        self._live = sum([sizes[name] for name in self._users])
+        self._made = self._results = 0
+        self._group: list[_Part] = []
+        self.fullest = Moment()
+        self._note(0)
+        before: list[_Part] = []  # the operation at hand, then all that W does at its end
+        for part in parts:
+            if not part.is_last or (before and not before[0].is_last and part.costs.result):
+                self._release(before)
+                before = []
+            self._note(part.costs.formula_peak)
+            self._results += part.costs.result
+            self._group.append(part)
+            before = [*before, part] if part.is_last else [part]
+            if not part.is_last and sum([each.costs.counted for each in self._group]) > MANY_BYTES:
+                self._add_up()  # as the engine is called inside W
+        self._release([part for part in before if part.is_last])
+        self._add_up()
+
+    def _note(self, extra: int) -> None:
+        if self._live + self._made + self._results + extra > self.fullest.total:
+            self.fullest = Moment(self._live, self._made, self._results + extra)
+
+    def _kept(self) -> frozenset[_Name]:
+        """What is a gradient that is yet to be added."""
+        return frozenset[_Name]().union(*[each.keeps for each in self._group])
+
+    def _release(self, parts: Sequence[_Part]) -> None:
+        """Lets go of what no other part needs, and is not kept."""
+        kept = self._kept()
+        for name in chain.from_iterable([part.releases for part in parts]):
+            self._users[name] -= 1
+            if self._users[name] == 0 and name not in kept:
+                self._live -= self._sizes[name]
+
+    def _add_up(self) -> None:
+        """A pass of the engine."""
+        costs = [part.costs for part in self._group]
+        if self._first:
+            self._note(sum([each.first_peak for each in costs]))
+            self._made += sum([each.made for each in costs])
+        else:
+            beyond = max([each.later_peak - each.entering for each in costs], default=0)
+            self._note(sum([each.entering for each in costs]) + beyond)
+        self._results = 0
+        self._live -= sum([self._sizes[name] for name in self._kept() if self._users[name] == 0])
+        self._group = []

@@ -1,1 +1,0 @@
-"""The rows of workers, walked with what their stages hold, and with the messages between workers."""

@@ -1,0 +1,326 @@
+"""Peak bytes of every worker of any schedule, where a worker may hold several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from gpipe_bench.pipeline.memory.counts import Moment, Step, Way, moments, steps
+from gpipe_bench.pipeline.memory.messages import Ahead, Sends, Transport, places
+from gpipe_bench.pipeline.memory.peaks import Optimizer, Placed, StageMemory, Worker
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+
+
+def pipeline_memory(
+    layers: Sequence[LayerProfile],
+    loss: LayerProfile,
+    stages: Sequence[range],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    receive_ahead: Ahead = 0,
+    ties: Sequence[SharedWeight] = (),
+) -> tuple[StageMemory, ...]:
+    """The fullest moment of each worker when ``layers`` are cut into ``stages``; arguments and errors as of
+    `peak_bytes`.
+
+    ``ties`` are weights that several layers use (`shared_weights`); without them each counts as the layer's
+    own. Over processes their gradients are summed when the last backward is over.
+    ``receive_ahead`` is a `Transport` over processes and None in one. There gpipe and naive use every message
+    as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that for 1.
+    """
+    check_number(stages, schedule)
+    found = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
+    if not isinstance(receive_ahead, int) or schedule.placement:
+        memory = memories(found, schedule, optimizer, receive_ahead)
+    else:
+        memory = tuple(
+            stage_memory(stage, row, optimizer, is_first=index == 0, receive_ahead=receive_ahead)
+            for index, (stage, row) in enumerate(zip(found, schedule.actions, strict=True))
+        )
+    if not receive_ahead or not ties:
+        return memory
+    return _with_sums(memory, found, stages, schedule, optimizer, receive_ahead, ties)
+
+
+def bytes_of_stages(
+    layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
+) -> tuple[StageBytes, ...]:
+    """What each stage holds of a micro-batch where ``layers`` are cut into ``stages``; equal stages are added
+    up once.
+    """
+    last = len(stages) - 1
+    known: dict[tuple[int, ...], StageBytes] = {}
+    found = []
+    for index, stage in enumerate(stages):
+        parts = [layers[layer] for layer in stage]
+        key = (*map(id, parts), index == last)
+        if key not in known:
+            known[key] = stage_bytes(parts, loss if index == last else None)
+        found.append(known[key])
+    return tuple(found)
+
+
+def peak_bytes(
+    stages: Sequence[StageBytes],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    receive_ahead: Ahead = None,
+) -> tuple[int, ...]:
+    """Most bytes that each worker holds in a training step, in the order of the workers.
+
+    Args:
+        stages: what each stage of ``schedule`` holds, as `bytes_of_stages` gives it from layer profiles at
+            the micro-batch's size; those of ``Profiler(split_backward=True)`` if it splits backwards.
+        schedule: any that `validate` accepts; its ``remat`` counts.
+        optimizer: "sgd", "rmsprop" or "adam".
+        receive_ahead: a `Transport`, where each worker is a process of its own: the buffers of its rings and
+            what it has sent are counted, as the engine has them. None: messages wait from the moment that
+            they are sent, the workers taking turns as in one process. A number, such as 1, of messages of
+            each direction for which a stage has receives posted beyond the one in use: for what is asked of
+            no transport in particular.
+
+    Raises:
+        ValueError: an unknown optimizer, another number of stages than the schedule's, or I and W for stages
+            whose profiles know nothing of them.
+    """
+    return tuple([fullest.peak for fullest in memories(stages, schedule, optimizer, receive_ahead)])
+
+
+def memories(
+    stages: Sequence[StageBytes],
+    schedule: Schedule,
+    optimizer: str,
+    receive_ahead: Ahead,
+    lines: Sequence[Line] = (),
+    messages: Mapping[Way, int] | None = None,
+) -> tuple[StageMemory, ...]:
+    """The fullest moment of each worker; arguments and errors as of `peak_bytes`. ``lines`` are portals,
+    which are known in one process alone, and ``messages`` the bytes of each then.
+    """
+    workers = workers_of(stages, schedule, optimizer, receive_ahead, messages=messages)
+    found = [worker.update() for worker in workers]
+    best: list[tuple[Moment, int] | None] = [None] * len(workers)
+    most = [each.peak for each in found]
+    for action, moment, more in _moments(stages, schedule, receive_ahead, lines):
+        number = schedule.worker(action.stage)
+        num_bytes = workers[number].bytes(moment) + more
+        if num_bytes > most[number]:
+            most[number], best[number] = num_bytes, (moment, more)
+    return tuple(
+        memory if fullest is None else worker.memory(*fullest)
+        for worker, memory, fullest in zip(workers, found, best, strict=True)
+    )
+
+
+def action_bytes(
+    stages: Sequence[StageBytes],
+    schedule: Schedule,
+    optimizer: str = "rmsprop",
+    *,
+    receive_ahead: Ahead = None,
+) -> dict[Action, int]:
+    """Most bytes that the worker of each action holds while it takes it; arguments and errors as of
+    `peak_bytes`, which these never exceed. The optimizer's step may.
+    """
+    workers = workers_of(stages, schedule, optimizer, receive_ahead)
+    return {
+        action: workers[schedule.worker(action.stage)].bytes(moment) + more
+        for action, moment, more in _moments(stages, schedule, receive_ahead)
+    }
+
+
+def workers_of(
+    stages: Sequence[StageBytes],
+    schedule: Schedule,
+    optimizer: str,
+    receive_ahead: Ahead,
+    *,
+    between_steps: bool = False,
+    messages: Mapping[Way, int] | None = None,
+) -> list[Worker]:
+    """The workers with their stages; arguments and errors as of `peak_bytes`. ``between_steps`` there are no
+    copies for what is recomputed.
+    """
+    check_number(stages, schedule)
+    rule, all_places = Optimizer.named(optimizer), places(stages, schedule, receive_ahead)
+    placed = [
+        Placed(
+            stage,
+            rule,
+            schedule.num_microbatches,
+            is_first=index == 0,
+            recomputes=not between_steps and any(a.kind is Kind.R for a in schedule.row(index)),
+            stays=isinstance(receive_ahead, int) and receive_ahead > 0,
+            place=all_places[index],
+        )
+        for index, stage in enumerate(stages)
+    ]
+    return [
+        Worker({stage: placed[stage] for stage in schedule.stages_of(number)}, messages=messages)
+        for number in range(schedule.num_workers)
+    ]
+
+
+def check_number(stages: Sequence[object], schedule: Schedule) -> None:
+    """`ValueError` for another number of stages."""
+    if len(stages) != schedule.num_stages:
+        raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
+
+
+def _moments(
+    stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead, lines: Sequence[Line] = ()
+) -> Iterator[tuple[Action, Moment, int]]:
+    """Each action, with what its worker has sent."""
+    if not isinstance(receive_ahead, Transport):
+        for action, moment in moments(schedule, receive_ahead, all_wait=receive_ahead is None, lines=lines):
+            yield action, moment, 0
+        return
+    sends = [Sends(schedule, number, stages) for number in range(schedule.num_workers)]
+    for action, moment in moments(schedule, None):
+        yield action, moment, sends[schedule.worker(action.stage)].take(action, moment.step)
+
+
+def stage_memory(
+    stage: StageBytes,
+    actions: tuple[Action, ...],
+    optimizer: str = "rmsprop",
+    *,
+    is_first: bool,
+    receive_ahead: int = 0,
+) -> StageMemory:
+    """The fullest moment of one stage that executes ``actions``, alone on its worker."""
+    count = sum([action.kind is Kind.F for action in actions])
+    found = steps(actions, receive_ahead)
+    return fullest_moment(stage, found, count, optimizer, is_first=is_first, receive_ahead=receive_ahead)
+
+
+def fullest_moment(
+    stage: StageBytes,
+    found: Sequence[Step],
+    num_microbatches: int,
+    optimizer: str = "rmsprop",
+    *,
+    is_first: bool,
+    receive_ahead: int = 0,
+) -> StageMemory:
+    """The same from the `counts.steps` of its actions, which stages of one schedule share."""
+    placed = Placed(
+        stage,
+        Optimizer.named(optimizer),
+        num_microbatches,
+        is_first=is_first,
+        recomputes=any(step.recomputed for step in found),
+        stays=receive_ahead > 0,
+    )
+    return Worker({0: placed}).fullest([Moment(0, step, (), ()) for step in found])
+
+
+# Weights that several layers of a worker share, counted once. Profiles are of layers by themselves, so each
+# counts the weight as its own. In a step each of these layers does gather a gradient of its own
+# (`stage.tied`); but there is one weight, one state of the optimizer, and when the optimizer steps one
+# gradient. Workers in processes of their own have a weight each, and for a moment at the end of a step one
+# gradient more: the sum that another owner has sent (`ranks.tied`).
+
+
+@dataclass(frozen=True)
+class SharedWeight:
+    """A parameter that several layers use, by their indices.
+
+    Args:
+        num_bytes: its size
+        trained: whether it gets a gradient
+        layers: those that use it, the first one first
+    """
+
+    num_bytes: int
+    trained: bool
+    layers: tuple[int, ...]
+
+
+def shared_weights(layers: Sequence[nn.Module]) -> tuple[SharedWeight, ...]:
+    """The weights that several of these layers use."""
+    users: dict[nn.Parameter, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            users.setdefault(parameter, []).append(index)
+    return tuple(
+        SharedWeight(parameter.nbytes, parameter.requires_grad, tuple(found))
+        for parameter, found in users.items()
+        if len(found) > 1
+    )
+
+
+def _counted_once(
+    stages: Sequence[StageBytes],
+    spans: Sequence[range],
+    schedule: Schedule,
+    weights: Sequence[SharedWeight],
+) -> tuple[StageBytes, ...]:
+    """Stages with these layers, without what a worker has already with an earlier layer."""
+    found = list(stages)
+    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
+    for weight in weights:
+        seen: set[int] = set()
+        for stage in [stage_of[layer] for layer in weight.layers]:
+            worker = schedule.worker(stage)
+            if worker in seen:
+                found[stage] = without(found[stage], weight.num_bytes, weight.trained)
+            seen.add(worker)
+    return tuple(found)
+
+
+def without(stage: StageBytes, num_bytes: int, trained: bool) -> StageBytes:
+    """A stage without one of its weights, whose gradient it has until the step's end all the same."""
+    sizes = list(stage.trained_sizes)
+    if trained:
+        sizes.remove(num_bytes)
+    return replace(
+        stage,
+        parameter_bytes=stage.parameter_bytes - num_bytes,
+        trained_sizes=tuple(sizes),
+        summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes * trained,
+    )
+
+
+def _with_sums(
+    found: Sequence[StageMemory],
+    stages: Sequence[StageBytes],
+    spans: Sequence[range],
+    schedule: Schedule,
+    optimizer: str,
+    receive_ahead: Ahead,
+    weights: Sequence[SharedWeight],
+) -> tuple[StageMemory, ...]:
+    """The fullest moments of workers in processes of their own, which ``found`` says without the sums.
+
+    ``stages`` are `_counted_once`. The weights are summed one after another, when all gradients are there.
+    """
+    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
+    received = [0] * schedule.num_workers
+    for weight in weights:
+        owners = {schedule.worker(stage_of[layer]) for layer in weight.layers}
+        for worker in owners if weight.trained and len(owners) > 1 else ():
+            received[worker] = max(received[worker], weight.num_bytes)
+    most = list(found)
+    resting = workers_of(stages, schedule, optimizer, receive_ahead, between_steps=True)
+    for number, num_bytes in enumerate(received):
+        if num_bytes:
+            summed = sum(stages[stage].summed_gradient_bytes for stage in schedule.stages_of(number))
+            sums = summing(resting[number], summed, num_bytes)
+            most[number] = max(most[number], sums, key=lambda each: each.peak)
+    return tuple(most)
+
+
+def summing(worker: Worker, summed_bytes: int, received_bytes: int) -> StageMemory:
+    """A worker that has the gradients of all its uses of shared weights, and one from another owner."""
+    resting = worker.update()
+    return replace(
+        resting, gradients=resting.gradients + summed_bytes, transients=received_bytes, when="ties"
+    )

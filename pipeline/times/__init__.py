@@ -1,1 +1,0 @@
-"""When what happened in a step."""

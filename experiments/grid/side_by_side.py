@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ def _ours(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Call
 
 
 def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
-    parallel: nn.Module = model
+    parallel: DistributedDataParallel | nn.Sequential = model
     divided: list[FSDPModule] = []
     keeps = job.zero == 2  # what was gathered, from the first forward of a step to its last backward
     if job.zero is None:
@@ -124,8 +124,9 @@ def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Ca
                 layer.set_is_last_backward(last or not keeps)
                 layer.set_requires_gradient_sync(last or not keeps)
                 layer.set_reshard_after_backward(last or not keeps)
-            alone = isinstance(parallel, DistributedDataParallel) and not last
-            with parallel.no_sync() if alone else nullcontext():
+            with ExitStack() as stack:
+                if isinstance(parallel, DistributedDataParallel) and not last:
+                    stack.enter_context(parallel.no_sync())
                 torch.autograd.backward(loss(parallel(inputs), wanted) / len(parts))
 
     return step

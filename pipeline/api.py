@@ -25,7 +25,7 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.assembled import Assembled
 from gpipe_bench.pipeline.engine import Observer
 from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.gather import gather_timeline
@@ -106,7 +106,7 @@ class Pipeline(Assembled):
         return self._partition
 
     @property
-    def portals(self) -> tuple[Line, ...]:
+    def portals(self) -> tuple[Edge, ...]:
         """What goes past stages, for `plan.drawn.drawing`, `plan.drawn.svg` and `plan.replay`."""
         return self._lines
 

@@ -21,7 +21,7 @@ from gpipe_bench.pipeline.mesh.division import divided_over
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
 from gpipe_bench.pipeline.mesh.reduce import joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
-from gpipe_bench.pipeline.plan.portals import lines_of
+from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -108,7 +108,7 @@ class Assembled(nn.Module):
         # On every rank, whosever layer it is: one that refuses alone would be waited for.
         refuse_unsupported(part for layer in modules for part in layer.modules())
         self._portals = declarations(modules)
-        self._lines = lines_of(self._portals, self._partition)
+        self._lines = edges_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         if self._divided is not None:
             known = None if self._calibration is not None else self._schedule

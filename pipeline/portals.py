@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.portals import Line, leaving
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.portals import leaving
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.stage.portals import changed
 from gpipe_bench.pipeline.stage.stage import Gradients
@@ -38,16 +39,16 @@ class Lines(Protocol):
     def begin(self) -> None:
         """Starts a step, after the transport."""
 
-    def send(self, line: Line, microbatch: int, message: Arrived) -> None:
+    def send(self, line: Edge, microbatch: int, message: Arrived) -> None:
         """Hands portals to the stage where the line ends; waits for nobody."""
 
-    def receive(self, line: Line, microbatch: int) -> Arrived:
+    def receive(self, line: Edge, microbatch: int) -> Arrived:
         """The portals, in tensors that nothing else has."""
 
-    def send_gradients(self, line: Line, microbatch: int, gradients: Gradients) -> None:
+    def send_gradients(self, line: Edge, microbatch: int, gradients: Gradients) -> None:
         """Hands their gradients back."""
 
-    def receive_gradients(self, line: Line, microbatch: int) -> Gradients:
+    def receive_gradients(self, line: Edge, microbatch: int) -> Gradients:
         """The gradients of portals that were sent."""
 
     def release(self, stage: int, microbatch: int) -> None:
@@ -73,20 +74,20 @@ class LinesInProcess:
     def __init__(self, transport: InProcess, stage_devices: Sequence[torch.device]) -> None:
         self._transport, self._devices = transport, tuple(stage_devices)
         self._transfers = Transfers() if isinstance(transport, BetweenDevices) else None
-        self._portals: dict[tuple[Line, int], _Sent] = {}
-        self._gradients: dict[tuple[Line, int], tuple[Gradients, tuple[Mark, ...]]] = {}
+        self._portals: dict[tuple[Edge, int], _Sent] = {}
+        self._gradients: dict[tuple[Edge, int], tuple[Gradients, tuple[Mark, ...]]] = {}
 
     def begin(self) -> None:
         self.abort()
 
-    def send(self, line: Line, microbatch: int, message: Arrived) -> None:
+    def send(self, line: Edge, microbatch: int, message: Arrived) -> None:
         found, marks = self._carry(message.tensors, line.target)
         tensors = tuple([tensor for tensor in found if tensor is not None])
         self._portals[line, microbatch] = _Sent(
             tensors, message.needs_grad, tuple(map(version, tensors)), marks
         )
 
-    def receive(self, line: Line, microbatch: int) -> Arrived:
+    def receive(self, line: Edge, microbatch: int) -> Arrived:
         tensors, needs_grad, versions, marks = self._portals.pop((line, microbatch))
         for name, tensor, before in zip(line.names, tensors, versions, strict=True):
             if version(tensor) != before:
@@ -95,10 +96,10 @@ class LinesInProcess:
             self._transfers.receive(tensors, marks, self._devices[line.target])
         return Arrived(tuple([tensor.detach() for tensor in tensors]), needs_grad)
 
-    def send_gradients(self, line: Line, microbatch: int, gradients: Gradients) -> None:
+    def send_gradients(self, line: Edge, microbatch: int, gradients: Gradients) -> None:
         self._gradients[line, microbatch] = self._carry(gradients, line.source)
 
-    def receive_gradients(self, line: Line, microbatch: int) -> Gradients:
+    def receive_gradients(self, line: Edge, microbatch: int) -> Gradients:
         gradients, marks = self._gradients.pop((line, microbatch))
         if self._transfers is not None:
             self._transfers.receive(gradients, marks, self._devices[line.source])
@@ -134,10 +135,10 @@ class _Places(NamedTuple):
 class PortalTransport:
     """`inner` with the portals of `lines`, which are those of the whole pipeline."""
 
-    def __init__(self, inner: Transport, lines: Sequence[Line], carrier: Lines) -> None:
+    def __init__(self, inner: Transport, lines: Sequence[Edge], carrier: Lines) -> None:
         self.inner, self._carrier = inner, carrier
-        self._into: dict[int, list[Line]] = {}
-        self._out: dict[int, list[Line]] = {}
+        self._into: dict[int, list[Edge]] = {}
+        self._out: dict[int, list[Edge]] = {}
         for line in lines:  # by source and target
             self._into.setdefault(line.target, []).append(line)
             self._out.setdefault(line.source, []).append(line)
@@ -242,7 +243,7 @@ def _add(found: list[Tensor | None], place: int, gradient: Tensor | None) -> Non
 
 
 def with_portals(
-    transport: Transport, lines: Sequence[Line], stage_devices: Sequence[torch.device]
+    transport: Transport, lines: Sequence[Edge], stage_devices: Sequence[torch.device]
 ) -> PortalTransport:
     """The transport of a pipeline that has these lines."""
     of_ranks: Lines | None = getattr(transport, "lines", None)

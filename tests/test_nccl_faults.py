@@ -182,7 +182,7 @@ class Planted:
 
 PLANTED = {
     "early repost of a slot": Planted(
-        trains(one_f_one_b(3, 5, remat="never"), lambda: layers(3)), early_repost, (AssertionError,)
+        trains(named("interleaved", 2, 4, remat="always"), lambda: layers(4)), early_repost, (AssertionError,)
     ),
     "a slot in which something lives is posted again": Planted(
         trains(gpipe(3, 4), lambda: [Scale(9), Through(), Scale(9)], 9),

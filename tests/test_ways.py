@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_bench.pipeline.plan.receiving.ring import turns
+from gpipe_bench.pipeline.plan.edges import turns
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag
@@ -95,7 +95,7 @@ def test_receives_are_posted_in_the_order_in_which_messages_leave(name: str) -> 
         for gradients, backend in backends.items():
             assert backend.tags == [
                 first_tag(stage, m, schedule.num_stages)
-                for stage, m in turns(schedule, rank, 1 - rank, gradients=gradients)
+                for stage, m in turns(schedule, rank, 1 - rank, back=gradients)
             ]
             assert len(set(backend.tags)) == len(backend.tags)
             assert all(tag % MOST_TENSORS == 0 for tag in backend.tags)

@@ -20,7 +20,8 @@ from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint, footprint
 from gpipe_bench.pipeline.memory.stages.peaks import StageMemory
 from gpipe_bench.pipeline.memory.stages.workers import memories
-from gpipe_bench.pipeline.plan.portals import Line, arriving, leaving, lines_of
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.portals import arriving, edges_of, leaving
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.portals import declarations
 
@@ -32,7 +33,7 @@ class Waits:
     `output_gradients` are the bytes of what comes back to each stage for its output alone.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[Edge, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     output_gradients: tuple[int, ...]
@@ -99,7 +100,7 @@ def portal_memory(
     profiler = profiler or Profiler()
     modules = list(layers)
     declared = declarations(modules)
-    lines = lines_of(declared, stages)
+    lines = edges_of(declared, stages)
     specs: dict[str, TensorSpec] = {}
     footprints: list[Footprint] = []
     output_gradients: list[int] = []

@@ -27,8 +27,8 @@ from math import inf
 from types import MappingProxyType
 from typing import TypeVar
 
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.links import FREE, Between, Link
-from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulation import Simulation
@@ -61,7 +61,7 @@ def replay(
     gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
-    portals: Mapping[Line, tuple[float, float]] = MappingProxyType({}),
+    portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
 ) -> Timeline:
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
@@ -148,8 +148,8 @@ def _together(action_s: ActionTimes, collective_s: ActionTimes | None) -> Callab
 
 
 def _of_lines(
-    portals: Mapping[Line, tuple[float, float]], schedule: Schedule
-) -> Mapping[Line, tuple[float, float]]:
+    portals: Mapping[Edge, tuple[float, float]], schedule: Schedule
+) -> Mapping[Edge, tuple[float, float]]:
     for line, sizes in portals.items():
         if not 0 <= line.source < line.target < schedule.num_stages:
             raise ValueError(

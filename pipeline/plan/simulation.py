@@ -12,8 +12,8 @@ from math import inf
 from operator import attrgetter
 from types import MappingProxyType
 
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.links import FREE, Between, Link
-from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.reductions import Bucket, Gather
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
@@ -48,8 +48,8 @@ class _Stage:
         self.inputs_s: dict[int, float] = {}  # arrival by micro-batch
         self.gradients_s: dict[int, float] = {}
         self.done: dict[int, Kind] = {}  # the last action done on each micro-batch
-        self.lines_in: list[Line] = []
-        self.lines_out: list[Line] = []
+        self.lines_in: list[Edge] = []
+        self.lines_out: list[Edge] = []
         # Arrivals of what comes past stages, by line, micro-batch and whether it is gradients.
         self.portals_s: dict[tuple[int, int, bool], float] = {}
 
@@ -69,7 +69,7 @@ class Simulation:
         early_recompute: bool,
         gathers: Sequence[Sequence[Gather]] = (),
         reductions: Sequence[Sequence[Bucket]] = (),
-        portals: Mapping[Line, tuple[float, float]] = MappingProxyType({}),
+        portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.early_recompute = early_recompute
@@ -236,7 +236,7 @@ class Simulation:
         self.messages.append(Span(f"{event.action}->{target.index}", stage.index, start_s, arrival_s))
         return arrival_s
 
-    def _send_portals(self, line: Line, stage: _Stage, target: _Stage, event: Event) -> None:
+    def _send_portals(self, line: Edge, stage: _Stage, target: _Stage, event: Event) -> None:
         """What goes past stages, or its gradient, has been made."""
         back = target.index == line.source
         if self.link is FREE or target.worker is stage.worker:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.connecting.opening import open_connections
@@ -55,7 +55,7 @@ class PointToPoint(Exchange):
         *,
         timeout_s: float,
         share_memory: bool = True,
-        portals: Sequence[Line] = (),
+        portals: Sequence[Edge] = (),
         job: Job | None = None,
         is_own: bool = False,
     ) -> None:
@@ -76,7 +76,9 @@ class PointToPoint(Exchange):
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
         self.close = weakref.finalize(self, ties.close)
         self.close.atexit = accelerated or ties.job.is_grid
-        super().__init__(network.rank, schedule, device, ways, control, accelerated=accelerated)
+        super().__init__(
+            network.rank, schedule, device, ways, control, accelerated=accelerated, portals=portals
+        )
         self._full, self._is_own = schedule, is_own
         self._agreements = Agreements()
         self.lines: LinesBetweenRanks | None = None

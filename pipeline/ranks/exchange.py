@@ -8,11 +8,12 @@ begins and ends with, is in `distributed`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Agreement, Outline, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
@@ -42,10 +43,11 @@ class Exchange:
         control: Connection,
         *,
         accelerated: bool,
+        portals: Sequence[Edge] = (),
     ) -> None:
         self.rank = rank
         self._schedule, self._device, self._ways = schedule, device, ways
-        self._accelerated = accelerated
+        self._accelerated, self._portals = accelerated, tuple(portals)
         self._agreement = Agreement(())
         self._training = True
         # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
@@ -69,9 +71,12 @@ class Exchange:
         self._gate = Gate() if self._accelerated else None
         # By stage, and the turns of those that receive from one rank.
         (self._inputs, turns), (self._output_gradients, more) = [
-            receivers(schedule, self.rank, self._ways, self._device, gradients=gradients, gate=self._gate)
+            receivers(
+                schedule, self.rank, self._ways, self._device,
+                gradients=gradients, gate=self._gate, portals=self._portals,
+            )
             for gradients in (False, True)
-        ]
+        ]  # fmt: skip
         self._turns = [*turns, *more]
 
     @property

@@ -1,9 +1,9 @@
 """Portals between processes: straight from the rank that stashes to the one that pops.
 
 They have a connection and tags of their own, so that none queues behind another message, and their receives
-are posted ahead into rings of their own (`plan.portals`). On accelerators, where messages are told apart by
+are posted ahead into rings of their own (`plan.edges`). On accelerators, where messages are told apart by
 their order alone, each line has a connection there and one back, and its receives are posted when their time
-has come (`plan.portal_posting`). No send is waited for while it may still be on its way. Through shared
+has come. No send is waited for while it may still be on its way. Through shared
 memory it says itself when it has left; over a network, which says nothing before somebody waits, a portal has
 arrived when its gradient is back, and a gradient when the step is over. What a portal consists of is told
 once for each size of micro-batch, as for the other messages (`messages.agreement`).
@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.portal_posting import portal_postings
-from gpipe_bench.pipeline.plan.portals import Line, portal_rings
+from gpipe_bench.pipeline.plan.edges import Edge, refuse_other_orders, rings_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.portals import Arrived
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_MESSAGES, MOST_TENSORS, Agreement, Outline
@@ -41,7 +40,7 @@ class _Sending(NamedTuple):
     connection: Connection
     tensor: Tensor  # kept until it is gone
     version: int
-    line: Line
+    line: Edge
     microbatch: int
     target: int
     action: Action  # what receives it
@@ -51,13 +50,13 @@ class _Sending(NamedTuple):
         return isinstance(self.work, Departure) and self.work.gone
 
 
-def refuse_portals(lines: Sequence[Line], schedule: Schedule, *, accelerated: bool) -> None:
+def refuse_portals(lines: Sequence[Edge], schedule: Schedule, *, accelerated: bool) -> None:
     """`ValueError` for what portals between processes cannot do."""
     between = [line for line in lines if schedule.worker(line.source) != schedule.worker(line.target)]
     if not between:
         return
     if accelerated:
-        portal_postings(schedule, tuple(lines))
+        refuse_other_orders(schedule, lines)
     if 2 * len(lines) * schedule.num_microbatches > MOST_MESSAGES:
         raise ValueError(
             f"{len(lines)} lines of portals with {schedule.num_microbatches} micro-batches are more than "
@@ -71,7 +70,7 @@ def refuse_portals(lines: Sequence[Line], schedule: Schedule, *, accelerated: bo
             )
 
 
-def portal_peers(lines: Sequence[Line], schedule: Schedule, rank: int) -> set[int]:
+def portal_peers(lines: Sequence[Edge], schedule: Schedule, rank: int) -> set[int]:
     """The ranks that `rank` exchanges portals with."""
     pairs = [(schedule.worker(line.source), schedule.worker(line.target)) for line in lines]
     return {end for pair in pairs if rank in pair for end in pair} - {rank}
@@ -88,7 +87,7 @@ class LinesBetweenRanks:
         self,
         connections: Mapping[tuple[int, bool], Connection],
         control: Control,
-        lines: Sequence[Line],
+        lines: Sequence[Edge],
         schedule: Schedule,
         rank: int,
         device: torch.device,
@@ -97,8 +96,8 @@ class LinesBetweenRanks:
         self._connections, self._control, self._lines = connections, control, tuple(lines)
         self._rank, self._device = rank, device
         self._agreement = Agreement(())
-        self._own: dict[tuple[Line, int], Arrived] = {}  # sent by this rank to itself
-        self._own_gradients: dict[tuple[Line, int], Gradients] = {}
+        self._own: dict[tuple[Edge, int], Arrived] = {}  # sent by this rank to itself
+        self._own_gradients: dict[tuple[Edge, int], Gradients] = {}
         self._sent: list[_Sending] = []
         self._receivers: dict[tuple[int, bool], Receiver] = {}
         self._training = True
@@ -112,8 +111,7 @@ class LinesBetweenRanks:
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in (Kind.B, Kind.I)}
         self._receivers = {}
         self._of_stage: dict[int, list[Receiver]] = {}
-        rings = portal_rings(schedule, self._lines)
-        postings = {} if gate is None else portal_postings(schedule, self._lines)
+        rings = rings_of(schedule, self._lines, accelerated=gate is not None)
         for line in self._lines:
             for gradients in (False, True):
                 stage, other = (line.source, line.target) if gradients else (line.target, line.source)
@@ -127,13 +125,14 @@ class LinesBetweenRanks:
                     self._device,
                     tags=[tag * MOST_TENSORS for tag in tags],
                     gate=gate,
-                    posting=postings.get((line.number, gradients)),
                 )
                 self._receivers[line.number, gradients] = receiver
                 self._of_stage.setdefault(stage, []).append(receiver)
 
-    def _tag(self, line: Line, microbatch: int, gradients: bool) -> int:
-        return (2 * line.number + gradients) * self._schedule.num_microbatches + microbatch
+    def _tag(self, line: Edge, microbatch: int, gradients: bool) -> int:
+        return (
+            2 * (line.number - self._schedule.num_stages + 1) + gradients
+        ) * self._schedule.num_microbatches + microbatch
 
     def take_up(self, agreement: Agreement, *, training: bool) -> None:
         """The step that begins is of this kind."""
@@ -150,7 +149,7 @@ class LinesBetweenRanks:
     def _outlines(self, number: int, gradients: bool) -> dict[int, Outline]:
         return self._agreement.of_portals.setdefault((number, gradients), {})
 
-    def send(self, line: Line, microbatch: int, message: Arrived) -> None:
+    def send(self, line: Edge, microbatch: int, message: Arrived) -> None:
         if self._schedule.worker(line.target) == self._rank:
             self._own[line, microbatch] = message
             return
@@ -158,7 +157,7 @@ class LinesBetweenRanks:
         made = Outline(tuple([Form.of(tensor) for tensor in message.tensors]), None, message.needs_grad)
         self._send(line, microbatch, message.tensors, made, target, gradients=False)
 
-    def receive(self, line: Line, microbatch: int) -> Arrived:
+    def receive(self, line: Edge, microbatch: int) -> Arrived:
         if (line.number, False) not in self._receivers:
             message = self._own.pop((line, microbatch))
             return message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
@@ -166,7 +165,7 @@ class LinesBetweenRanks:
         tensors, outline = self._receive(line, microbatch, source, gradients=False)
         return Arrived(tuple([tensor for tensor in tensors if tensor is not None]), outline.needs_grad)
 
-    def send_gradients(self, line: Line, microbatch: int, gradients: Gradients) -> None:
+    def send_gradients(self, line: Edge, microbatch: int, gradients: Gradients) -> None:
         if self._schedule.worker(line.source) == self._rank:
             self._own_gradients[line, microbatch] = gradients
             return
@@ -174,7 +173,7 @@ class LinesBetweenRanks:
         made = Outline(tuple([None if g is None else Form.of(g) for g in gradients]))
         self._send(line, microbatch, gradients, made, target, gradients=True)
 
-    def receive_gradients(self, line: Line, microbatch: int) -> Gradients:
+    def receive_gradients(self, line: Edge, microbatch: int) -> Gradients:
         if (line.number, True) not in self._receivers:
             return self._own_gradients.pop((line, microbatch))
         source = Action(line.target, self._kinds[line.target, microbatch], microbatch)
@@ -185,7 +184,7 @@ class LinesBetweenRanks:
 
     def _send(
         self,
-        line: Line,
+        line: Edge,
         microbatch: int,
         tensors: Sequence[Tensor | None],
         made: Outline,
@@ -212,7 +211,7 @@ class LinesBetweenRanks:
                 )
 
     def _receive(
-        self, line: Line, microbatch: int, source: Action, *, gradients: bool
+        self, line: Edge, microbatch: int, source: Action, *, gradients: bool
     ) -> tuple[tuple[Tensor | None, ...], Outline]:
         receiver = self._receivers[line.number, gradients]
         outlines, length = self._outlines(line.number, gradients), self._agreement.lengths[microbatch]

@@ -7,14 +7,12 @@ of its own: over NCCL a rank that waits on a connection cannot send on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 
-from gpipe_bench.pipeline.plan.receiving.memory import rings
-from gpipe_bench.pipeline.plan.receiving.posting import postings
-from gpipe_bench.pipeline.plan.receiving.ring import turns
+from gpipe_bench.pipeline.plan.edges import Edge, rings_of, turns
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
 from gpipe_bench.pipeline.ranks.messages.agreement import MOST_MESSAGES, first_tag
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
@@ -70,30 +68,29 @@ def receivers(
     *,
     gradients: bool,
     gate: Gate | None = None,
+    portals: Sequence[Edge] = (),
 ) -> tuple[dict[int, Receiver], list[Turns]]:
     """One for each stage of `rank` that receives from another rank, by stage, and the turns that those take
     which receive from one rank. With a `gate`, on accelerators, no receive is posted before its time.
     """
     found: dict[int, Receiver] = {}
     shared: list[Turns] = []
+    rings = rings_of(schedule, portals if gate else (), accelerated=gate is not None)
     for source, target, backward in channels(schedule):
         if target != rank or backward is not gradients:
             continue
-        order = [stage for stage, _ in turns(schedule, rank, source, gradients=gradients)]
+        order = [stage for stage, _ in turns(schedule, rank, source, back=gradients)]
         stages = tuple(dict.fromkeys(order))
         in_turn = Turns(order) if len(stages) > 1 else None
         for stage in stages:
-            mine = rings(schedule, stage, gradients=gradients, accelerated=gate is not None)
             found[stage] = Receiver(
                 ways[gradients, rank > source],
                 source,
-                mine.tight,
+                rings[stage if gradients else stage - 1, gradients],
                 device,
                 tags=[first_tag(stage, m, schedule.num_stages) for m in range(schedule.num_microbatches)],
-                small=mine.small,
                 turns=in_turn,
                 gate=gate,
-                posting=None if gate is None else postings(schedule)[stage, gradients],
             )
             if in_turn is not None:
                 in_turn.receivers[stage] = found[stage]

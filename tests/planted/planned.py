@@ -40,11 +40,11 @@ PLANNED = (
     ),
     Mutant(
         name="no place for the next input",
-        file="pipeline/plan/receiving/ring.py",
-        old="max(schedule.in_flight(stage - 1), in_flight + halved)",
-        new="max(schedule.in_flight(stage - 1), in_flight)",
+        file="pipeline/plan/edges.py",
+        old="max(in_flight[0], in_flight[1] + halved[1])",
+        new="max(in_flight)",
         why="an input that comes when a W ends would wait until its sender has computed on",
-        tests=("tests/test_ring.py::test_inputs_of_split_schedules_find_a_place",),
+        tests=("tests/test_edges.py::test_inputs_of_split_schedules_find_a_place",),
     ),
     Mutant(
         name="only neighbours share memory",

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.pipeline.plan.portals import Line, described
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.portals import described
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 
-def draw(timeline: Timeline, portals: Sequence[Line] = ()) -> str:
+def draw(timeline: Timeline, portals: Sequence[Edge] = ()) -> str:
     """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
 
     A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.connecting.introduction import meet
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
@@ -40,7 +40,7 @@ class Opened(NamedTuple):
 
 
 def open_connections(
-    ties: Ties, schedule: Schedule, portals: Sequence[Line] = (), *, share_memory: bool
+    ties: Ties, schedule: Schedule, portals: Sequence[Edge] = (), *, share_memory: bool
 ) -> Opened:
     """Connects the rank of `ties` with all others, which must call too, and watches them from then on.
 
@@ -79,7 +79,7 @@ def open_connections(
 
 
 def _of_portals(
-    ties: Ties, schedule: Schedule, portals: Sequence[Line], near: dict[int, Neighbour]
+    ties: Ties, schedule: Schedule, portals: Sequence[Edge], near: dict[int, Neighbour]
 ) -> dict[tuple[int, bool], Connection]:
     """One for all lines where tags tell their messages apart, else one for each that joins two ranks, and one
     back.

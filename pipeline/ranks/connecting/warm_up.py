@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.errors import PeerError
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work
@@ -42,7 +42,7 @@ class Greeting(NamedTuple):
     line: tuple[int, bool] | None = None
 
 
-def meetings(schedule: Schedule, lines: Sequence[Line] = ()) -> list[list[tuple[Greeting, ...]]]:
+def meetings(schedule: Schedule, lines: Sequence[Edge] = ()) -> list[list[tuple[Greeting, ...]]]:
     """Rounds of meetings. A meeting is all that two ranks have to greet each other on, in one order."""
     greetings = {
         Greeting((gradients, target > source), source, target)
@@ -77,7 +77,7 @@ def warm_up(
     schedule: Schedule,
     ways: Mapping[Way, Connection],
     loss: Connection,
-    lines: Sequence[Line] = (),
+    lines: Sequence[Edge] = (),
     of_lines: Mapping[tuple[int, bool], Connection] | None = None,
 ) -> None:
     """This rank's meetings, which all ranks must come to. `PeerError` names the one that does not come within

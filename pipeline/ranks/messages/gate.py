@@ -1,7 +1,7 @@
 """Which receives wait for an action of this rank, and how far the rank is.
 
 On accelerators a receive is posted behind the last action of its own rank that its message depends on
-(`plan.receiving.posting` says why). The transport is called when a message leaves the rank and when a stage
+(`plan.edges` says why). The transport is called when a message leaves the rank and when a stage
 is done with a micro-batch; the gate counts these calls and lets through the receives whose number has come.
 """
 

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.receiving.memory import SMALL_BYTES, Rings
-from gpipe_bench.pipeline.plan.receiving.posting import FORWARDS_AHEAD, Posting
-from gpipe_bench.pipeline.plan.receiving.ring import Ring
+from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Work
@@ -47,34 +45,29 @@ class Turns:
 class Receiver:
     """One direction of receiving: posts receives in the order of need, each into its slot of the ring.
 
-    `tags` is the first tag of each micro-batch's message. `small` is the ring to use where all of its buffers
-    together take no more than `SMALL_BYTES`. With `turns` a receive is posted when its turn has come, and
-    with a `gate` not before `posting` says so, whose rings then count.
+    `tags` is the first tag of each micro-batch's message. With `turns` a receive is posted when its turn has
+    come, and with a `gate` not before the `rings` say so.
     """
 
     def __init__(
         self,
         connection: Connection,
         source: int,
-        ring: Ring,
+        rings: Rings,
         device: torch.device,
         *,
         tags: Sequence[int],
-        small: Ring | None = None,
         turns: Turns | None = None,
         gate: Gate | None = None,
-        posting: Posting | None = None,
     ) -> None:
-        self._gate, self._posting = gate, posting
+        self._gate = gate
         self._after: Sequence[int] = ()  # calls of this rank before each receive
-        if gate is not None and posting is not None:
-            ring, small = posting.ring, posting.small
-            gate.expect(self, True, posting.after)
-            gate.expect(self, False, posting.after_forward)
+        if gate is not None:
+            gate.expect(self, True, rings.after)
+            gate.expect(self, False, rings.after_forward)
         self._connection, self._source, self._device = connection, source, device
         self._tags, self._turns = tags, turns
-        self._rings = Rings(ring, small or ring)
-        self._ring = ring
+        self._rings, self._ring = rings, rings.tight
         most = self._rings.small.num_slots
         self._slots: list[tuple[Outline, tuple[Buffer | None, ...]] | None] = [None] * most
         self._posted: dict[int, tuple[tuple[Buffer | None, ...], list[Work]]] = {}
@@ -90,10 +83,8 @@ class Receiver:
         self._posted.clear()
         self._choose_ring()
         # Without a backward nothing is kept, and two receives ahead are enough.
-        ahead = FORWARDS_AHEAD
-        if self._posting is not None:
-            ahead = self._posting.ahead
-            self._after = self._posting.after if training else self._posting.after_forward
+        ahead = self._rings.ahead
+        self._after = self._rings.after if training else self._rings.after_forward
         self._unposted = deque(self._ring.initial if training else self._ring.order[:ahead])
         self._later = deque(() if training else self._ring.order[ahead:])
         self.post()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.receiving.memory import SMALL_BYTES, is_one_too_many
+from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, is_one_too_many
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.messages.agreement import Outline
 from gpipe_bench.pipeline.ranks.messages.connection import Connection, Work, flat

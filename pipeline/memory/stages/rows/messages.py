@@ -1,6 +1,6 @@
 """What messages take where each worker is a process of its own, by the rules that the engine goes by.
 
-    received    buffers of the rings of `plan.receiving`, which stay from step to step: their bytes are
+    received    buffers of the rings of `plan.edges`, which stay from step to step: their bytes are
                 there at every moment, and no input or gradient that a stage works on adds to them
     sent        outputs and gradients until their sender has waited for them: the latest of each way
                 between two workers, or all of a step's where they are small
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpipe_bench.pipeline.memory.stages.footprint import Footprint
-from gpipe_bench.pipeline.plan.receiving.memory import is_one_too_many, rings
+from gpipe_bench.pipeline.plan.edges import is_one_too_many, rings_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
@@ -66,7 +66,8 @@ def received_apart(stage: Footprint, index: int, schedule: Schedule, transport: 
 def _buffers(
     schedule: Schedule, stage: int, message_bytes: int, transport: Transport, *, gradients: bool
 ) -> int:
-    found = rings(schedule, stage, gradients=gradients, accelerated=transport.accelerated)
+    edge = stage if gradients else stage - 1
+    found = rings_of(schedule, accelerated=transport.accelerated)[edge, gradients]
     return found.of(message_bytes).num_slots * message_bytes
 
 

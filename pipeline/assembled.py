@@ -25,7 +25,6 @@ from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.replay import ActionTimes
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failures.job import Job
@@ -39,7 +38,7 @@ from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Tree
 from gpipe_bench.pipeline.steps import Steps
-from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
+from gpipe_bench.pipeline.transport import InProcess, Transport, with_portals
 
 T = TypeVar("T")
 
@@ -149,7 +148,7 @@ class Assembled(nn.Module):
             self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
-        self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
+        self._transport: Transport = transport or InProcess(devices=self._devices if apart else ())
         if network is not None:
             self._ranks = PointToPoint(
                 network,
@@ -171,7 +170,7 @@ class Assembled(nn.Module):
                 )  # fmt: skip
                 self._tied.share_values()
         if self._lines:
-            self._transport = with_portals(self._transport, self._lines, self._devices)
+            self._transport = with_portals(self._transport, self._lines)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0

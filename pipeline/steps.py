@@ -18,7 +18,6 @@ from gpipe_bench.pipeline import devices, engine
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.mesh.reduce import Joint
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.keywords import flatten_shared, shared_versions, unflatten_shared
@@ -37,7 +36,7 @@ from gpipe_bench.pipeline.stage.trees import (
     tensors_of,
 )
 from gpipe_bench.pipeline.times.clock import Clock
-from gpipe_bench.pipeline.transport import Plan, ShortBatchError, Transport, rows_for
+from gpipe_bench.pipeline.transport import Plan, PortalTransport, ShortBatchError, Transport, rows_for
 
 
 class Steps:

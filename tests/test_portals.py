@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.plan.edges import Edge, messages_of, rings_of
 from gpipe_bench.pipeline.plan.portals import Declared, edges_of
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
-from gpipe_bench.pipeline.transport import BetweenDevices, InProcess
+from gpipe_bench.pipeline.transport import InProcess
 
 SPLIT = "zb-h1"
 UNET = {"num_convs": 1, "num_filters": 4, "depth": 2, "dropout": 0.0, "image_size": 8}
@@ -110,7 +109,7 @@ def test_every_named_schedule_with_devices_of_their_own(name: str) -> None:
         num_stages = schedule.num_stages
         _assert_as_plain(
             _encoder_to_all(), inputs, target, num_stages=num_stages, num_microbatches=num_microbatches,
-            schedule=schedule, transport=BetweenDevices([torch.device("cpu")] * num_stages),
+            schedule=schedule, transport=InProcess(devices=[torch.device("cpu")] * num_stages),
         )  # fmt: skip
 
 
@@ -165,9 +164,13 @@ class _Counting(InProcess):
         self.received[stage + 1] += sum(tensor.nbytes for tensor in message.tensors)
         super().send_activation(stage, microbatch, message)
 
-    def carry(self, tensors: Sequence[Tensor | None], receiver: int) -> tuple[Tensor | None, ...]:
-        self.received[receiver] += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        return super().carry(tensors, receiver)
+    def send(self, edge: Edge, microbatch: int, message: Any) -> None:
+        self.received[edge.target] += sum(tensor.nbytes for tensor in message.tensors)
+        super().send(edge, microbatch, message)
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Any) -> None:
+        self.received[edge.source] += sum(tensor.nbytes for tensor in gradients if tensor is not None)
+        super().send_back(edge, microbatch, gradients)
 
 
 def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:

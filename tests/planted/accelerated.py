@@ -9,8 +9,8 @@ NCCL = "tests/test_nccl_pipeline.py::test_"
 ACCELERATED = (
     Mutant(
         name="the gate is open",
-        file="pipeline/ranks/messages/receiving.py",
-        old="self._gate.passed < self._after[microbatch]",
+        file="pipeline/ranks/ends.py",
+        old="lane.progress.calls < self._after[microbatch]",
         new="False",
         why="a wait for the device would wait for a message that needs what this rank has yet to enqueue",
         tests=(f"{NCCL}a_wait_for_the_device_ends_at_every_action[gpipe-True]",),
@@ -41,7 +41,7 @@ ACCELERATED = (
     ),
     Mutant(
         name="conjugation lost on the way",
-        file="pipeline/ranks/messages/sending.py",
+        file="pipeline/ranks/ends.py",
         old=" or tensor.is_conj() or tensor.is_neg()",
         new="",
         why="the memory of a conjugated view is that of its original",

@@ -48,7 +48,7 @@ PLANNED = (
     ),
     Mutant(
         name="only neighbours share memory",
-        file="pipeline/ranks/ways.py",
+        file="pipeline/ranks/routes.py",
         old="{end for pair in pairs if rank in pair for end in pair} - {rank}",
         new="{end for pair in pairs if rank in pair for end in pair if abs(end - rank) == 1}",
         why="what goes from the last rank to the first would take the network on one host",

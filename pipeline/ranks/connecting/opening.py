@@ -16,9 +16,8 @@ from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.connecting.warm_up import warm_up
 from gpipe_bench.pipeline.ranks.messages.connection import Connection
 from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
-from gpipe_bench.pipeline.ranks.portals import portal_peers
+from gpipe_bench.pipeline.ranks.routes import Way, names_of_ways, peers
 from gpipe_bench.pipeline.ranks.together import Together
-from gpipe_bench.pipeline.ranks.ways import Way, names_of_ways, peers
 
 
 class Opened(NamedTuple):
@@ -54,7 +53,7 @@ def open_connections(
         near = meet(
             ties.store,
             network.rank,
-            peers(schedule, network.rank) | portal_peers(portals, schedule, network.rank),
+            peers(schedule, network.rank, portals),
             willing=share_memory,
             timeout_s=ties.timeout_s,
         )
@@ -67,7 +66,7 @@ def open_connections(
         way: ties.connect(name, near, accelerated=accelerated)
         for way, name in names_of_ways(schedule).items()
     }
-    # With the gradients where tags tell them apart, or where these go the same way.
+    # Where hosts wait for messages it goes by `control`; with the gradients where these go the same way.
     loss = ways[True, False]
     if accelerated and schedule.placement:
         loss = ties.connect("loss", near, accelerated=accelerated)

@@ -23,7 +23,7 @@ from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.schedule import gpipe
 from gpipe_bench.pipeline.ranks import host
 from gpipe_bench.pipeline.ranks.failures.failure import Lookout
-from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
 PATIENCE_S = 900.0

@@ -18,7 +18,7 @@ from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.ranks import distributed, ends
 from gpipe_bench.pipeline.ranks.connecting import introduction
-from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks.wire import Connection
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 

@@ -15,8 +15,8 @@ from gpipe_bench.pipeline.plan.schedule import channels, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import NAMED, named
 from gpipe_bench.pipeline.ranks.connecting.warm_up import meetings
 from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, nccl_options, unreachable
 from gpipe_bench.pipeline.ranks.store import bounded
+from gpipe_bench.pipeline.ranks.wire import Connection, Form, nccl_options, unreachable
 
 DUPLICATE = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)

@@ -22,7 +22,7 @@ from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.connecting import opening, ties
 from gpipe_bench.pipeline.ranks.control import Control
 from gpipe_bench.pipeline.ranks.ends import Outline, Progress, Receiver, Sender
-from gpipe_bench.pipeline.ranks.messages.holders import Holders
+from gpipe_bench.pipeline.ranks.shared_memory import Holders
 
 Case = Callable[[], None]
 Fault = Callable[[], AbstractContextManager[Any]]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.ranks.connecting.introduction import machine_id, meet
-from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 
 TIMEOUT_S = 10.0
 

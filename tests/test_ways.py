@@ -12,7 +12,6 @@ from gpipe_bench.pipeline.plan.edges import rings_of, turns
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, gpipe
 from gpipe_bench.pipeline.plan.schedules.known import named
 from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Receiver
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
 from gpipe_bench.pipeline.ranks.routes import (
     MOST_TENSORS,
     first_tag,
@@ -23,6 +22,7 @@ from gpipe_bench.pipeline.ranks.routes import (
     peers,
     refuse_edges,
 )
+from gpipe_bench.pipeline.ranks.wire import Connection, Form
 
 CPU = torch.device("cpu")
 

@@ -25,9 +25,9 @@ from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.plan.reductions import bucket_bytes_of
 from gpipe_bench.pipeline.ranks.failures.collective import missing
 from gpipe_bench.pipeline.ranks.failures.job import Job
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work, backend
 from gpipe_bench.pipeline.ranks.store import Store
 from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.ranks.wire import Connection, Form, Work, backend
 
 T = TypeVar("T")
 _PIECE_BYTES = 25 * 2**20

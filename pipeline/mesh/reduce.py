@@ -22,7 +22,7 @@ from gpipe_bench.pipeline.mesh.tree import Tree
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.ranks.failures.job import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
-from gpipe_bench.pipeline.ranks.messages.connection import Work
+from gpipe_bench.pipeline.ranks.wire import Work
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline.mesh.collectives import Collectives, Flat, Room, buckets
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.messages.connection import Work
+from gpipe_bench.pipeline.ranks.wire import Work
 from gpipe_bench.pipeline.stage.reduced import Reduction
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.times.journal import Journal

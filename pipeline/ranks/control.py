@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.edges import Direction
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.ends import Outline, Sender, conform
-from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Work
 from gpipe_bench.pipeline.stage.trees import Message
 
 _FRAME = Form((1024,), (1,), torch.uint8)

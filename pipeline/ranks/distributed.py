@@ -43,9 +43,9 @@ from gpipe_bench.pipeline.ranks.control import (
 )
 from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Progress, Receiver, Sender, changed, conform
 from gpipe_bench.pipeline.ranks.failures.job import Job
-from gpipe_bench.pipeline.ranks.messages.connection import Form, flat
 from gpipe_bench.pipeline.ranks.routes import MOST_TENSORS, first_tag, header_route, loss_route, refuse_edges
 from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.ranks.wire import Form, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes
 from gpipe_bench.pipeline.transport import Plan, rows_for

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings, is_one_too_many
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.messages.connection import Buffer, Connection, Form, Work, flat
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Work, flat
 from gpipe_bench.pipeline.stage.portals import changed as overwritten
 from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure

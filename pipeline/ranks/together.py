@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
+from gpipe_bench.pipeline.ranks.wire import Connection, Form
 
 _LENGTH_TAG, _DATA_TAG, _STAMP_TAG, _TENSOR_TAG = range(2**27, 2**27 + 4)
 T = TypeVar("T")

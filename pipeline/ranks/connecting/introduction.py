@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from itertools import permutations
 from pathlib import Path
 
-from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -16,8 +16,8 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.ranks.failures.watching import watch_in_thread
-from gpipe_bench.pipeline.ranks.messages.connection import backend
 from gpipe_bench.pipeline.ranks.store import Store, bounded
+from gpipe_bench.pipeline.ranks.wire import backend
 
 T = TypeVar("T")
 

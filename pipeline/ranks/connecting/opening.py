@@ -14,10 +14,10 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks.connecting.introduction import meet
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.connecting.warm_up import warm_up
-from gpipe_bench.pipeline.ranks.messages.connection import Connection
-from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
 from gpipe_bench.pipeline.ranks.routes import Way, names_of_ways, peers
+from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.ranks.wire import Connection
 
 
 class Opened(NamedTuple):

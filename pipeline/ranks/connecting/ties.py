@@ -18,9 +18,9 @@ from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.connecting.network import Network
 from gpipe_bench.pipeline.ranks.failures.collective import let_down
 from gpipe_bench.pipeline.ranks.failures.job import SILENCE_S, Job
-from gpipe_bench.pipeline.ranks.messages.connection import NCCL_TYPES, Connection
-from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
+from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store
+from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection
 
 
 class Ties:

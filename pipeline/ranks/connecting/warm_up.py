@@ -23,8 +23,8 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Schedule, channels
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work
 from gpipe_bench.pipeline.ranks.routes import Way, loss_chain
+from gpipe_bench.pipeline.ranks.wire import Connection, Form, Work
 
 _TAG = 2**29 + 1
 _FORM = Form((1,), (1,), torch.float32)

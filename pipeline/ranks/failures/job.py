@@ -23,9 +23,9 @@ from gpipe_bench.pipeline.ranks.failures.collective import let_down
 from gpipe_bench.pipeline.ranks.failures.failure import Blackboard, Lookout, Watch
 from gpipe_bench.pipeline.ranks.failures.heartbeats import Heartbeats
 from gpipe_bench.pipeline.ranks.failures.watching import watch_in_thread
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, backend
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 from gpipe_bench.pipeline.ranks.together import Together
+from gpipe_bench.pipeline.ranks.wire import Connection, backend
 
 # A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
 SILENCE_S = 60.0

@@ -101,19 +101,24 @@ class Control:
         self._connection = connection
         self._senders: dict[int, Sender] = {}
         self._posted: dict[int, deque[tuple[Buffer, Work]]] = {}
+        self._free: dict[int, list[Buffer]] = {}  # have been read
         self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
 
     def expect(self, source: int) -> None:
         """Lets frames come from rank `source` before anybody asks for them."""
         if source not in self._posted:
             self._posted[source] = deque()
-            for _ in range(_FRAMES_AHEAD):
-                self._post(self._connection.buffer(_FRAME, source, _CPU), source)
-            self._connection.flush(source)
+            self._free[source] = [self._connection.buffer(_FRAME, source, _CPU) for _ in range(_FRAMES_AHEAD)]
+            self._post(source)
 
-    def _post(self, buffer: Buffer, source: int) -> None:
-        work = self._connection.receive(buffer, source, _FRAME_TAG)
-        self._posted[source].append((buffer, work))
+    def _post(self, source: int) -> None:
+        """Posts receives into the frames that have been read."""
+        free, posted = self._free[source], self._posted[source]
+        if free:
+            while free:
+                posted.append((free[-1], self._connection.receive(free[-1], source, _FRAME_TAG)))
+                free.pop()
+            self._connection.flush(source)
 
     def send(self, target: int, key: Hashable, content: Any, action: Action | None = None) -> None:
         """Tells rank `target` something about `key`; `action` is what an error will name."""
@@ -136,12 +141,11 @@ class Control:
     def _read(self, source: int, action: Action | None) -> tuple[Hashable, Any]:
         self.expect(source)
         if not self._posted[source]:
-            self._post(self._connection.buffer(_FRAME, source, _CPU), source)
+            self._post(source)
         buffer, work = self._posted[source].popleft()
         self._connection.wait(work, action, source)
         data = buffer.tensor.numpy().tobytes()
-        with suppress(PeerError):  # who has no more to say may be gone
-            self._post(buffer, source)
+        self._free[source].append(buffer)
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
         if end > len(data):
             rest = Form((end - len(data),), (1,), torch.uint8)
@@ -169,8 +173,8 @@ class Control:
     def finish(self) -> None:
         """Waits until everything that was sent is gone, as it is for others in turn."""
         for source in self._posted:
-            with suppress(PeerError):
-                self._connection.flush(source)
+            with suppress(PeerError):  # who has no more to say may be gone
+                self._post(source)
         for sender in self._senders.values():
             sender.finish()
 

@@ -140,9 +140,14 @@ class Control:
 
     def _read(self, source: int, action: Action | None) -> tuple[Hashable, Any]:
         self.expect(source)
-        if not self._posted[source]:
-            self._post(source)
-        buffer, work = self._posted[source].popleft()
+        posted = self._posted[source]
+        if len(posted) <= _FRAMES_AHEAD // 2:
+            try:
+                self._post(source)
+            except PeerError:  # who has no more to say may be gone
+                if not posted:
+                    raise
+        buffer, work = posted.popleft()
         self._connection.wait(work, action, source)
         data = buffer.tensor.numpy().tobytes()
         self._free[source].append(buffer)

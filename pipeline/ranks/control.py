@@ -33,8 +33,8 @@ from gpipe_bench.pipeline.stage.trees import Message
 
 _FRAME = Form((1024,), (1,), torch.uint8)
 _LENGTH_BYTES = 8
-# Frames that may come before anybody reads one, from each rank.
-_FRAMES_AHEAD = 8
+# Frames that may come before anybody reads one, from each rank; each takes a page of shared memory.
+FRAMES_AHEAD = 2
 _FRAME_TAG, _REST_TAG, _TENSORS_TAG = 0, 1, 2
 # Kinds of steps that are known at a time; with one more the ranks begin anew.
 MOST_AGREEMENTS = 256
@@ -104,11 +104,12 @@ class Control:
         self._free: dict[int, list[Buffer]] = {}  # have been read
         self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
 
-    def expect(self, source: int) -> None:
-        """Lets frames come from rank `source` before anybody asks for them."""
-        if source not in self._posted:
-            self._posted[source] = deque()
-            self._free[source] = [self._connection.buffer(_FRAME, source, _CPU) for _ in range(_FRAMES_AHEAD)]
+    def expect(self, source: int, count: int = FRAMES_AHEAD) -> None:
+        """Lets so many frames come from rank `source` before anybody asks for them."""
+        posted, free = self._posted.setdefault(source, deque()), self._free.setdefault(source, [])
+        missing = count - len(posted) - len(free)
+        if missing > 0:
+            free += [self._connection.buffer(_FRAME, source, _CPU) for _ in range(missing)]
             self._post(source)
 
     def _post(self, source: int) -> None:
@@ -139,9 +140,10 @@ class Control:
         return unread.popleft()
 
     def _read(self, source: int, action: Action | None) -> tuple[Hashable, Any]:
-        self.expect(source)
+        if source not in self._posted:
+            self.expect(source)
         posted = self._posted[source]
-        if len(posted) <= _FRAMES_AHEAD // 2:
+        if len(posted) < FRAMES_AHEAD:
             try:
                 self._post(source)
             except PeerError:  # who has no more to say may be gone

@@ -32,6 +32,7 @@ from gpipe_bench.pipeline.ranks.connecting.network import Network, network_of
 from gpipe_bench.pipeline.ranks.connecting.opening import open_connections
 from gpipe_bench.pipeline.ranks.connecting.ties import Ties
 from gpipe_bench.pipeline.ranks.control import (
+    FRAMES_AHEAD,
     Agreement,
     Agreements,
     Control,
@@ -280,6 +281,8 @@ class PointToPoint:
         if outline is None:
             outline = self._control.receive(receiver.lane.source, (direction, length), source)
             outlines[length] = outline
+            if outline.varies:
+                self._control.expect(receiver.lane.source, FRAMES_AHEAD + len(self._agreement.lengths))
         elif outline.varies:
             told = self._control.receive(receiver.lane.source, (direction, length), source)
             if told is not None:

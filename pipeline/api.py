@@ -30,12 +30,12 @@ from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
 from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
-from gpipe_bench.pipeline.plan.portals import Line, lines_of
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.portals import with_portals
 from gpipe_bench.pipeline.ranks.connect import Network, network_of
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failure import Job
@@ -49,7 +49,7 @@ from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Tree, merge
 from gpipe_bench.pipeline.step import Observer, Steps
-from gpipe_bench.pipeline.transport import BetweenDevices, InProcess, Transport
+from gpipe_bench.pipeline.transport import InProcess, Transport, with_portals
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -186,7 +186,7 @@ class Pipeline(nn.Module):
         # On every rank, whosever layer it is: one that refuses alone would be waited for.
         refuse_unsupported(part for layer in modules for part in layer.modules())
         self._portals = declarations(modules)
-        self._lines = lines_of(self._portals, self._partition)
+        self._lines = edges_of(self._portals, self._partition)
         self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
         if self._divided is not None:
             known = None if self._calibration is not None else self._schedule
@@ -227,7 +227,7 @@ class Pipeline(nn.Module):
             self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
-        self._transport: Transport = transport or (BetweenDevices(self._devices) if apart else InProcess())
+        self._transport: Transport = transport or InProcess(devices=self._devices if apart else ())
         if network is not None:
             self._ranks = PointToPoint(
                 network,
@@ -249,7 +249,7 @@ class Pipeline(nn.Module):
                 )  # fmt: skip
                 self._tied.share_values()
         if self._lines:
-            self._transport = with_portals(self._transport, self._lines, self._devices)
+            self._transport = with_portals(self._transport, self._lines)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
@@ -266,7 +266,7 @@ class Pipeline(nn.Module):
         return self._partition
 
     @property
-    def portals(self) -> tuple[Line, ...]:
+    def portals(self) -> tuple[Edge, ...]:
         """What goes past stages, for `draw`, `svg` and `replay`."""
         return self._lines
 

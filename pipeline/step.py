@@ -23,7 +23,6 @@ from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.mesh.reduce import Joint
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.portals import PortalTransport
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.keywords import flatten_shared, shared_versions, unflatten_shared
@@ -40,7 +39,7 @@ from gpipe_bench.pipeline.stage.trees import (
     split,
     tensors_of,
 )
-from gpipe_bench.pipeline.transport import Plan, ShortBatchError, Transport, rows_for
+from gpipe_bench.pipeline.transport import Plan, PortalTransport, ShortBatchError, Transport, rows_for
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()

@@ -1,25 +1,34 @@
-"""What the engine asks of a transport, and the transport of stages that live in one process.
+"""What the engine asks of a transport, the transport of stages that live in one process, and portals.
 
 `Transport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
-In one process a transport is a set of mailboxes, one per stage, direction and micro-batch. With all stages on
+In one process a transport is a set of mailboxes, one per edge, direction and micro-batch. With all stages on
 one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
 the tensor copied to their device, beside what the devices compute (`transfers`).
+
+Portals are more edges than the chain's. What a stage with portals gives is taken apart: its output takes the
+way to the next stage, each portal goes to the stages that pop it, once. What comes back is added up for the
+stage that stashed, the last one that popped first, as in a plain backward. Pipelines without portals have
+nothing of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.errors import ActionError, summary
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import shortened
+from gpipe_bench.pipeline.plan.portals import leaving
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.stage.portals import changed
 from gpipe_bench.pipeline.stage.stage import Gradients
-from gpipe_bench.pipeline.stage.trees import Message
+from gpipe_bench.pipeline.stage.tensors import version
+from gpipe_bench.pipeline.stage.trees import Message, flatten, unflatten
 from gpipe_bench.pipeline.transfers import Mark, Sent, Transfers
 
 
@@ -91,8 +100,26 @@ class Transport(Protocol):
         """Ends a step that failed in `action`, everywhere; returns what to raise."""
 
 
+class EdgeTransport(Transport, Protocol):
+    """A transport that also carries what goes past the chain: `edge` is that of a portal, a `message` its
+    tensors and which of them need a gradient.
+    """
+
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        """Hands portals to the stage where the edge ends; waits for nobody."""
+
+    def receive(self, edge: Edge, microbatch: int) -> Message:
+        """The portals, in tensors that nothing else has."""
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        """Hands their gradients back."""
+
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
+        """The gradients of portals that were sent."""
+
+
 class InProcess:
-    """All stages in this process, on one device.
+    """All stages in this process, on one device, or with `devices` each on its own.
 
     With `copy` each stage gets a tensor of its own, as on separate devices; `observe_transfer`, given the
     receiving stage, is entered around the copy, so that a memory tracker can charge it to its owner.
@@ -103,34 +130,75 @@ class InProcess:
         *,
         copy: bool = False,
         observe_transfer: Callable[[int], AbstractContextManager[object]] | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
-        self._copy = copy
+        self._copy, self._devices = copy, tuple(devices)
         self._observe_transfer = observe_transfer or _unobserved
+        self._transfers = Transfers() if devices else None
+        self._moves = copy or bool(devices)
+        # By the number of the edge (in the chain that of its source) and the micro-batch.
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], Gradients] = {}
+        # When what is to be received is there, by whether it is a gradient, too.
+        self._marks: dict[tuple[int, int, bool], tuple[Mark, ...]] = {}
+        self._versions: dict[tuple[int, int], tuple[int, ...]] = {}  # of portals
         self._loss: Tensor | None = None
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
         assert plan is not None
-        self._activations.clear()
-        self._gradients.clear()
+        self._clear()
         return plan
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        if self._copy:
-            message = message._replace(tensors=self._copies(message.tensors, stage + 1))
-        self._activations[stage + 1, microbatch] = message
+        if self._moves:
+            tensors = self._move(message.tensors, stage + 1, (stage, microbatch, False))
+            message = message._replace(tensors=tensors)
+        self._activations[stage, microbatch] = message
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
-        return self._activations.pop((stage, microbatch))
+        message = self._activations.pop((stage - 1, microbatch))
+        if self._transfers is not None:
+            self._arrive(message.tensors, stage, (stage - 1, microbatch, False))
+        return message
 
     def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        if self._copy:
-            gradients = self._copies(gradients, stage - 1)
+        if self._moves:
+            gradients = self._move(gradients, stage - 1, (stage - 1, microbatch, True))
         self._gradients[stage - 1, microbatch] = gradients
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
-        return self._gradients.pop((stage, microbatch))
+        gradients = self._gradients.pop((stage, microbatch))
+        if self._transfers is not None:
+            self._arrive(gradients, stage, (stage, microbatch, True))
+        return gradients
+
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        tensors = message.tensors
+        if self._moves:
+            tensors = self._move(tensors, edge.target, (edge.number, microbatch, False))
+        self._activations[edge.number, microbatch] = message._replace(tensors=tensors)
+        self._versions[edge.number, microbatch] = tuple(map(version, tensors))
+
+    def receive(self, edge: Edge, microbatch: int) -> Message:
+        message = self._activations.pop((edge.number, microbatch))
+        versions = self._versions.pop((edge.number, microbatch))
+        for name, tensor, before in zip(edge.names, message.tensors, versions, strict=True):
+            if version(tensor) != before:
+                raise changed(name)
+        if self._transfers is not None:
+            self._arrive(message.tensors, edge.target, (edge.number, microbatch, False))
+        return message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        if self._moves:
+            gradients = self._move(gradients, edge.source, (edge.number, microbatch, True))
+        self._gradients[edge.number, microbatch] = gradients
+
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
+        gradients = self._gradients.pop((edge.number, microbatch))
+        if self._transfers is not None:
+            self._arrive(gradients, edge.source, (edge.number, microbatch, True))
+        return gradients
 
     def release(self, stage: int, microbatch: int) -> None:
         pass
@@ -145,63 +213,144 @@ class InProcess:
         return loss
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        self._activations.clear()
-        self._gradients.clear()
+        self._clear()
         self._loss = None
         return ActionError(action, summary(error))
 
-    def carry(self, tensors: Sequence[Sent], receiver: int) -> tuple[Sent, ...]:
-        """The tensors as stage `receiver` gets them."""
-        return self._copies(tensors, receiver) if self._copy else tuple(tensors)
+    def _clear(self) -> None:
+        for kept in (self._activations, self._gradients, self._marks, self._versions):
+            kept.clear()
 
-    def _copies(self, tensors: Sequence[Sent], receiver: int) -> tuple[Sent, ...]:
-        copies = []
+    def _move(self, tensors: Sequence[Sent], receiver: int, key: tuple[int, int, bool]) -> tuple[Sent, ...]:
+        """The tensors as stage `receiver` gets them."""
+        if self._transfers is not None:
+            sent, self._marks[key] = self._transfers.send(tensors, self._devices[receiver])
+            return sent
+        copies: list[Any] = []
         for tensor in tensors:
             with self._observe_transfer(receiver):
                 copies.append(None if tensor is None else tensor.clone())
         return tuple(copies)
 
-
-class BetweenDevices(InProcess):
-    """All stages in this process, on devices of their own; `devices` is that of each stage."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        super().__init__()
-        self._devices = tuple(devices)
-        self._transfers = Transfers()
-        # When what a stage is to receive is there, by stage, micro-batch and whether it is a gradient.
-        self._marks: dict[tuple[int, int, bool], tuple[Mark, ...]] = {}
-
-    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
-        self._marks.clear()
-        return super().begin(plan, signature)
-
-    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        tensors, marks = self._transfers.send(message.tensors, self._devices[stage + 1])
-        self._marks[stage + 1, microbatch, False] = marks
-        super().send_activation(stage, microbatch, message._replace(tensors=tensors))
-
-    def receive_activation(self, stage: int, microbatch: int) -> Message:
-        message = super().receive_activation(stage, microbatch)
-        marks = self._marks.pop((stage, microbatch, False))
-        self._transfers.receive(message.tensors, marks, self._devices[stage])
-        return message
-
-    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        gradients, marks = self._transfers.send(gradients, self._devices[stage - 1])
-        self._marks[stage - 1, microbatch, True] = marks
-        super().send_gradient(stage, microbatch, gradients)
-
-    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
-        gradients = super().receive_gradient(stage, microbatch)
-        marks = self._marks.pop((stage, microbatch, True))
-        self._transfers.receive(gradients, marks, self._devices[stage])
-        return gradients
-
-    def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        self._marks.clear()
-        return super().abort(action, error)
+    def _arrive(self, tensors: Sequence[Tensor | None], receiver: int, key: tuple[int, int, bool]) -> None:
+        assert self._transfers is not None
+        self._transfers.receive(tensors, self._marks.pop(key), self._devices[receiver])
 
 
 def _unobserved(stage: int) -> AbstractContextManager[object]:
     return nullcontext()
+
+
+class _Places(NamedTuple):
+    """Where, among the tensors that a stage gave, are those of its output and each portal."""
+
+    given: int
+    output: tuple[int, ...]
+    portals: dict[str, int]
+
+
+class PortalTransport:
+    """`inner` with the portals of `edges`, which are those of the whole pipeline."""
+
+    def __init__(self, inner: EdgeTransport, edges: Sequence[Edge]) -> None:
+        self.inner = inner
+        self._into: dict[int, list[Edge]] = {}
+        self._out: dict[int, list[Edge]] = {}
+        for edge in edges:  # by source and target
+            self._into.setdefault(edge.target, []).append(edge)
+            self._out.setdefault(edge.source, []).append(edge)
+        self._leaving = {stage: leaving(edges, stage) for stage in self._out}
+        self._places: dict[tuple[int, int], _Places] = {}
+
+    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+        self._places.clear()
+        return self.inner.begin(plan, signature)
+
+    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+        if stage in self._out:
+            # Before the output, whose sender may be made to wait.
+            message = self._send_portals(stage, microbatch, message)
+        self.inner.send_activation(stage, microbatch, message)
+
+    def _send_portals(self, stage: int, microbatch: int, message: Message) -> Message:
+        """Sends the portals of a message; the output that is left."""
+        given, needs_grad = message.tensors, message.needs_grad
+        output, *stashed = unflatten(given, message.structure)
+        place = {id(tensor): position for position, tensor in enumerate(given)}
+        tensors, structure = flatten(output)
+        of_output = tuple([place[id(tensor)] for tensor in tensors])
+        named = {name: place[id(tensor)] for name, tensor in zip(self._leaving[stage], stashed, strict=True)}
+        self._places[stage, microbatch] = _Places(len(given), of_output, named)
+        for edge in self._out[stage]:
+            positions = [named[name] for name in edge.names]
+            needed = tuple([needs_grad[i] for i in positions])
+            portals = Message(tuple([given[i] for i in positions]), None, needed)
+            self.inner.send(edge, microbatch, portals)
+        return Message(
+            tensors,
+            structure,
+            tuple([needs_grad[i] for i in of_output]),
+            tuple([i for i, place in enumerate(of_output) if place in message.aliases]),
+        )
+
+    def receive_activation(self, stage: int, microbatch: int) -> Message:
+        message = self.inner.receive_activation(stage, microbatch)
+        if stage not in self._into:
+            return message
+        found = [self.inner.receive(edge, microbatch) for edge in self._into[stage]]
+        arrived = [tensor for portals in found for tensor in portals.tensors]
+        needs_grad = [needed for portals in found for needed in portals.needs_grad]
+        tree = (unflatten(message.tensors, message.structure), *arrived)
+        tensors, structure = flatten(tree)
+        return Message(tensors, structure, (*message.needs_grad, *needs_grad), message.aliases)
+
+    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        for edge in reversed(self._into.get(stage, ())):
+            count = len(edge.names)
+            gradients, of_portals = gradients[:-count], gradients[-count:]
+            self.inner.send_back(edge, microbatch, of_portals)
+        self.inner.send_gradient(stage, microbatch, gradients)
+
+    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
+        gradients = self.inner.receive_gradient(stage, microbatch)
+        if stage not in self._out:
+            return gradients
+        places = self._places.pop((stage, microbatch))
+        found: list[Tensor | None] = [None] * places.given
+        for edge in reversed(self._out[stage]):
+            of_portals = self.inner.receive_back(edge, microbatch)
+            for name, gradient in zip(edge.names, of_portals, strict=True):
+                _add(found, places.portals[name], gradient)
+        for place, gradient in zip(places.output, gradients, strict=True):
+            _add(found, place, gradient)
+        return tuple(found)
+
+    def release(self, stage: int, microbatch: int) -> None:
+        self.inner.release(stage, microbatch)
+
+    def send_loss(self, loss: Tensor) -> None:
+        self.inner.send_loss(loss)
+
+    def finish(self) -> Tensor | None:
+        return self.inner.finish()
+
+    def abort(self, action: Action | None, error: BaseException) -> ActionError:
+        self._places.clear()
+        return self.inner.abort(action, error)
+
+
+def _add(found: list[Tensor | None], place: int, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        before = found[place]
+        found[place] = gradient if before is None else before + gradient
+
+
+def with_portals(transport: Any, edges: Sequence[Edge]) -> PortalTransport:
+    """The transport of a pipeline that has these portals."""
+    if not hasattr(transport, "receive_back"):
+        raise ValueError(
+            f"transport is a {type(transport).__name__}, which carries no portals, and portal "
+            f"{edges[0].names[0]!r} leads from stage {edges[0].source} to stage {edges[0].target}; give "
+            "an InProcess, or leave transport out"
+        )
+    return PortalTransport(transport, edges)

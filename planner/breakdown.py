@@ -26,8 +26,8 @@ from math import inf
 from types import MappingProxyType
 from typing import cast
 
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
-from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
@@ -76,7 +76,7 @@ def breakdown(
     gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
-    portals: Mapping[Line, tuple[float, float]] = MappingProxyType({}),
+    portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
 ) -> Breakdown:
     """Attributes every device-second of the replayed step. Arguments and errors are those of `replay`."""
     duration_s = duration_of(action_s)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.ranks.messages import receiving, sending
+from gpipe_bench.pipeline.ranks import ends
 
 mse_loss = nn.functional.mse_loss
 WIDTH = 6
@@ -45,7 +45,7 @@ def over_both_transports(case: Callable[[Judge], None]) -> Callable[[], None]:
     def run() -> None:
         problems: list[str] = []
         torch.manual_seed(0)  # of the models, on all ranks
-        with mock.patch.object(receiving, "SMALL_BYTES", 0), mock.patch.object(sending, "SMALL_BYTES", 0):
+        with mock.patch.object(ends, "SMALL_BYTES", 0):
             for share_memory in (True, False):
                 judge = Judge(share_memory=share_memory)
                 case(judge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from gpipe_bench.pipeline import checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.ranks import host
-from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
 PATIENCE_S = 900.0
@@ -113,7 +114,8 @@ def failure_beside_workers_of_a_loader() -> None:
     broken = ZeroDivisionError("broken")
     for share_memory in (True, False):
         ranks = Ranks(share_memory=share_memory)
-        before, earlier = set(host._open_sockets().values()), mapped()  # failed steps may still hold theirs
+        gc.collect()  # what steps that failed hold would go in between
+        before, earlier = set(host._open_sockets().values()), mapped()
         layers = [Fuse("2B0", broken) for _ in range(4)]
         pipeline = ranks.pipeline(layers, 4, timeout_s=PATIENCE_S)
         sockets = set(host._open_sockets().values()) - before

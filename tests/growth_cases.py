@@ -22,8 +22,8 @@ from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.ranks import control
 from gpipe_bench.pipeline.ranks.launch import launch
-from gpipe_bench.pipeline.ranks.messages import agreement
 
 NUM_PROCESSES = 2
 WIDTH = 64
@@ -106,7 +106,7 @@ def growth(one: Callable[[int], None], number: int) -> list[str]:
 def run(num_cycles: int, num_steps: int) -> list[str]:
     """What has grown in this process, alone and as one of all."""
     found = []
-    with mock.patch.object(agreement, "MOST_AGREEMENTS", MOST_AGREEMENTS):
+    with mock.patch.object(control, "MOST_AGREEMENTS", MOST_AGREEMENTS):
         for where, group in (("alone", None), ("of several", dist.group.WORLD)):
             for what, make, number in (("cycles", cycles, num_cycles), ("steps", steps, num_steps)):
                 found += [f"{where}, {what}: {text}" for text in growth(make(number, group), number)]

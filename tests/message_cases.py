@@ -16,9 +16,8 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.ranks import connect, distributed
-from gpipe_bench.pipeline.ranks.messages import receiving, sending
-from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks import connect, distributed, ends
+from gpipe_bench.pipeline.ranks.wire import Connection
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 
@@ -76,10 +75,7 @@ def messages_that_take_memory() -> None:
     gradients = gradient_bytes_of(mini_batches_of_changing_shapes)
     assert min(gradients) < max(gradients)
     for small_bytes in (0, (min(gradients) + max(gradients)) // 2 * 4):
-        with (
-            mock.patch.object(receiving, "SMALL_BYTES", small_bytes),
-            mock.patch.object(sending, "SMALL_BYTES", small_bytes),
-        ):
+        with mock.patch.object(ends, "SMALL_BYTES", small_bytes):
             for share_memory in (True, False):
                 mini_batches_of_changing_shapes(Ranks(share_memory=share_memory))
             transparency(numbers=(8,))  # more micro-batches than buffers
@@ -88,21 +84,21 @@ def messages_that_take_memory() -> None:
 def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
     """The sizes of the messages that carry gradients to this rank or from it."""
     found: set[int] = set()
-    send, take = distributed.PointToPoint.send_gradient, receiving.Receiver.take
+    send, take = distributed.PointToPoint.send_gradient, ends.Receiver.take
 
     def spy_on_send(self, stage, microbatch, gradients):
         found.add(sum(g.nbytes for g in gradients if g is not None))
         send(self, stage, microbatch, gradients)
 
-    def spy_on_take(self, microbatch):
-        tensors = take(self, microbatch)
-        if self._source > dist.get_rank():
+    def spy_on_take(self, microbatch, action):
+        tensors = take(self, microbatch, action)
+        if self.lane.source > dist.get_rank():
             found.add(sum(t.nbytes for t in tensors if t is not None))
         return tensors
 
     with (
         mock.patch.object(distributed.PointToPoint, "send_gradient", spy_on_send),
-        mock.patch.object(receiving.Receiver, "take", spy_on_take),
+        mock.patch.object(ends.Receiver, "take", spy_on_take),
     ):
         case()
     return found
@@ -126,10 +122,7 @@ def schedules_that_need_more_buffers() -> None:
         pair = halves()
         pair.options["share_memory"] = share_memory
         plain = plain_step(seeded(mlp), batch, target, mse_loss, schedule.num_microbatches)
-        with (
-            mock.patch.object(receiving, "SMALL_BYTES", 0),
-            mock.patch.object(sending, "SMALL_BYTES", 0),
-        ):
+        with mock.patch.object(ends, "SMALL_BYTES", 0):
             pipeline = pair.pipeline(seeded(mlp), schedule.num_microbatches, schedule=schedule)
             for _ in range(3):
                 pipeline.num_steps = 0

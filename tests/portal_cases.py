@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
-from gpipe_bench.pipeline.ranks.messages.connection import Connection
+from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
 

@@ -24,7 +24,7 @@ from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import to_text
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.ranks.messages import receiving, sending
+from gpipe_bench.pipeline.ranks import ends
 
 NUM_PROCESSES = 3
 TIMEOUT_S = 30.0
@@ -157,10 +157,7 @@ def run(seed: int, first: int, number: int) -> list[str]:
         example = Example(seed, index)
         if dist.get_rank() >= example.num_stages:
             continue
-        with (
-            mock.patch.object(receiving, "SMALL_BYTES", example.small_bytes),
-            mock.patch.object(sending, "SMALL_BYTES", example.small_bytes),
-        ):
+        with mock.patch.object(ends, "SMALL_BYTES", example.small_bytes):
             try:
                 problems = example.problems(groups[example.num_stages])
             except Exception as error:

@@ -31,8 +31,8 @@ from own_model_cases import NEED_TRANSFORMERS
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from gpipe_bench.pipeline.ranks import wire
 from gpipe_bench.pipeline.ranks.launch import launch
-from gpipe_bench.pipeline.ranks.messages import connection
 
 pytestmark = pytest.mark.processes  # four at a time
 MODULES = (
@@ -66,7 +66,7 @@ def test_one_gpu_alone_takes_what_the_engine_asks_of_nccl() -> None:
     """
     device = torch.device("cuda")
     keys: Any = SimpleNamespace(under=lambda name: HashStore())
-    alone = connection.backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0)
+    alone = wire.backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0)
     assert alone.name() == "nccl"  # by which the engine tells how to cut a connection
     for num_elements in (1, 1000, 2**20, 2**26):
         sent = torch.arange(num_elements, dtype=torch.float32, device=device)

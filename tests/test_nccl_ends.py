@@ -13,8 +13,8 @@ from test_failure import Keys
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.ranks.connect import in_turn
 from gpipe_bench.pipeline.ranks.failure import Board
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, nccl_options, unreachable
 from gpipe_bench.pipeline.ranks.store import bounded
+from gpipe_bench.pipeline.ranks.wire import Connection, Form, nccl_options, unreachable
 
 DUPLICATE = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)

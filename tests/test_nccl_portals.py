@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.portal_posting import portal_postings
-from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 
 
@@ -159,29 +157,3 @@ def test_the_first_message_of_a_step_waits_for_no_host() -> None:
 
     # Three neighbours with activations and gradients, and two lines there and back.
     assert run(4, take) == [3 * 2 + 2 * 2] * 4
-
-
-def test_a_receive_is_posted_behind_what_its_message_depends_on() -> None:
-    lines = (Line(0, 0, 3, ("a",)),)
-    found = portal_postings(one_f_one_b(4, 8), lines)
-    # A portal to the last stage needs nothing of that worker, but a place: it keeps one micro-batch and
-    # the first stage four.
-    assert found[0, False].ring.num_slots == 4
-    assert found[0, False].after == (0,) * 4 + tuple(found[0, False].after[4:])
-    # Its gradient needs all that the first worker sends before: the forward of the same micro-batch.
-    calls = {f"0F{m}": i for i, m in enumerate(range(4), 1)}
-    assert found[0, True].after[0] == calls["0F0"]
-    assert found[0, True].after[3] == calls["0F3"]
-
-
-def test_stages_in_another_order_are_refused() -> None:
-    """Nothing else tells the micro-batches of a line apart."""
-    row = [Action.parse(text) for text in ["0F0", "0F1", "1F1", "1F0", "2F1", "2F0"]]
-    back = [Action.parse(text) for text in ["2B0", "2B1", "1B0", "1B1", "0B0", "0B1"]]
-    actions = (
-        tuple(a for a in (*row, *back) if a.stage < 2),
-        tuple(a for a in (*row, *back) if a.stage == 2),
-    )
-    schedule = Schedule("own", 3, 2, "never", actions, (0, 0, 1))
-    with pytest.raises(ValueError, match="portal 'a' leads from stage 0 to stage 2, which take"):
-        portal_postings(schedule, (Line(0, 0, 2, ("a",)),))

@@ -6,15 +6,15 @@ from fractions import Fraction
 
 import pytest
 
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.svg import svg
 from gpipe_bench.planner.breakdown import breakdown
 
-SKIP = Line(0, 0, 3, ("skip",))
+SKIP = Edge(0, 0, 3, ("skip",))
 WIRE = Link("wire", latency_s=1, bandwidth_bytes_per_s=1)
 
 
@@ -37,7 +37,7 @@ def test_a_portal_takes_the_link_between_its_workers_alone() -> None:
 def test_between_neighbours_a_portal_goes_before_the_output() -> None:
     action_s = dict.fromkeys(SLOTS, 1)
     step = replay(
-        gpipe(2, 1, "never"), action_s, WIRE, activation_bytes=[5], portals={Line(0, 0, 1, ("a",)): (7, 0)}
+        gpipe(2, 1, "never"), action_s, WIRE, activation_bytes=[5], portals={Edge(0, 0, 1, ("a",)): (7, 0)}
     )
     assert [(s.start_s, s.end_s) for s in step.messages if s.name == "0F0->1"] == [(1, 9), (8, 14)]
 
@@ -46,7 +46,7 @@ def test_between_neighbours_a_portal_goes_before_the_output() -> None:
 def test_free_portals_change_nothing_in_any_schedule(name: str) -> None:
     schedule = named(name, 2, 4, remat="always")
     lines = {
-        Line(i, *ends, (f"{i}",)): (1, 1)
+        Edge(i, *ends, (f"{i}",)): (1, 1)
         for i, ends in enumerate(
             (a, b) for a in range(schedule.num_stages) for b in range(a + 1, schedule.num_stages)
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
+from gpipe_bench.pipeline.plan.edges import Edge, messages_of, rings_of
 from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.portals import Declared, Line, lines_of, portal_rings, portal_transfers
-from gpipe_bench.pipeline.transport import BetweenDevices, InProcess
+from gpipe_bench.pipeline.plan.portals import Declared, edges_of
+from gpipe_bench.pipeline.transport import InProcess
 
 SPLIT = "zb-h1"
 UNET = {"num_convs": 1, "num_filters": 4, "depth": 2, "dropout": 0.0, "image_size": 8}
@@ -108,7 +109,7 @@ def test_every_named_schedule_with_devices_of_their_own(name: str) -> None:
         num_stages = schedule.num_stages
         _assert_as_plain(
             _encoder_to_all(), inputs, target, num_stages=num_stages, num_microbatches=num_microbatches,
-            schedule=schedule, transport=BetweenDevices([torch.device("cpu")] * num_stages),
+            schedule=schedule, transport=InProcess(devices=[torch.device("cpu")] * num_stages),
         )  # fmt: skip
 
 
@@ -163,9 +164,13 @@ class _Counting(InProcess):
         self.received[stage + 1] += sum(tensor.nbytes for tensor in message.tensors)
         super().send_activation(stage, microbatch, message)
 
-    def carry(self, tensors: Sequence[Tensor | None], receiver: int) -> tuple[Tensor | None, ...]:
-        self.received[receiver] += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        return super().carry(tensors, receiver)
+    def send(self, edge: Edge, microbatch: int, message: Any) -> None:
+        self.received[edge.target] += sum(tensor.nbytes for tensor in message.tensors)
+        super().send(edge, microbatch, message)
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Any) -> None:
+        self.received[edge.source] += sum(tensor.nbytes for tensor in gradients if tensor is not None)
+        super().send_back(edge, microbatch, gradients)
 
 
 def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:
@@ -195,25 +200,27 @@ def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:
 
 def test_the_messages_follow_from_the_declarations_the_cuts_and_the_schedule() -> None:
     declared = [Declared(("a",)), Declared(("b",)), Declared((), ("b",)), Declared((), ("a",))]
-    lines = lines_of(declared, [range(1), range(1, 3), range(3, 4)])
-    assert lines == (Line(0, 0, 2, ("a",)),)
-    messages = portal_transfers(named("1f1b", 3, 2, remat="never"), lines)
+    edges = edges_of(declared, [range(1), range(1, 3), range(3, 4)])
+    assert edges == (Edge(2, 0, 2, ("a",)),)
+    schedule = named("1f1b", 3, 2, remat="never")
+    messages = [each for back in (False, True) for each in messages_of(schedule, edges[0], back=back)]
     assert [f"{message.source} {message.target}" for message in messages] == [
         "0F0 2F0", "0F1 2F1", "2B0 0B0", "2B1 0B1",
     ]  # fmt: skip
-    split = portal_transfers(named(SPLIT, 3, 2, remat="never"), lines)
-    assert [f"{message.source} {message.target}" for message in split][2:] == ["2I0 0I0", "2I1 0I1"]
+    split = messages_of(named(SPLIT, 3, 2, remat="never"), edges[0], back=True)
+    assert [f"{message.source} {message.target}" for message in split] == ["2I0 0I0", "2I1 0I1"]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", SPLIT])
 def test_a_receive_has_a_buffer_before_its_stage_needs_the_portal(name: str) -> None:
     """Nobody waits for a portal to leave, so this is all that could stop a schedule."""
     schedule = named(name, 4, 6, remat="never" if name == SPLIT else "always")
-    lines = tuple(Line(i, *ends, ("a",)) for i, ends in enumerate([(0, 2), (0, 3), (1, 3)]))
-    rings = portal_rings(schedule, lines)
-    assert len(rings) == 6
-    for (number, gradients), ring in rings.items():
-        stage = lines[number].source if gradients else lines[number].target
+    edges = [Edge(3 + i, *ends, ("a",)) for i, ends in enumerate([(0, 2), (0, 3), (1, 3)])]
+    rings = rings_of(schedule, edges)
+    assert len(rings) == 6 + 6
+    for edge, gradients in itertools.product(edges, (False, True)):
+        ring = rings[edge.number, gradients].tight
+        stage = edge.source if gradients else edge.target
         posted, done = set(ring.initial), set()
         ends = {"W"} if name == SPLIT else {"B"}
         for action in schedule.row(stage):

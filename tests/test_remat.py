@@ -14,10 +14,10 @@ from torch import nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.auto import automatic
+from gpipe_bench.pipeline.plan.edges import rings_of
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, naive, named, one_f_one_b
-from gpipe_bench.pipeline.plan.receiving.ring import gradient_ring
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
@@ -127,7 +127,7 @@ def test_generated_schedules_recompute_what_is_asked_for(of: tuple[Remat, int, i
 def test_buffers_of_a_stage_follow_its_own_choice() -> None:
     """One buffer for gradients where a recomputation hides the next one's transfer, else two."""
     schedule = gpipe(5, 4, remat=("always", "never", "except_last", [0, 3], "always"))
-    assert [gradient_ring(schedule, stage).num_slots for stage in range(4)] == [1, 2, 1, 2]
+    assert [rings_of(schedule)[stage, True].tight.num_slots for stage in range(4)] == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tiny_models import mlp
 
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan import edges
+from gpipe_bench.pipeline.plan.edges import Edge, rings_of
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
-from gpipe_bench.pipeline.plan.portals import Line, portal_rings
-from gpipe_bench.pipeline.plan.receiving import ring
-from gpipe_bench.pipeline.plan.receiving.memory import rings
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import (
     Action,
@@ -160,14 +159,11 @@ class Counted(tuple):  # type: ignore[type-arg]
 def test_what_follows_from_the_rows_is_found_once() -> None:
     schedule = dataclasses.replace(gpipe(6, 4), actions=Counted(gpipe(6, 4).actions))
     Counted.hashes = 0
-    lines = (Line(0, 0, 5, ("skip",)),)
-    with mock.patch.object(ring, "circle", wraps=ring.circle) as circles:
+    with mock.patch.object(edges, "_run", wraps=edges._run) as runs:
         for _ in range(3):
-            for stage in range(5):
-                rings(schedule, stage, gradients=True)
-                rings(schedule, stage + 1, gradients=False, accelerated=True)
-            portal_rings(schedule, lines)
-    assert circles.call_count == 1
+            rings_of(schedule)
+            rings_of(schedule, [Edge(5, 0, 5, ("skip",))])
+    assert runs.call_count == 2
     same = gpipe(6, 4)
     assert hash(schedule) == hash(same)
     assert "_hash" not in vars(pickle.loads(pickle.dumps(same)))  # is another one in another process

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
+from gpipe_bench.pipeline.plan.edges import rings_of, turns
 from gpipe_bench.pipeline.plan.named import gpipe, named
-from gpipe_bench.pipeline.plan.receiving.ring import turns
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of
-from gpipe_bench.pipeline.ranks.messages.agreement import MOST_TENSORS, Outline, first_tag
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
-from gpipe_bench.pipeline.ranks.routes import header_chain, loss_chain, loss_route
-from gpipe_bench.pipeline.ranks.ways import names_of_ways, peers, receivers, senders
+from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Receiver
+from gpipe_bench.pipeline.ranks.routes import (
+    MOST_TENSORS,
+    first_tag,
+    header_chain,
+    loss_chain,
+    loss_route,
+    names_of_ways,
+    peers,
+    refuse_edges,
+)
+from gpipe_bench.pipeline.ranks.wire import Connection, Form
 
 CPU = torch.device("cpu")
 
@@ -51,10 +60,8 @@ def test_ways() -> None:
     both = {**plain, (False, False): "activations down", (True, True): "gradients up"}
     assert names_of_ways(gpipe(3, 2)) == names_of_ways(gpipe(1, 2)) == plain
     assert names_of_ways(named("zb-v", 3, 2)) == names_of_ways(named("interleaved", 2, 2)) == both
-    ways = {way: Connection(None, 0, {}) for way in both}
-    assert set(senders(named("interleaved", 3, 3), 0, ways)) == {(1, False), (2, True)}
     with pytest.raises(ValueError, match="choose fewer micro-batches"):
-        names_of_ways(Schedule("long", 2**12, 2**12, "never", ((),) * 2**12))
+        refuse_edges(Schedule("long", 2**12, 2**12, "never", ((),) * 2**12), (), accelerated=False)
 
 
 def test_peers() -> None:
@@ -67,35 +74,28 @@ def test_peers() -> None:
 
 @pytest.mark.parametrize("name", ["interleaved", "v-min", "breadth-first", "zb-v"])
 def test_receives_are_posted_in_the_order_in_which_messages_leave(name: str) -> None:
-    """Walks the row of each worker: what is needed is posted, and over all stages in one order."""
-    schedule = named(name, 2, 7)
-    outline = Outline((Form((256,), (1,), torch.float32),))
-    for rank in range(2):
-        row, ends = schedule.actions[rank], set(ends_of(schedule.actions[rank]))
-        backends = {gradients: Posted() for gradients in (False, True)}
-        found = {}
-        for gradients, backend in backends.items():
-            ways = {(gradients, up): Connection(backend, 0, {}) for up in (False, True)}
-            found[gradients], shared = receivers(schedule, rank, ways, CPU, gradients=gradients)
-            for each in shared:
-                each.begin()
-            for receiver in found[gradients].values():
-                receiver.begin({1: outline}, (1,) * 7, training=True)
+    """Walks the row of each worker: over all stages receives are posted in one order."""
+    schedule, outline = named(name, 2, 7), Outline((Form((256,), (1,), torch.float32),))
+    for rank, back in itertools.product(range(2), (False, True)):
+        backend, row = Posted(), schedule.actions[rank]
+        ends, wanted = set(ends_of(row)), turns(schedule, rank, 1 - rank, back=back)
+        lane = Lane(Connection(backend, 0, {}), 1 - rank, None, back=back)
+        receivers = {}
+        for stage, _ in wanted:
+            direction = stage - (not back), back
+            tags = [first_tag(direction, m, 7) for m in range(7)]
+            receivers.setdefault(stage, Receiver(lane, rings_of(schedule)[direction], CPU, tags))
+        lane.order = [receivers[stage] for stage, _ in wanted]
+        for receiver in receivers.values():
+            receiver.begin({1: outline}, (1,) * 7, training=True)
+        lane.begin()
         for action in row:
-            gradients = action.kind in (Kind.B, Kind.I)
-            receiver = found[gradients].get(action.stage)
-            if (gradients or action.kind is Kind.F) and receiver is not None:
-                assert receiver.is_posted(action.microbatch)
-                receiver.wait(action.microbatch, action)
-                receiver.take(action.microbatch)
+            if action.stage not in receivers:
+                continue
+            if action.kind in ((Kind.B, Kind.I) if back else (Kind.F,)):
+                receivers[action.stage].take(action.microbatch, action)
             if action in ends:
-                for of_kind in found.values():
-                    if action.stage in of_kind:
-                        of_kind[action.stage].release(action.microbatch)
-        for gradients, backend in backends.items():
-            assert backend.tags == [
-                first_tag(stage, m, schedule.num_stages)
-                for stage, m in turns(schedule, rank, 1 - rank, gradients=gradients)
-            ]
-            assert len(set(backend.tags)) == len(backend.tags)
-            assert all(tag % MOST_TENSORS == 0 for tag in backend.tags)
+                receivers[action.stage].release(action.microbatch)
+        assert backend.tags == [first_tag((stage - (not back), back), m, 7) for stage, m in wanted]
+        assert len(set(backend.tags)) == len(backend.tags)
+        assert all(tag % MOST_TENSORS == 0 for tag in backend.tags)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
 
+from gpipe_bench.pipeline.plan.edges import turns
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named
-from gpipe_bench.pipeline.plan.receiving.ring import turns
 from gpipe_bench.pipeline.plan.schedule import (
     Kind,
     Schedule,
@@ -100,7 +100,7 @@ def test_messages_travel_in_the_order_in_which_they_are_posted(schedule: Schedul
         assert source != target
         assert [place[m.source] for m in messages] == sorted(place[m.source] for m in messages)
         assert [place[m.target] for m in messages] == sorted(place[m.target] for m in messages)
-        assert list(turns(schedule, target, source, gradients=backward)) == [
+        assert list(turns(schedule, target, source, back=backward)) == [
             (m.target.stage, m.target.microbatch) for m in messages
         ]
 

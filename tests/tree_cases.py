@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,8 +19,9 @@ from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.ranks.messages import agreement
-from gpipe_bench.pipeline.ranks.messages.control import Control, Of
+from gpipe_bench.pipeline.ranks import control
+from gpipe_bench.pipeline.ranks.control import Control
+from gpipe_bench.pipeline.ranks.ends import Outline
 from gpipe_bench.pipeline.stage.rng import run_plain
 
 mse_loss = nn.functional.mse_loss
@@ -32,21 +34,24 @@ def pairs(**options: object) -> Ranks:
 
 
 class Outlined:
-    """Counts the outlines that this rank sends, by what they are of."""
+    """Counts what this rank tells of messages: outlines of activations, of gradients and of what is shared,
+    and other structures.
+    """
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(Of, 0)
+        self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> Outlined:
-        real, counts = Control.send_outline, self.counts
+        real, counts = Control.send, self.counts
 
-        def send(
-            control: Control, outline: Any, target: int, of: Of, *arguments: Any, **options: Any
-        ) -> None:
-            counts[of] += 1
-            real(control, outline, target, of, *arguments, **options)
+        def send(to: Control, target: int, key: Any, content: Any, *arguments: Any) -> None:
+            if isinstance(key, tuple):
+                counts["gradient" if key[0][1] else "activation"] += content is not None
+            elif isinstance(content, Outline):
+                counts[key] += 1
+            real(to, target, key, content, *arguments)
 
-        self._patch = mock.patch.object(Control, "send_outline", send)
+        self._patch = mock.patch.object(Control, "send", send)
         self._patch.start()
         return self
 
@@ -71,8 +76,8 @@ def any_tree_crosses_a_boundary() -> None:
                 assert_own_gradients(pipeline, wanted.gradients, **EXACT)
                 if step:  # a stage that passes the number on says so once, since it is another in each step
                     passes_on = ranks.is_first and ranks.size == 4
-                    assert sent.counts[Of.ACTIVATION] == int(passes_on), sent.counts
-                    assert sent.counts[Of.GRADIENT] == 0
+                    assert sent.counts["activation"] == int(passes_on), sent.counts
+                    assert sent.counts["gradient"] == 0
             output = pipeline.eval()(batch if ranks.is_first else None)
             if ranks.is_last:
                 whole = plain.eval()(batch)
@@ -105,7 +110,7 @@ def keys_that_bring_other_tensors() -> None:
     ranks = pairs()
     plain = seeded(lambda: nn.Sequential(ByKey(), nn.Linear(6, 6)))
     pipeline = ranks.pipeline(seeded(lambda: nn.Sequential(ByKey(), nn.Linear(6, 6))), 2)
-    with mock.patch.object(agreement, "MOST_AGREEMENTS", 2):
+    with mock.patch.object(control, "MOST_AGREEMENTS", 2):
         for step, key in enumerate(("left", "right", "left", None, "right", "left")):
             x, target = mlp_batch(4, seed=step)
             batch = {"hidden": x, **({key: x + 1, "factor": step} if key else {})}
@@ -177,12 +182,12 @@ def arguments_that_layers_share() -> None:
                 )
             torch.testing.assert_close(loss, wanted.loss, **EXACT)
             assert_own_gradients(pipeline, wanted.gradients, **EXACT)
-            assert sent.counts[Of.SHARED] == int(new and not ranks.is_last), (step, sent.counts)
+            assert sent.counts["shared"] == int(new and not ranks.is_last), (step, sent.counts)
         with Outlined() as sent:
             output = pipeline.eval()(
                 batch if ranks.is_first else None, shared=kept if ranks.is_first else None
             )
-        assert sent.counts[Of.SHARED] == 0
+        assert sent.counts["shared"] == 0
         if ranks.is_last:
             whole = run_plain(plain.eval(), batch, seed=0, step=0, microbatch=0, shared=kept)
             torch.testing.assert_close(output, whole, **EXACT)

@@ -16,7 +16,7 @@ from torch import nn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.messages import receiving, sending
+from gpipe_bench.pipeline.ranks import ends
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -29,10 +29,7 @@ def several_stages_per_worker() -> None:
         (("interleaved", "never"), ("zb-v", "always"), ("v-min", "except_last")), (True, False)
     ):
         schedule, group = named(name, 2, 7, remat=remat), halves().group
-        with (
-            mock.patch.object(receiving, "SMALL_BYTES", 0),
-            mock.patch.object(sending, "SMALL_BYTES", 0),
-        ):
+        with mock.patch.object(ends, "SMALL_BYTES", 0):
             pipelines = [
                 Pipeline(
                     seeded(everything),
@@ -75,10 +72,7 @@ def a_schedule_that_is_measured() -> None:
     """
     for share_memory, num_stages, remat in ((True, 4, "never"), (False, 4, "always"), (True, 2, "never")):
         group, taken = halves().group, []
-        with (
-            mock.patch.object(receiving, "SMALL_BYTES", 0),
-            mock.patch.object(sending, "SMALL_BYTES", 0),
-        ):
+        with mock.patch.object(ends, "SMALL_BYTES", 0):
             pipelines = []
             for place in (group, None):
                 torch.manual_seed(0)

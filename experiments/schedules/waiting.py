@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.simulate import SLOTS
-from gpipe_bench.pipeline.ranks.messages.connection import Work
+from gpipe_bench.pipeline.ranks.wire import Work
 from gpipe_bench.pipeline.stage.stage import Stage
 
 # A sleep ends up to so much later than asked for; the last bit is waited for awake.

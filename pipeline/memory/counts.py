@@ -15,7 +15,7 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 
 
@@ -149,7 +149,7 @@ def row_moments(row: Sequence[Action], receive_ahead: int | None) -> Iterator[tu
 
 
 def moments(
-    schedule: Schedule, receive_ahead: int | None, *, all_wait: bool = False, lines: Sequence[Line] = ()
+    schedule: Schedule, receive_ahead: int | None, *, all_wait: bool = False, lines: Sequence[Edge] = ()
 ) -> Iterator[tuple[Action, Moment]]:
     """Each action of all workers.
 
@@ -173,7 +173,7 @@ def _moments(
     actions: Iterable[Action],
     homes: Mapping[int, tuple[int, ...]],
     receive_ahead: int | None,
-    lines: Sequence[Line],
+    lines: Sequence[Edge],
 ) -> Iterator[tuple[Action, Moment]]:
     """`homes` are, for each stage whose messages count, all stages of its worker."""
     actions = tuple(actions)

@@ -1,6 +1,6 @@
 """What messages take where each worker is a process of its own, by the rules that the engine goes by.
 
-    received    buffers of the rings of `plan.receiving`, which stay from step to step: their bytes are
+    received    buffers of the rings of `plan.edges`, which stay from step to step: their bytes are
                 there at every moment, and no input or gradient that a stage works on adds to them
     sent        outputs and gradients until their sender has waited for them: the latest of each way
                 between two workers, or all of a step's where they are small
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from gpipe_bench.pipeline.memory.counts import Step
 from gpipe_bench.pipeline.memory.peaks import NOWHERE, Place
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes
-from gpipe_bench.pipeline.plan.receiving.memory import is_one_too_many, rings
+from gpipe_bench.pipeline.plan.edges import is_one_too_many, rings_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
@@ -52,7 +52,9 @@ def places(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahea
         num_bytes = 0
         for back in (False, True):
             if others[back]:
-                ring = rings(schedule, index, gradients=back, accelerated=receive_ahead.accelerated)
+                ring = rings_of(schedule, accelerated=receive_ahead.accelerated)[
+                    index if back else index - 1, back
+                ]
                 num_bytes += ring.of(sizes[back]).num_slots * sizes[back]
         inputs_there = others[False] or _is_held_by_sender(stages, schedule, index)
         found.append(Place(inputs_there, others[True], num_bytes))

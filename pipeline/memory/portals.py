@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler, beside, passing
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import memories
-from gpipe_bench.pipeline.plan.portals import arriving, leaving, lines_of
+from gpipe_bench.pipeline.plan.portals import arriving, edges_of, leaving
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.portals import declarations
 
@@ -61,7 +61,7 @@ def portal_memory(
     profiler = profiler or Profiler()
     modules = list(layers)
     declared = declarations(modules)
-    lines = lines_of(declared, stages)
+    lines = edges_of(declared, stages)
     specs: dict[str, TensorSpec] = {}
     found: list[StageBytes] = []
     messages: dict[Way, int] = {}

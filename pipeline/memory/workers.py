@@ -12,7 +12,7 @@ from gpipe_bench.pipeline.memory.messages import Ahead, Sends, Transport, places
 from gpipe_bench.pipeline.memory.peaks import Optimizer, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
@@ -98,7 +98,7 @@ def memories(
     schedule: Schedule,
     optimizer: str,
     receive_ahead: Ahead,
-    lines: Sequence[Line] = (),
+    lines: Sequence[Edge] = (),
     messages: Mapping[Way, int] | None = None,
 ) -> tuple[StageMemory, ...]:
     """The fullest moment of each worker; arguments and errors as of `peak_bytes`. ``lines`` are portals,
@@ -175,7 +175,7 @@ def check_number(stages: Sequence[object], schedule: Schedule) -> None:
 
 
 def _moments(
-    stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead, lines: Sequence[Line] = ()
+    stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead, lines: Sequence[Edge] = ()
 ) -> Iterator[tuple[Action, Moment, int]]:
     """Each action, with what its worker has sent."""
     if not isinstance(receive_ahead, Transport):

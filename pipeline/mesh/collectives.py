@@ -24,8 +24,8 @@ from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
 from gpipe_bench.pipeline.ranks.failure import Job, missing
 from gpipe_bench.pipeline.ranks.gather import Together
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form, Work, backend
 from gpipe_bench.pipeline.ranks.store import Store
+from gpipe_bench.pipeline.ranks.wire import Connection, Form, Work, backend
 
 T = TypeVar("T")
 

@@ -26,8 +26,8 @@ from gpipe_bench.pipeline.mesh.tree import Tree
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
-from gpipe_bench.pipeline.ranks.messages.connection import Work
 from gpipe_bench.pipeline.ranks.tied import Tie
+from gpipe_bench.pipeline.ranks.wire import Work
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.clock import Journal
 from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, buckets_of
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.messages.connection import Work
+from gpipe_bench.pipeline.ranks.wire import Work
 from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 
 T = TypeVar("T")

@@ -21,7 +21,8 @@ import io
 import re
 from collections.abc import Sequence
 
-from gpipe_bench.pipeline.plan.portals import Line, described
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.portals import described
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -89,7 +90,7 @@ def _actions(cell: str) -> list[Action]:
     return [Action.parse(part) for part in (pair[1].split(";") if pair else (cell,))]
 
 
-def draw(timeline: Timeline, portals: Sequence[Line] = ()) -> str:
+def draw(timeline: Timeline, portals: Sequence[Edge] = ()) -> str:
     """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
 
     A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot

@@ -28,8 +28,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TypeVar
 
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
-from gpipe_bench.pipeline.plan.portals import Line
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 
@@ -60,7 +60,7 @@ def replay(
     gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
-    portals: Mapping[Line, tuple[float, float]] = MappingProxyType({}),
+    portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
 ) -> Timeline:
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
@@ -208,7 +208,7 @@ class _Simulation:
         early_recompute: bool,
         gathers: Sequence[Sequence[Gather]],
         reductions: Sequence[Sequence[Bucket]],
-        portals: Mapping[Line, tuple[float, float]],
+        portals: Mapping[Edge, tuple[float, float]],
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.setup_s, self.update_s = setup_s, update_s
@@ -244,7 +244,7 @@ class _Simulation:
         activation_bytes: Sequence[float],
         gradient_bytes: Sequence[float],
         early_recompute: bool,
-        portals: Mapping[Line, tuple[float, float]],
+        portals: Mapping[Edge, tuple[float, float]],
     ) -> None:
         """The edges between stages: what each action waits for, and what it sends."""
         stages, pairs = self.stages, [*pairwise(self.stages)]
@@ -437,8 +437,8 @@ def _checked(what: str, values: Sequence[float]) -> Sequence[float]:
 
 
 def _of_lines(
-    portals: Mapping[Line, tuple[float, float]], schedule: Schedule
-) -> Mapping[Line, tuple[float, float]]:
+    portals: Mapping[Edge, tuple[float, float]], schedule: Schedule
+) -> Mapping[Edge, tuple[float, float]]:
     for line, sizes in portals.items():
         if not 0 <= line.source < line.target < schedule.num_stages:
             raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -23,7 +23,7 @@ _ROW, _GAP, _MARGIN, _LEFT = 22, 4, 8, 76  # pixels
 _WIDTH = 1400
 
 
-def svg(timeline: Timeline, title: str, portals: Sequence[Line] = ()) -> str:
+def svg(timeline: Timeline, title: str, portals: Sequence[Edge] = ()) -> str:
     """The picture as the text of an SVG file; `title` stands above the rows.
 
     Each message of the `portals` is a line from the forward that stashes to the one that pops, and back from
@@ -66,7 +66,7 @@ def svg(timeline: Timeline, title: str, portals: Sequence[Line] = ()) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _arrows(timeline: Timeline, portals: Sequence[Line], scale: float, top: int) -> list[str]:
+def _arrows(timeline: Timeline, portals: Sequence[Edge], scale: float, top: int) -> list[str]:
     """From the end of the action that makes a message to the beginning of the one that needs it."""
     workers = {
         stage: worker for worker in range(timeline.num_workers) for stage in timeline.stages_of(worker)

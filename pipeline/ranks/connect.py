@@ -29,17 +29,15 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.errors import ActionError, PeerError
-from gpipe_bench.pipeline.plan.portals import Line
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, channels
 from gpipe_bench.pipeline.ranks.failure import SILENCE_S, Job, watch_in_thread
 from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.host import machine_id
-from gpipe_bench.pipeline.ranks.messages.connection import NCCL_TYPES, Connection, Form, Work, backend
-from gpipe_bench.pipeline.ranks.messages.neighbour import Neighbour
-from gpipe_bench.pipeline.ranks.portals import portal_peers
-from gpipe_bench.pipeline.ranks.routes import loss_chain
+from gpipe_bench.pipeline.ranks.routes import Way, loss_chain, names_of_ways, peers
+from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.ways import Way, names_of_ways, peers
+from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, Form, Work, backend
 
 _FIRST_TAG, _FIRST_FORM = 2**29 + 1, Form((1,), (1,), torch.float32)
 T = TypeVar("T")
@@ -207,7 +205,7 @@ class Opened(NamedTuple):
 
 
 def open_connections(
-    session: Session, schedule: Schedule, lines: Sequence[Line] = (), *, share_memory: bool
+    session: Session, schedule: Schedule, lines: Sequence[Edge] = (), *, share_memory: bool
 ) -> Opened:
     """Connects the rank of the session with all others, which must call too, and watches them from then on.
 
@@ -221,7 +219,7 @@ def open_connections(
         near = neighbours(
             session.store,
             network.rank,
-            peers(schedule, network.rank) | portal_peers(lines, schedule, network.rank),
+            peers(schedule, network.rank, lines),
             willing=share_memory,
             timeout_s=session.timeout_s,
         )
@@ -239,7 +237,7 @@ def open_connections(
         (ways[gradients, target > source], source, target)
         for source, target, gradients in sorted(channels(schedule))
     ]
-    # With the gradients where tags tell them apart, or where these go the same way.
+    # Where hosts wait for messages it goes by `control`; with the gradients where these go the same way.
     loss = ways[True, False]
     if accelerated and schedule.placement:
         loss = session.connect("loss", near, accelerated=accelerated)

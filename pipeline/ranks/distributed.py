@@ -1,11 +1,16 @@
-"""How tensors move between processes: point-to-point, one process per worker.
+"""How tensors move between processes: point-to-point, one process per worker, along the edges of its stages.
 
-Receives are posted ahead (`ring`), sends are not waited for until later messages that take memory have left
-by the same way, and what goes there and back in a step is in `exchange`. Which shapes travel the ranks learn
-from the first real micro-batch (`agreement`): the model is never run on made-up data, which would move its
+Receives are posted ahead and sends are not waited for until later messages that take memory have left by the
+same way (`ends`). What a rank sends to itself stays where it is. Which shapes travel the ranks learn from the
+first real micro-batch (`control`): the model is never run on made-up data, which would move its
 batch-normalization averages and need memory of its own. The first rank numbers the kinds of steps it meets
 (shapes, dtypes, training or not) and tells the number before each step, so the other ranks need not see the
 batch.
+
+A portal goes straight from the rank that stashes to the one that pops. No send of one is waited for while it
+may still be on its way. Through shared memory it says itself when it has left; over a network, which says
+nothing before somebody waits, a portal has arrived when its gradient is back, and a gradient when the step is
+over.
 """
 
 from __future__ import annotations
@@ -14,35 +19,46 @@ import os
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
-from gpipe_bench.pipeline.plan.portals import Line
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.plan.edges import Direction, Edge, chain, rings_of, turns
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, channels
 from gpipe_bench.pipeline.ranks.connect import Network, Session, network_of, open_connections
-from gpipe_bench.pipeline.ranks.exchange import Exchange
+from gpipe_bench.pipeline.ranks.control import (
+    FRAMES_AHEAD,
+    Agreement,
+    Agreements,
+    Control,
+    Header,
+    Shared,
+    Sharing,
+    packed,
+    unpacked,
+)
+from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Progress, Receiver, Sender, changed, conform
 from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import Together
-from gpipe_bench.pipeline.ranks.messages.agreement import Agreement, Agreements
-from gpipe_bench.pipeline.ranks.messages.control import Header
-from gpipe_bench.pipeline.ranks.messages.loss import Loss
-from gpipe_bench.pipeline.ranks.messages.sharing import Shared, Sharing
-from gpipe_bench.pipeline.ranks.portals import LinesBetweenRanks, refuse_portals
-from gpipe_bench.pipeline.ranks.routes import loss_route
-from gpipe_bench.pipeline.stage.trees import sizes
+from gpipe_bench.pipeline.ranks.routes import MOST_TENSORS, first_tag, header_route, loss_route, refuse_edges
+from gpipe_bench.pipeline.ranks.wire import Form, flat
+from gpipe_bench.pipeline.stage.stage import Gradients
+from gpipe_bench.pipeline.stage.trees import Message, sizes
 from gpipe_bench.pipeline.transport import Plan, rows_for
 
+_LOSS_TAG = 2**29
 
-class PointToPoint(Exchange):
+
+class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory; `portals` are the lines between all stages; `job` are all processes of the grid
-    that the pipeline is a part of; `is_own` as in `rows_for`. After a failure the pipeline's own
-    connections are closed on all ranks; `group` itself is not touched.
+    tensors through memory; `portals` are the edges past the chain, between all stages; `job` are all
+    processes of the grid that the pipeline is a part of; `is_own` as in `rows_for`. After a failure the
+    pipeline's own connections are closed on all ranks; `group` itself is not touched.
     """
 
     def __init__(
@@ -53,17 +69,16 @@ class PointToPoint(Exchange):
         *,
         timeout_s: float,
         share_memory: bool = True,
-        portals: Sequence[Line] = (),
+        portals: Sequence[Edge] = (),
         job: Job | None = None,
         is_own: bool = False,
     ) -> None:
         network = network_of(group)
-        refuse_portals(portals, schedule, accelerated=network.is_accelerated(device))
-        self.size = network.size
+        refuse_edges(schedule, portals, accelerated=network.is_accelerated(device))
+        self.rank, self.size = network.rank, network.size
         ties = self._ties = Session(network, device, timeout_s=timeout_s, job=job)
-        accelerated = ties.is_accelerated
         try:
-            control, self._together, ways, loss, of_portals = open_connections(
+            control, self._together, self._ways, self._loss_way, self._portal_ways = open_connections(
                 ties, schedule, portals, share_memory=share_memory
             )
         except (PeerError, StoreError) as error:
@@ -73,34 +88,85 @@ class PointToPoint(Exchange):
             raise
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
         self.close = weakref.finalize(self, ties.close)
-        self.close.atexit = accelerated or ties.job.is_grid
-        super().__init__(network.rank, schedule, device, ways, control, accelerated=accelerated)
-        self._full, self._is_own = schedule, is_own
-        self._agreements = Agreements()
-        self.lines: LinesBetweenRanks | None = None
-        if portals:
-            self.lines = LinesBetweenRanks(
-                of_portals, self._control, portals, schedule, self.rank, device, self._gate
-            )
-        route = loss_route(schedule, self.rank, accelerated=accelerated)
-        self._loss = Loss(loss, self._control, route, device, early=not accelerated)
-        self._sharing = Sharing(self._control)
+        self.close.atexit = ties.is_accelerated or ties.job.is_grid
+        self._full, self._is_own, self._device = schedule, is_own, device
+        self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
+        self._agreements, self._agreement = Agreements(), Agreement(())
+        self._training = True
+        # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
+        # sent.
+        self._patient = self._bounded = False
+        self._own: dict[tuple[int, int, bool], Any] = {}  # sent by this rank to itself
+        self._control = Control(control)
+        self._header = header_route(schedule, self.rank)
+        self._behind = next(iter(self._header.targets), None)
+        self._sharing = Sharing(self._control, self._header.source, self._behind)
+        self._route = loss_route(schedule, self.rank, accelerated=ties.is_accelerated)
+        self._loss: Tensor | None = None
+        for source in {self._header.source, self._route.source} - {None}:
+            self._control.expect(source)  # type: ignore[arg-type]
+        self._receivers: dict[Direction, Receiver] = {}
+        self._take_ends(schedule)
         _present.add(self)
+
+    def _take_ends(self, schedule: Schedule) -> None:
+        """Makes this rank's ends of all edges, as the schedule needs them."""
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._schedule, rank = schedule, self.rank
+        backward = (Kind.B, Kind.I)
+        self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
+        self._progress = Progress() if self._ties.is_accelerated else None
+        rings = rings_of(schedule, self._portals, accelerated=self._ties.is_accelerated)
+        self._senders: dict[Direction, Sender] = {}
+        self._receivers, self._lanes = {}, list[Lane]()
+        self._at_stage: dict[int, list[Receiver]] = {}
+        count = schedule.num_microbatches
+        self._tags = {
+            (edge.number, back): [
+                first_tag((edge.number, back), microbatch, count) for microbatch in range(count)
+            ]
+            for edge in (*self._chain, *self._portals)
+            for back in (False, True)
+        }
+
+        def receiving(lane: Lane, direction: Direction, stage: int) -> Receiver:
+            found = Receiver(lane, rings[direction], self._device, self._tags[direction])
+            self._receivers[direction] = found
+            self._at_stage.setdefault(stage, []).append(found)
+            return found
+
+        for source, target, back in channels(schedule):
+            if rank == source:
+                sender = Sender(self._ways[back, target > source], target)
+                for stage, _ in turns(schedule, target, source, back=back):
+                    self._senders[stage - (not back), back] = sender
+            elif rank == target:
+                lane = Lane(self._ways[back, target > source], source, self._progress, back=back)
+                order = [stage for stage, _ in turns(schedule, target, source, back=back)]
+                ends = {stage: receiving(lane, (stage - (not back), back), stage) for stage in set(order)}
+                lane.order = [ends[stage] for stage in order]
+                self._lanes.append(lane)
+        for edge in self._portals:
+            for back in (False, True):
+                start, end = (edge.target, edge.source) if back else edge[1:3]
+                source, target, direction = schedule.worker(start), schedule.worker(end), (edge.number, back)
+                if source == target or rank not in (source, target):
+                    continue
+                way = self._portal_ways[direction]
+                if rank == source:
+                    self._senders[direction] = Sender(way, target, edge.names[0])
+                else:
+                    lane = Lane(way, source, self._progress, back=back)
+                    lane.order = [receiving(lane, direction, end)] * schedule.num_microbatches
+                    self._lanes.append(lane)
 
     def follow(self, schedule: Schedule) -> None:
         """From the next step on, other rows for the same stages, on every rank: the connections stay."""
         assert schedule.placement == self._schedule.placement
         assert schedule.num_microbatches == self._full.num_microbatches
         self._full = schedule
-        self._lay_out(schedule)
-
-    def _lay_out(self, schedule: Schedule) -> None:
-        for receiver in (*self._inputs.values(), *self._output_gradients.values()):
-            receiver.close()
-        self._schedule = schedule
-        self._take_ends()
-        if self.lines is not None:
-            self.lines.follow(schedule, self._gate)
+        self._take_ends(schedule)
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -121,53 +187,206 @@ class PointToPoint(Exchange):
             if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
                 number = self._agreements.number(signature)
                 shared = self._sharing.announce(plan.shared)
-            header = Header(number, plan.examples, plan.num_microbatches, plan.training, shared)
+            header = Header(number, plan.examples, plan.num_microbatches, plan.training, int(shared))
         else:
-            header = self._control.receive_header()
-        self._control.send_header(header, bounded=self._patient)
+            assert self._header.source is not None
+            header = Header(*self._control.receive(self._header.source, "step"))
+        if self._behind is not None:
+            self._control.send(self._behind, "step", tuple(header))
         number, examples, num_microbatches, self._training, told = header
         found = Plan(examples, num_microbatches, self._training)
         schedule = rows_for(self._full, found, is_own=self._is_own)
         if schedule is not self._schedule:
-            self._lay_out(schedule)
+            self._take_ends(schedule)
         message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
         agreement = self._agreements.find(number)
         self._patient = agreement is not None
+        # Forwards alone have no rings that would say for certain that two workers who send to each other
+        # don't wait for each other.
+        self._bounded = self._patient and (self._training or not schedule.placement)
         if agreement is None:
-            lengths = sizes(examples, num_microbatches)
-            agreement = self._agreements.add(Agreement(lengths, self._schedule.stages_of(self.rank)))
+            agreement = self._agreements.add(Agreement(sizes(examples, num_microbatches)))
         self._agreement = agreement
         self._own.clear()
-        if self._gate is not None:
-            self._gate.begin(training=self._training)
-        for turn in self._turns:
-            turn.begin()
-        for stage, receiver in self._inputs.items():
-            outlines = agreement.of_stage[stage].activations
-            receiver.begin(outlines, agreement.lengths, training=self._training)
-        if self._training:
-            for stage, receiver in self._output_gradients.items():
-                receiver.begin(agreement.of_stage[stage].gradients, agreement.lengths, training=True)
-            self._loss.post(agreement.loss)
-        self._news.begin(agreement)
-        if self.lines is not None:
-            self.lines.take_up(agreement, training=self._training)
+        if self._progress is not None:
+            self._progress.calls = 0
+        for direction, receiver in self._receivers.items():
+            receiver.begin(agreement.outlines[direction], agreement.lengths, training=self._training)
+        for lane in self._lanes:
+            if self._training or not lane.back:
+                lane.begin()
         return found._replace(shared=message)
 
+    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+        self.send(self._chain[stage], microbatch, message)
+        if self._progress is not None and (stage, False) in self._senders:
+            self._go_on(self._progress)
+
+    def receive_activation(self, stage: int, microbatch: int) -> Message:
+        return self.receive(self._chain[stage - 1], microbatch)
+
+    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        self.send_back(self._chain[stage - 1], microbatch, gradients)
+        if self._progress is not None and (stage - 1, True) in self._senders:
+            self._go_on(self._progress)
+
+    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
+        return self.receive_back(self._chain[stage], microbatch)
+
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        """Hands what an edge carries to the stage where it ends."""
+        direction = edge.number, False
+        sender = self._senders.get(direction)
+        if sender is None:
+            self._own[edge.number, microbatch, False] = message
+            return
+        length, target = self._agreement.lengths[microbatch], Action(edge.target, Kind.F, microbatch)
+        outlines = self._agreement.outlines[direction]
+        outline = outlines.get(length)
+        if outline is None:
+            if len(message.tensors) > MOST_TENSORS:
+                raise ValueError(
+                    f"{len(message.tensors)} tensors leave stage {edge.source}; at most {MOST_TENSORS} can"
+                )
+            outline = outlines[length] = Outline.of(message)
+            self._control.send(sender.target, (direction, length), outline, target)
+        else:
+            new = message.structure != outline.structure
+            if message.needs_grad != outline.needs_grad or (new and not outline.varies):
+                raise changed(f"what the {_name(edge)} consists of and what needs a gradient")
+            if message.aliases and not set(message.aliases) <= set(outline.aliases):
+                raise changed(f"which tensors of the {_name(edge)} share memory")
+            if outline.varies:
+                told = message.structure if new else None
+                self._control.send(sender.target, (direction, length), told, target)
+                if new:
+                    outline = outlines[length] = outline._replace(structure=message.structure)
+        tensors = conform(message.tensors, outline, self._device, _name(edge))
+        sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
+
+    def receive(self, edge: Edge, microbatch: int) -> Message:
+        """What the stage where an edge begins has sent."""
+        direction = edge.number, False
+        receiver = self._receivers.get(direction)
+        if receiver is None:
+            message: Message = self._own.pop((edge.number, microbatch, False))
+            if edge.names:
+                message = message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
+            return message
+        length, source = self._agreement.lengths[microbatch], Action(edge.source, Kind.F, microbatch)
+        outlines = self._agreement.outlines[direction]
+        outline = outlines.get(length)
+        if outline is None:
+            outline = self._control.receive(receiver.lane.source, (direction, length), source)
+            outlines[length] = outline
+            if outline.varies:
+                self._control.expect(receiver.lane.source, FRAMES_AHEAD + len(self._agreement.lengths))
+        elif outline.varies:
+            told = self._control.receive(receiver.lane.source, (direction, length), source)
+            if told is not None:
+                outline = outlines[length] = outline._replace(structure=told)
+        tensors: Any = receiver.take(microbatch, source)
+        return Message(tensors, outline.structure, outline.needs_grad, outline.aliases)
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        """Hands the gradients of what came along an edge to the stage where it begins."""
+        direction = edge.number, True
+        sender = self._senders.get(direction)
+        if sender is None:
+            self._own[edge.number, microbatch, True] = gradients
+            return
+        length = self._agreement.lengths[microbatch]
+        target = Action(edge.source, self._kinds[edge.source, microbatch], microbatch)
+        outlines = self._agreement.outlines[direction]
+        outline = outlines.get(length)
+        if outline is None:
+            outline = outlines[length] = Outline(
+                tuple([None if g is None else Form.of(g) for g in gradients])
+            )
+            self._control.send(sender.target, (direction, length), outline, target)
+        tensors = conform(gradients, outline, self._device, _name(edge, back=True))
+        sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
+
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
+        """The gradients of what was sent along an edge."""
+        direction = edge.number, True
+        receiver = self._receivers.get(direction)
+        if receiver is None:
+            found: Gradients = self._own.pop((edge.number, microbatch, True))
+            return found
+        length = self._agreement.lengths[microbatch]
+        source = Action(edge.target, self._kinds[edge.target, microbatch], microbatch)
+        outlines = self._agreement.outlines[direction]
+        if length not in outlines:
+            outlines[length] = self._control.receive(receiver.lane.source, (direction, length), source)
+        gradients = receiver.take(microbatch, source)
+        if edge.names:
+            self._senders[edge.number, False].arrived(microbatch)
+        return gradients
+
+    def release(self, stage: int, microbatch: int) -> None:
+        if self._progress is not None:
+            self._go_on(self._progress)
+        for receiver in self._at_stage.get(stage, ()):
+            receiver.release(microbatch)
+
+    def _go_on(self, progress: Progress) -> None:
+        """Counts a call; the time of some receives may have come."""
+        progress.calls += 1
+        for lane in self._lanes:
+            if self._training or not lane.back:
+                lane.post()
+
     def send_loss(self, loss: Tensor) -> None:
-        self._loss.send(loss, self._agreement)
+        """Where the host waits for messages, the loss leaves when the last micro-batch is forward, though
+        backwards are still to come: in a V the last stage is on the first rank, whose row is the longest, and
+        nobody should wait for its end to learn a number. On accelerators it needs all actions of its rank,
+        and passes along when all else is done.
+        """
+        if self._agreement.loss is not None:
+            conform(
+                (loss,), Outline((self._agreement.loss,)), self._device, "loss"
+            )  # raises if it is another
+        self._loss = loss
+        if not self._ties.is_accelerated:
+            for target in self._route.targets:
+                self._control.send(target, "loss", packed(loss))
+
+    def _learn_loss(self) -> Tensor:
+        """The loss of a training step, on every rank."""
+        loss, self._loss = self._loss, None
+        source, targets = self._route
+        known = self._agreement.loss
+        if source is None:
+            assert loss is not None
+            self._agreement.loss = Form.of(loss)
+        elif not self._ties.is_accelerated:
+            loss = unpacked(self._control.receive(source, "loss"), self._device)
+        else:
+            self._agreement.loss = form = known or self._control.receive(source, "loss")
+            buffer = self._loss_way.buffer(form, source, self._device)
+            self._loss_way.wait(self._loss_way.receive(buffer, source, _LOSS_TAG), None, source)
+            loss = buffer.tensor.clone()
+        for target in targets if self._ties.is_accelerated else ():
+            if known is None:
+                self._control.send(target, "loss", self._agreement.loss)
+            sender = Sender(self._loss_way, target)
+            sender.send([flat(loss)], _LOSS_TAG)
+            sender.finish()
+        return loss
 
     def finish(self) -> Tensor | None:
         """When this returns, all sends are gone if the host waits for messages; on an accelerator all are
         given to the device, which `close` waits for before the process may exit.
         """
-        loss = self._loss.settle(self._agreement) if self._training else None
+        loss = self._learn_loss() if self._training else None
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
-        self._news.finish()
         self._ties.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
+
+    # Outside of a step
 
     @contextmanager
     def together(self) -> Iterator[Together]:
@@ -201,6 +420,13 @@ class PointToPoint(Exchange):
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._ties.abort(action, error)
+
+
+def _name(edge: Edge, *, back: bool = False) -> str:
+    """What goes along an edge, for people."""
+    if edge.names:
+        return f"{'gradient of ' * back}portal {', '.join(map(repr, edge.names))}"
+    return f"gradient of the input of stage {edge.target}" if back else f"output of stage {edge.source}"
 
 
 _present: weakref.WeakSet[PointToPoint] = weakref.WeakSet()

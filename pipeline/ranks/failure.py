@@ -40,8 +40,8 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.gather import Together
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, backend
 from gpipe_bench.pipeline.ranks.store import Store, bounded
+from gpipe_bench.pipeline.ranks.wire import Connection, backend
 
 # A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
 SILENCE_S = 60.0

@@ -20,7 +20,7 @@ from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 from gpipe_bench.pipeline.ranks.host import machine_id
-from gpipe_bench.pipeline.ranks.messages.connection import Connection, Form
+from gpipe_bench.pipeline.ranks.wire import Connection, Form
 
 _LENGTH_TAG, _DATA_TAG, _NUMBER_TAG, _TENSOR_TAG = range(2**27, 2**27 + 4)
 _ROUND_TRIPS = 10

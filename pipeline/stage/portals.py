@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.plan.portals import Declared, Line, arriving, check, leaving
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.portals import Declared, arriving, check, leaving
 from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Tree
@@ -200,7 +201,7 @@ class PortalRunner(LayerRunner):
 
 
 def runner_of(
-    declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Line], stage: int
+    declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Edge], stage: int
 ) -> Callable[..., LayerRunner]:
     """What calls the layers of a stage; `declared` and `lines` are those of the whole model."""
     mine = [declared[layer] for layer in spans[stage]]

@@ -12,13 +12,12 @@ BOUNDARIES = (
     Mutant(
         name="two tensors of a boundary swapped",
         file="pipeline/transport.py",
-        old="        return self._activations.pop((stage, microbatch))\n",
+        old="        message = self._activations.pop((stage - 1, microbatch))\n",
         new="""\
-        found = self._activations.pop((stage, microbatch))
-        first, *rest = found.tensors
+        message = self._activations.pop((stage - 1, microbatch))
+        first, *rest = message.tensors
         if rest and first.shape == rest[0].shape and first.dtype == rest[0].dtype:
-            found = found._replace(tensors=(rest[0], first, *rest[1:]))
-        return found
+            message = message._replace(tensors=(rest[0], first, *rest[1:]))
 """,
         why="a net and its skip have the same shape, so nothing else complains",
         tests=("tests/test_transparency.py::test_cuts_into_three_stages_at_every_layer[(2, 3)]",),
@@ -26,12 +25,11 @@ BOUNDARIES = (
     Mutant(
         name="two gradients of a boundary swapped",
         file="pipeline/transport.py",
-        old="        return self._gradients.pop((stage, microbatch))\n",
+        old="        gradients = self._gradients.pop((stage, microbatch))\n",
         new="""\
-        found = self._gradients.pop((stage, microbatch))
-        if len(found) > 1 and None not in found[:2] and found[0].shape == found[1].shape:
-            found = (found[1], found[0], *found[2:])
-        return found
+        gradients = self._gradients.pop((stage, microbatch))
+        if len(gradients) > 1 and None not in gradients[:2] and gradients[0].shape == gradients[1].shape:
+            gradients = (gradients[1], gradients[0], *gradients[2:])
 """,
         why="gradients have the shapes of their tensors, which are the same",
         tests=("tests/test_transparency.py::test_cuts_into_three_stages_at_every_layer[(2, 3)]",),

@@ -245,7 +245,7 @@ GRADIENTS = (
     ),
     Mutant(
         name="shared memory given out while something lives in it",
-        file="pipeline/ranks/messages/neighbour.py",
+        file="pipeline/ranks/shared_memory.py",
         old="            if not memory.holders.others:\n                del",
         new="            if True:\n                del",
         why="a message would overwrite what was made of an earlier one",

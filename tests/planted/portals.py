@@ -9,7 +9,7 @@ TESTS = "tests/test_portals.py::"
 PORTALS = (
     Mutant(
         name="gradients of portals replace one another",
-        file="pipeline/portals.py",
+        file="pipeline/transport.py",
         old="gradient if before is None else before + gradient",
         new="gradient",
         why="a stash with several poppers gets the sum",
@@ -17,9 +17,9 @@ PORTALS = (
     ),
     Mutant(
         name="portals sent twice",
-        file="pipeline/portals.py",
-        old="                self._carrier.send(line, microbatch, portals)\n",
-        new="                self._carrier.send(line, microbatch, portals)\n" * 2,
+        file="pipeline/transport.py",
+        old="            self.inner.send(edge, microbatch, portals)\n",
+        new="            self.inner.send(edge, microbatch, portals)\n" * 2,
         why="a skip is sent once, past the stages between",
         tests=(TESTS + "test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient",),
     ),
@@ -49,9 +49,9 @@ PORTALS = (
     ),
     Mutant(
         name="receives of portals posted at once on accelerators",
-        file="pipeline/ranks/portals.py",
-        old="                    gate=gate,\n",
-        new="                    gate=None,\n",
+        file="pipeline/ranks/distributed.py",
+        old="Lane(way, source, self._progress,",
+        new="Lane(way, source, None,",
         why="a kernel that waits for what this rank has yet to send stops whoever waits for the device",
         tests=("tests/test_nccl_portals.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-0]",),
     ),

@@ -103,9 +103,9 @@ SCHEDULES = (
     ),
     Mutant(
         name="receives of several stages that don't wait for their turn",
-        file="pipeline/ranks/ways.py",
-        old="        in_turn = Turns(order) if len(stages) > 1 else None\n",
-        new="        in_turn = None\n",
+        file="pipeline/ranks/ends.py",
+        old="while position < len(order) and order[position].post_next():",
+        new="while any(each.post_next() for each in order):",
         why="NCCL takes what comes for the receive that was posted first",
         tests=(
             "tests/test_ways.py::test_receives_are_posted_in_the_order_in_which_messages_leave[interleaved]",

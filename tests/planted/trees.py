@@ -7,9 +7,9 @@ from planted.mutant import Mutant
 TREES = (
     Mutant(
         name="constants are never new",
-        file="pipeline/ranks/exchange.py",
-        old="            self._news.send(new, rank, target)\n            if new:\n",
-        new="            self._news.send(False, rank, target)\n            if False:\n",
+        file="pipeline/ranks/distributed.py",
+        old="                told = message.structure if new else None\n",
+        new="                told = None\n",
         why="a receiver would put the tensors into the tree that it knows: other keys, old numbers",
         tests=("tests/test_distributed.py::test_case[keys_that_change_between_calls]",),
     ),
@@ -39,7 +39,7 @@ TREES = (
     ),
     Mutant(
         name="what is shared is what it was",
-        file="pipeline/ranks/messages/sharing.py",
+        file="pipeline/ranks/control.py",
         old="        return Shared.FOLLOWS\n\n    def pass_on",
         new="        return Shared.FOLLOWS if sent is None else Shared.AS_BEFORE\n\n    def pass_on",
         why="later stages would use the mask of an earlier step",

@@ -19,9 +19,7 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.host import not_inherited
-from gpipe_bench.pipeline.ranks.messages.aside import wait_aside
-from gpipe_bench.pipeline.ranks.messages.holders import Holders
-from gpipe_bench.pipeline.ranks.messages.neighbour import Arrival, Departure, Neighbour
+from gpipe_bench.pipeline.ranks.shared_memory import Arrival, Departure, Holders, Neighbour, wait_beside
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
 # What NCCL can name (`getNcclDataType`); a tensor of another type travels as bytes.
@@ -67,9 +65,6 @@ class Form(NamedTuple):
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-
-    def fits(self, tensor: Tensor) -> bool:
-        return tensor.shape == self.shape and tensor.dtype == self.dtype
 
 
 class Buffer(NamedTuple):
@@ -164,7 +159,7 @@ class Connection:
         try:
             neighbours = self._neighbours.values()
             if not isinstance(work, Arrival | Departure) and any(each.is_busy for each in neighbours):
-                wait_aside(work, neighbours)
+                wait_beside(work, neighbours)
             else:
                 work.wait()
         except RuntimeError as error:

@@ -3,8 +3,8 @@
 gloo serves every message with threads of its own, which on CPUs compete with the stages for their cores:
 several wake-ups and system calls a message, and the data travels through the kernel twice. Between processes
 of one host the sender can instead copy straight into the buffer that the receiver has posted, and a few bytes
-on a local socket say so. No thread is involved; a process moves its messages along whenever it sends, posts
-or waits. A process that dies closes its socket, so that its neighbours know at once.
+on a local socket say so. No thread is involved; a process moves its messages along whenever it posts or
+waits. A process that dies closes its socket, so that its neighbours know at once.
 
     receiver   empty --- post(tag, place) ----------------- wait ............ arrived
     sender                       '--> knows the place   copy, done(tag) ------'
@@ -23,21 +23,43 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from gpipe_bench.pipeline.ranks.messages.holders import Holders
+from torch._C import _storage_Use_Count as use_count
 
 _RECORD = struct.Struct("<BBIIQ")  # kind, channel, tag, number of a buffer, its size
 _NEW, _LET_GO, _POSTED, _DONE = 1, 2, 3, 4
 _READ_BYTES = 227 * _RECORD.size
 
 Key = tuple[int, int]  # channel and tag
+
+
+class Holders:
+    """Who else has tensors in the memory of `tensor` than those that were there when this was made.
+
+    A layer may pass its input or the gradient of its output on as it is, or a view of it; autograd may make a
+    gradient that arrives the `.grad` of a parameter; a hook may keep what it sees. All of them then live in
+    the memory that a message came into, for as long as they like, and nobody announces it. torch counts the
+    tensors of every storage, so memory is used again only when its owner's are the only ones left.
+    """
+
+    __slots__ = ("_address", "_own", "_storage")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()  # counts as one, so it is kept
+        self._address = self._storage._cdata
+        self._own = use_count(self._address)
+
+    @property
+    def others(self) -> bool:
+        """Whether there are any."""
+        return use_count(self._address) > self._own
 
 
 class Memory:
@@ -158,9 +180,12 @@ class Neighbour:
 
     def send(self, channel: int, tag: int, tensor: Tensor) -> Departure:
         """Sends a contiguous tensor, which must not change until the departure has been waited for."""
-        departure = Departure(self)
-        self._pending.append(((channel, tag), tensor, departure))
-        self.progress()
+        departure, key = Departure(self), (channel, tag)
+        if self._pending or not self._posted.get(key):
+            self._pending.append((key, tensor, departure))
+            self.progress()
+        else:  # whatever else has been written can be read later
+            self._deliver(key, tensor, departure)
         return departure
 
     def _deliver(self, key: Key, tensor: Tensor, departure: Departure) -> None:
@@ -169,7 +194,8 @@ class Neighbour:
         if view is None or view.dtype != tensor.dtype or len(view) != tensor.numel():
             view = self._views[number] = self._theirs[number][: tensor.nbytes].view(tensor.dtype)
         view.copy_(tensor.view(-1))
-        self._write(_RECORD.pack(_DONE, key[0], key[1], 0, 0))
+        records, self._unwritten = self._unwritten, b""
+        self._write(records + _RECORD.pack(_DONE, key[0], key[1], 0, 0))
         departure.gone = True
 
     # Moving along
@@ -300,25 +326,48 @@ def _map(descriptor: int, size: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
-def move_along(neighbours: Collection[Neighbour], until: int) -> None:
-    """Moves the messages of all neighbours along until file descriptor `until` is readable.
+class _Work(Protocol):
+    def wait(self) -> object: ...
 
-    One that is gone is left out; its end is reported when something is wanted of it.
+
+def wait_beside(work: _Work, neighbours: Collection[Neighbour]) -> None:
+    """Waits for `work` of a network and moves the messages of the neighbours along; raises what it raises.
+
+    A wait for the network blocks the process, and nobody but the process moves its messages to neighbours
+    along. To hand these over first would make every neighbour's turn to receive a condition for going on, and
+    two processes that each wait for a network of their own would wait for each other. So a thread waits for
+    the network. A neighbour that is gone is left out; its end is reported when something is wanted of it.
     """
+    errors: list[BaseException] = []
+    done = os.eventfd(0)
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except BaseException as error:
+            errors.append(error)
+        os.eventfd_write(done, 1)
+
+    thread = threading.Thread(target=wait, name="pipeline: network", daemon=True)
+    thread.start()
     poll = select.poll()
-    poll.register(until, select.POLLIN)
+    poll.register(done, select.POLLIN)
     present = {neighbour._link.fileno(): neighbour for neighbour in neighbours}
     for descriptor in present:
         poll.register(descriptor, select.POLLIN)
-    while True:
+    over = False
+    while not over:  # if interrupted, `done` stays open for the thread
         for descriptor, neighbour in tuple(present.items()):
             try:
                 neighbour.progress()
             except RuntimeError:
                 del present[descriptor]
                 poll.unregister(descriptor)
-        if any(descriptor == until for descriptor, _ in poll.poll()):
-            return
+        over = any(descriptor == done for descriptor, _ in poll.poll())
+    thread.join()
+    os.close(done)
+    if errors:
+        raise errors[0]
 
 
 class Arrival:

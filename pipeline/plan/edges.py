@@ -1,0 +1,440 @@
+"""Edges: what stages send each other, and the buffers that workers receive it in, derived from the schedule.
+
+An edge leads from one stage to another; activations go along it and gradients back, one message each for a
+micro-batch. The chain has one from each stage to the next; a portal that passes stages by is an edge with
+names (`portals`). Edges within a worker need no buffers.
+
+A receive that is posted only when its tensor is needed puts the whole transfer on the critical path, and
+posting everything at once would need a buffer for every micro-batch. So each direction of an edge has a ring
+of buffers: the first receives are posted when the step begins, each further one when a buffer becomes free.
+Where messages are small, memory is not what counts, and all are posted at once. 1F1B, stage 1 of 3, M = 5,
+activations, with as many buffers as the stage before has micro-batches in flight (3):
+
+    begin: post 0, 1, 2      after B0: post 3 (buffer of 0)      after B1: post 4 (buffer of 1)
+
+**That buffers suffice is shown by a run.** A message may wait for its buffer and, as few sends may be on
+their way, its sender with it; so a schedule that can be executed could stop for good where buffers are
+scarce. Actions in rows with bounded buffers form a marked graph: whether it stops does not depend on who goes
+first, so if one run ends, every run does. `_run` lets all workers that can take an action take it, round by
+round; where none can, the rings on a circle of waits get a buffer more.
+
+**On accelerators** a receive over NCCL is a kernel that spins on the device until the sender's kernel is
+there. Whoever waits for the whole device meanwhile (an allocator that gives memory back, a `synchronize` of
+the user's) waits for the message too; that never ends if the message needs what this worker's host, which
+stands in the wait, has yet to enqueue. The same run says when that is impossible: a message that is made in
+round r depends on earlier rounds alone, so its receive is posted behind this worker's actions of earlier
+rounds. A send is such a kernel as well: there a worker may go on in the run only when the receives of all
+that it has sent are posted, so that no send ever waits for a later action of its own sender. Two workers that
+wait for their devices at once, each for a message that the other has yet to send, no order serves.
+
+Several stages of a worker may receive from one other worker. Each has rings of its own, because its messages
+have sizes of their own, but the receives of one direction from one worker are posted in the order of need
+(`turns`): NCCL matches sends and receives by their order alone. That adds no wait: who needs a message has
+needed those before it.
+
+Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from gpipe_bench.pipeline.plan.remat import choice_of
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Transfer, channels, derived, ends_of
+
+# Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
+# hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
+# receives already.
+SENDS_ON_THE_WAY = 2
+# Receives ahead without a backward, when nothing is kept.
+FORWARDS_AHEAD = 2
+SMALL_BYTES = 2**18
+"""Messages on their way, in one direction, whose memory does not matter."""
+
+
+class Edge(NamedTuple):
+    """From one stage to another. Those of the chain have the numbers of their sources and no names."""
+
+    number: int
+    source: int
+    target: int
+    names: tuple[str, ...] = ()
+
+
+Direction = tuple[int, bool]
+"""The number of an edge, and whether gradients go back or activations there."""
+Rounds = dict[Action, int]
+"""When actions are taken, if every action takes a round and all that can be taken are."""
+
+
+class Ring(NamedTuple):
+    """The receives of one direction of an edge.
+
+    `order` lists the micro-batches as they are needed, `slot[m]` is the buffer of micro-batch m, `initial`
+    are posted when the step begins and `following[m]` when the buffer of m is free again (None: nothing is
+    left to post).
+    """
+
+    num_slots: int
+    order: tuple[int, ...]
+    slot: tuple[int, ...]
+    initial: tuple[int, ...]
+    following: tuple[int | None, ...]
+
+
+class Rings(NamedTuple):
+    """The ring as a rule, and the one for small messages.
+
+    On accelerators the receive of micro-batch m is posted when its worker has made `after[m]` calls: one for
+    each message of the chain that leaves the worker, one for each micro-batch that a stage is done with. In
+    a pass of forwards alone these are `after_forward`. There `ahead` receives are posted ahead.
+    """
+
+    tight: Ring
+    small: Ring
+    after: tuple[int, ...] = ()
+    after_forward: tuple[int, ...] = ()
+    ahead: int = FORWARDS_AHEAD
+
+    def of(self, largest_bytes: int, small_bytes: int = SMALL_BYTES) -> Ring:
+        """The one to use where no message takes more than `largest_bytes`."""
+        return self.small if largest_bytes * self.small.num_slots <= small_bytes else self.tight
+
+
+def is_one_too_many(number: int, oldest_bytes: int, small_bytes: int = SMALL_BYTES) -> bool:
+    """Whether a sender waits for the oldest of so many messages before it goes on, and lets go of it.
+
+    What is sent stays where it was made until then: the latest messages of each direction, and of small ones
+    all of a step.
+    """
+    return number > SENDS_ON_THE_WAY and number * oldest_bytes > small_bytes
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """The edges from each stage to the next."""
+    return tuple([Edge(stage, stage, stage + 1) for stage in range(num_stages - 1)])
+
+
+def messages_of(schedule: Schedule, edge: Edge, *, back: bool) -> tuple[Transfer, ...]:
+    """Every message of one direction of an edge in a step, in the order in which its receiver needs them."""
+    source, target = (edge.target, edge.source) if back else edge[1:3]
+    kinds = (Kind.B, Kind.I) if back else (Kind.F,)
+    made = {}
+    if back:
+        made = {action.microbatch: action for action in schedule.row(source) if action.kind in kinds}
+    return tuple(
+        [
+            Transfer(made[action.microbatch] if back else Action(source, Kind.F, action.microbatch), action)
+            for action in schedule.row(target)
+            if action.kind in kinds
+        ]
+    )
+
+
+def turns(schedule: Schedule, worker: int, source: int, *, back: bool) -> tuple[tuple[int, int], ...]:
+    """(stage, micro-batch) of what `worker` receives from worker `source` along the chain or back, in the
+    order in which the receives are posted.
+    """
+    messages = channels(schedule).get((source, worker, back), [])
+    return tuple([(message.target.stage, message.target.microbatch) for message in messages])
+
+
+def rings_of(
+    schedule: Schedule, portals: Sequence[Edge] = (), *, accelerated: bool = False
+) -> dict[Direction, Rings]:
+    """The rings of every direction of an edge, of the chain or of `portals`, that joins two workers.
+
+    `accelerated` says whether messages travel from device to device, where some rings need more buffers.
+    """
+    return _rings_of(schedule, tuple(portals), accelerated)
+
+
+@derived
+def _rings_of(schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool) -> dict[Direction, Rings]:
+    edges = [
+        edge
+        for edge in (*chain(schedule.num_stages), *portals)
+        if schedule.worker(edge.source) != schedule.worker(edge.target)
+    ]
+    slots, rounds = _slots(schedule, portals, accelerated)
+    ahead, forward_rounds = _forwards_ahead(schedule, portals) if accelerated else ({}, {})
+    found = {}
+    for edge in edges:
+        for back in (False, True):
+            stage = edge.source if back else edge.target
+            messages = messages_of(schedule, edge, back=back)
+            ends = [action.microbatch for action in ends_of(schedule.row(stage))]
+            order, tight = [message.target.microbatch for message in messages], slots[edge.number, back]
+            small = max(tight, schedule.in_flight(stage)) if back else tight
+            rings = Rings(_ring(order, ends, tight), _ring(order, ends, small))
+            if accelerated:
+                rings = rings._replace(after=_after(schedule, messages, rounds))
+                if not back:
+                    after = _after(schedule, messages, forward_rounds)
+                    rings = rings._replace(after_forward=after, ahead=ahead[edge.number, False])
+            found[edge.number, back] = rings
+    return found
+
+
+def refuse_other_orders(schedule: Schedule, portals: Sequence[Edge]) -> None:
+    """`ValueError` for a portal between accelerators whose ends take the micro-batches in different orders:
+    it has a connection of its own there, on which messages are told apart by their order alone.
+    """
+    for edge in portals:
+        for back in (False, True):
+            messages = messages_of(schedule, edge, back=back)
+            makers = {message.source for message in messages}
+            row = schedule.row(messages[0].source.stage) if messages else ()
+            sent = [action.microbatch for action in row if action in makers]
+            needed = [message.target.microbatch for message in messages]
+            if sent != needed and schedule.worker(edge.source) != schedule.worker(edge.target):
+                raise ValueError(
+                    f"portal {edge.names[0]!r} leads from stage {edge.source} to stage {edge.target}, which "
+                    f"take the micro-batches in different orders ({sent[:4]}... and {needed[:4]}...); "
+                    "between accelerators they must be the same. Use another schedule, or pass the tensor "
+                    "through the layers between"
+                )
+
+
+@dataclass
+class _Queue:
+    """Messages from one worker to another whose receives are posted in one order, with their rings."""
+
+    source: int
+    target: int
+    messages: list[tuple[Direction, Transfer]]
+    unposted: int | None  # how many may be without a buffer when the sender goes on
+    sent: int = 0
+    posted: int = 0
+
+    @property
+    def holds_up(self) -> bool:
+        return self.unposted is not None and self.sent - self.posted > self.unposted
+
+
+def _queues(
+    schedule: Schedule, portals: Sequence[Edge], kinds: tuple[Kind, ...], strict: Collection[int] = ()
+) -> list[_Queue]:
+    """All messages between workers that actions of these kinds make. A sender goes on when at most
+    `SENDS_ON_THE_WAY` of the chain are without a buffer, and any number of portals; where it is one of the
+    `strict` workers, when none is. Forwards alone of several stages for each worker hold up nobody else.
+    """
+    bounded = SENDS_ON_THE_WAY if len(kinds) > 1 or not schedule.placement else None
+    found = []
+    for (source, target, back), messages in channels(schedule).items():
+        keyed = [((m.target.stage if back else m.source.stage, back), m) for m in messages]
+        found.append(_Queue(source, target, keyed, 0 if source in strict else bounded))
+    for edge in portals:
+        for back in (False, True):
+            ends = schedule.worker(edge.source), schedule.worker(edge.target)
+            source, target = ends[::-1] if back else ends
+            keyed = [((edge.number, back), m) for m in messages_of(schedule, edge, back=back)]
+            if source != target:
+                found.append(_Queue(source, target, keyed, 0 if source in strict else None))
+    return [queue for queue in found if queue.messages[0][1].target.kind in kinds]
+
+
+def _slots(
+    schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool
+) -> tuple[dict[Direction, int], Rounds]:
+    """The buffers of every ring: what suffices as a rule, and more where the schedule would stop for good;
+    and the round of each action. What portals need is added to what the chain has without them.
+    """
+    if portals:
+        slots = {key: rings.tight.num_slots for key, rings in _rings_of(schedule, (), accelerated).items()}
+        slots |= {key: number for edge in portals for key, number in _as_a_rule(schedule, edge)}
+    elif accelerated:
+        slots = dict(_slots(schedule, (), False)[0])
+    else:
+        slots = {
+            key: number for edge in chain(schedule.num_stages) for key, number in _as_a_rule(schedule, edge)
+        }
+    ends = {stage: ends_of(schedule.row(stage)) for stage in range(schedule.num_stages)}
+    frees: dict[Action, list[Direction]] = {}
+    for edge in (*chain(schedule.num_stages), *portals):
+        for back in (False, True):
+            for action in ends[edge.source if back else edge.target]:
+                frees.setdefault(action, []).append((edge.number, back))
+    growing = {edge.number for edge in portals or chain(schedule.num_stages)}
+    return slots, _rounds(schedule, portals, tuple(Kind), slots, frees, growing, accelerated=accelerated)
+
+
+def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
+    """The buffers of both directions of an edge.
+
+    For activations, as many as the source has micro-batches in flight, so that it never computes an output
+    that has no place to go, or as the target has, if it keeps them longer: a buffer is the kept input of its
+    micro-batch until the end of the backward. Where the backward is split, one more: zero-bubble schedules
+    keep as many everywhere, and a W ends just when the next input comes, which without a place would wait
+    until its sender, which is computing, looks again. For gradients, one where a recomputation before every
+    backward (but that of the last micro-batch) hides the transfer, two where nothing does.
+    """
+    halved = [any(action.kind is Kind.W for action in schedule.row(stage)) for stage in edge[1:3]]
+    in_flight = [schedule.in_flight(stage) for stage in edge[1:3]]
+    hidden = choice_of(schedule.remat, edge.source) in ("always", "except_last")
+    return [
+        ((edge.number, False), max(in_flight[0], in_flight[1] + halved[1])),
+        ((edge.number, True), in_flight[0] if halved[0] else min(1 if hidden else 2, in_flight[0])),
+    ]
+
+
+def _forwards_ahead(schedule: Schedule, portals: tuple[Edge, ...]) -> tuple[dict[Direction, int], Rounds]:
+    """The same of a pass of forwards alone between accelerators, in which what is received is copied out of
+    its buffer when its action begins.
+    """
+    frees: dict[Action, list[Direction]] = {}
+    slots: dict[Direction, int] = {}
+    for edge in (*chain(schedule.num_stages), *portals):
+        slots[edge.number, False] = FORWARDS_AHEAD
+        for message in messages_of(schedule, edge, back=False):
+            frees.setdefault(message.target, []).append((edge.number, False))
+    growing = {number for number, _ in slots}
+    return slots, _rounds(schedule, portals, (Kind.F,), slots, frees, growing, accelerated=True)
+
+
+def _rounds(
+    schedule: Schedule,
+    portals: Sequence[Edge],
+    kinds: tuple[Kind, ...],
+    slots: dict[Direction, int],
+    frees: dict[Action, list[Direction]],
+    growing: Collection[int],
+    *,
+    accelerated: bool,
+) -> Rounds:
+    """The round of each action of these kinds, as `_run` has it."""
+    rows = tuple([tuple([action for action in row if action.kind in kinds]) for row in schedule.actions])
+
+    def run(slots: dict[Direction, int], growing: Collection[int], strict: Collection[int] = ()) -> Rounds:
+        return _run(rows, _queues(schedule, portals, kinds, strict), slots, frees, growing)
+
+    if accelerated:
+        # More than is asked, and true of most schedules as they are: with every worker strict at once.
+        enough = dict(slots)
+        rounds = run(enough, {number for number, _ in slots}, range(schedule.num_workers))
+        if enough == slots:
+            return rounds
+        for worker in range(schedule.num_workers):
+            run(slots, growing, [worker])
+    return run(slots, growing)
+
+
+def _run(
+    rows: tuple[tuple[Action, ...], ...],
+    queues: Sequence[_Queue],
+    slots: dict[Direction, int],
+    frees: dict[Action, list[Direction]],
+    growing: Collection[int],
+) -> Rounds:
+    """The round in which each action is taken where all workers that can take one do; `frees` says which
+    rings an action gives a buffer back to. Adds to `slots` of `growing` edges what it takes to come to an
+    end.
+    """
+    leaving: dict[Action, list[_Queue]] = {}
+    arriving: dict[Action, list[tuple[_Queue, int]]] = {}
+    by_sender: dict[int, list[_Queue]] = {}
+    for queue in queues:
+        by_sender.setdefault(queue.source, []).append(queue)
+        for index, (_, message) in enumerate(queue.messages):
+            leaving.setdefault(message.source, []).append(queue)
+            arriving.setdefault(message.target, []).append((queue, index))
+    used: Counter[Direction] = Counter()
+    rounds: Rounds = {}
+    position = [0] * len(rows)
+
+    def missing(worker: int) -> tuple[_Queue, int] | None:
+        """The message that the next action of a worker waits for, if it waits."""
+        for queue in by_sender.get(worker, ()):
+            if queue.holds_up:
+                return queue, queue.posted
+        for queue, index in arriving.get(rows[worker][position[worker]], ()):
+            if index >= queue.posted or queue.messages[index][1].source not in rounds:
+                return queue, index
+        return None
+
+    def on_a_circle() -> set[Direction]:
+        worker = next(worker for worker, row in enumerate(rows) if position[worker] < len(row))
+        path: dict[int, Direction | None] = {}
+        while worker not in path:
+            found = missing(worker)
+            assert found is not None
+            queue, index = found
+            if queue.messages[index][1].source not in rounds:
+                path[worker], worker = None, queue.source
+            else:  # the first one that has no buffer yet, which the worker that receives gives back
+                path[worker], worker = queue.messages[queue.posted][0], queue.target
+        workers = list(path)
+        circle = [path[each] for each in workers[workers.index(worker) :]]
+        return {key for key in circle if key is not None and key[0] in growing}
+
+    number, left = 0, sum(map(len, rows))
+    while left:
+        for queue in queues:
+            while queue.posted < len(queue.messages):
+                key = queue.messages[queue.posted][0]
+                if used[key] >= slots[key]:
+                    break
+                used[key] += 1
+                queue.posted += 1
+        able = [w for w, row in enumerate(rows) if position[w] < len(row) and missing(w) is None]
+        if not able:
+            circle = on_a_circle()
+            if not circle:
+                raise ValueError("the rows wait for each other, whatever their buffers; see `validate`")
+            for key in circle:
+                slots[key] += 1
+            continue
+        for worker in able:
+            action = rows[worker][position[worker]]
+            rounds[action] = number
+            position[worker] += 1
+            for queue in leaving.get(action, ()):
+                queue.sent += 1
+            for key in frees.get(action, ()):
+                used[key] -= 1
+        left -= len(able)
+        number += 1
+    return rounds
+
+
+def _after(schedule: Schedule, messages: Sequence[Transfer], rounds: Rounds) -> tuple[int, ...]:
+    """By micro-batch, the calls that the receiver has made when it has taken its actions of the rounds before
+    that of the message.
+    """
+    worker = schedule.worker(messages[0].target.stage)
+    row = [action for action in schedule.actions[worker] if action in rounds]
+    ends = set(ends_of(tuple(row))) if len(row) == len(schedule.actions[worker]) else set()
+    calls = [0, *accumulate((action in ends) + _leaves(schedule, action) for action in row)]
+    own = [rounds[action] for action in row]
+    after = [0] * len(messages)
+    for message in messages:
+        after[message.target.microbatch] = calls[bisect_left(own, rounds[message.source])]
+    return tuple(after)
+
+
+def _leaves(schedule: Schedule, action: Action) -> bool:
+    """Whether what the action makes goes to another worker along the chain."""
+    if action.kind in (Kind.R, Kind.W):
+        return False
+    other = action.stage + (1 if action.kind is Kind.F else -1)
+    return 0 <= other < schedule.num_stages and schedule.worker(other) != schedule.worker(action.stage)
+
+
+def _ring(order: Sequence[int], ends: Sequence[int], num_slots: int) -> Ring:
+    num_slots = min(num_slots, len(order))
+    waiting = deque(order)
+    slot = [0] * len(order)
+    following: list[int | None] = [None] * len(order)
+    initial = [waiting.popleft() for _ in range(num_slots)]
+    for position, microbatch in enumerate(initial):
+        slot[microbatch] = position
+    for microbatch in ends:
+        if waiting:
+            following[microbatch] = now = waiting.popleft()
+            slot[now] = slot[microbatch]
+    return Ring(num_slots, tuple(order), tuple(slot), tuple(initial), tuple(following))

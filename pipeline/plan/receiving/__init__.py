@@ -1,1 +1,0 @@
-"""Where messages wait, and behind which action their receives are posted."""

@@ -1,0 +1,276 @@
+"""What the ranks tell each other beside the tensors: small objects, in order, and what they agree on.
+
+The first rank alone sees the batch, and the shapes of what travels show in the first real micro-batch. All of
+that is read by the host before anything can be received, so it has a connection of its own, which is never
+NCCL's, and queues behind no activation. Between two ranks it is one stream of frames: each holds a key, which
+says what it is about, and an object; what does not fit follows. Some receives of frames are always posted.
+
+    a step             its header, from rank to rank in the order of their first stages
+    what is shared     an outline, and the tensors behind it
+    an edge            an outline before the first message of each size, and, where messages are trees,
+                       with each further one the structure if it is another one
+    the loss           where hosts wait for messages
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpipe_bench.pipeline.errors import PeerError
+from gpipe_bench.pipeline.plan.edges import Direction
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.ends import Outline, Sender, conform
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Work
+from gpipe_bench.pipeline.stage.trees import Message
+
+_FRAME = Form((1024,), (1,), torch.uint8)
+_LENGTH_BYTES = 8
+# Frames that may come before anybody reads one, from each rank; each takes a page of shared memory.
+FRAMES_AHEAD = 2
+_FRAME_TAG, _REST_TAG, _TENSORS_TAG = 0, 1, 2
+# Kinds of steps that are known at a time; with one more the ranks begin anew.
+MOST_AGREEMENTS = 256
+_CPU = torch.device("cpu")
+
+
+class Header(NamedTuple):
+    """What every rank is told before a step."""
+
+    number: int  # of the agreement
+    examples: int  # in the mini-batch
+    num_microbatches: int
+    training: bool  # or forwards only
+    shared: int  # whether the layers share something, and whether it follows (`Sharing`)
+
+
+class Agreement:
+    """What is known of the messages of one kind of step. Micro-batches of one size have one outline."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths  # examples in each micro-batch
+        self.outlines: dict[Direction, dict[int, Outline]] = defaultdict(dict)  # by number of examples
+        self.loss: Form | None = None
+
+
+class Agreements:
+    """The agreements of all kinds of steps so far, by the numbers that the first rank gives them."""
+
+    def __init__(self) -> None:
+        self._found: list[Agreement] = []
+        self._numbers: dict[Hashable, int] = {}  # by signature, on the first rank
+
+    def number(self, signature: Hashable) -> int:
+        """The number of steps of this kind, on the first rank; -1 if all are to be forgotten and this is the
+        first of new ones.
+        """
+        if signature in self._numbers or len(self._numbers) < MOST_AGREEMENTS:
+            return self._numbers.setdefault(signature, len(self._numbers))
+        self._numbers = {signature: 0}
+        return -1
+
+    def find(self, number: int) -> Agreement | None:
+        """The agreement of that number; None if it is the first step of its kind."""
+        if number < 0:
+            self._found.clear()
+            return None
+        return self._found[number] if number < len(self._found) else None
+
+    def add(self, agreement: Agreement) -> Agreement:
+        """A new one, with the next number."""
+        self._found.append(agreement)
+        return agreement
+
+    def forget(self) -> None:
+        """Forgets all of them, on every rank alike."""
+        self._found.clear()
+        self._numbers.clear()
+
+
+class Control:
+    """One rank's end of the streams of frames to and from all others."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._senders: dict[int, Sender] = {}
+        self._posted: dict[int, deque[tuple[Buffer, Work]]] = {}
+        self._free: dict[int, list[Buffer]] = {}  # have been read
+        self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
+
+    def expect(self, source: int, count: int = FRAMES_AHEAD) -> None:
+        """Lets so many frames come from rank `source` before anybody asks for them."""
+        posted, free = self._posted.setdefault(source, deque()), self._free.setdefault(source, [])
+        missing = count - len(posted) - len(free)
+        if missing > 0:
+            free += [self._connection.buffer(_FRAME, source, _CPU) for _ in range(missing)]
+            self._post(source)
+
+    def _post(self, source: int) -> None:
+        """Posts receives into the frames that have been read."""
+        free, posted = self._free[source], self._posted[source]
+        if free:
+            while free:
+                posted.append((free[-1], self._connection.receive(free[-1], source, _FRAME_TAG)))
+                free.pop()
+            self._connection.flush(source)
+
+    def send(self, target: int, key: Hashable, content: Any, action: Action | None = None) -> None:
+        """Tells rank `target` something about `key`; `action` is what an error will name."""
+        data = pickle.dumps((key, content))
+        whole = bytearray(_FRAME.num_bytes)
+        whole[: _LENGTH_BYTES + len(data)] = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        frames = torch.frombuffer(whole, dtype=torch.uint8)
+        size = _FRAME.num_bytes
+        parts = [frames] if len(frames) == size else [frames[:size], frames[size:]]
+        self._sender(target).send(parts, _FRAME_TAG, action)
+
+    def receive(self, source: int, key: Hashable, action: Action | None = None) -> Any:
+        """The next that rank `source` tells about `key`."""
+        unread = self._unread[source, key]
+        while not unread:
+            about, content = self._read(source, action)
+            self._unread[source, about].append(content)
+        return unread.popleft()
+
+    def _read(self, source: int, action: Action | None) -> tuple[Hashable, Any]:
+        if source not in self._posted:
+            self.expect(source)
+        posted = self._posted[source]
+        if len(posted) < FRAMES_AHEAD:
+            try:
+                self._post(source)
+            except PeerError:  # who has no more to say may be gone
+                if not posted:
+                    raise
+        buffer, work = posted.popleft()
+        self._connection.wait(work, action, source)
+        data = buffer.tensor.numpy().tobytes()
+        self._free[source].append(buffer)
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+        if end > len(data):
+            rest = Form((end - len(data),), (1,), torch.uint8)
+            data += self._receive_now(rest, source, _REST_TAG, action).numpy().tobytes()
+        found: tuple[Hashable, Any] = pickle.loads(data[_LENGTH_BYTES:end])
+        return found
+
+    def send_tensors(self, target: int, key: Hashable, message: Message, *, bounded: bool) -> None:
+        """Sends tensors of the CPU; `bounded` as in `Sender.send`."""
+        outline = Outline(tuple([Form.of(tensor) for tensor in message.tensors]), message.structure)
+        self.send(target, key, outline)
+        tensors = conform(message.tensors, outline, _CPU, "shared arguments")
+        self._sender(target).send(tensors, _TENSORS_TAG, bounded=bounded)
+
+    def receive_tensors(self, source: int, key: Hashable) -> Message:
+        """What is sent in that way."""
+        outline: Outline = self.receive(source, key)
+        tensors = [
+            self._receive_now(form, source, _TENSORS_TAG + i, None)
+            for i, form in enumerate(outline.forms)
+            if form is not None
+        ]
+        return Message(tuple(tensors), outline.structure, (False,) * len(tensors))
+
+    def finish(self) -> None:
+        """Waits until everything that was sent is gone, as it is for others in turn."""
+        for source in self._posted:
+            with suppress(PeerError):  # who has no more to say may be gone
+                self._post(source)
+        for sender in self._senders.values():
+            sender.finish()
+
+    def _sender(self, target: int) -> Sender:
+        if target not in self._senders:
+            self._senders[target] = Sender(self._connection, target)
+        return self._senders[target]
+
+    def _receive_now(self, form: Form, source: int, tag: int, action: Action | None) -> Tensor:
+        buffer = self._connection.buffer(form, source, _CPU)
+        if form.num_bytes:
+            self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
+        data = buffer.tensor.clone()
+        self._connection.give_back(buffer, source)
+        return data
+
+
+class Shared(IntEnum):
+    """What the header of a step says of what the layers share."""
+
+    NOTHING = 0
+    AS_BEFORE = 1
+    FOLLOWS = 2
+
+
+class Sharing:
+    """One rank's part in passing on what all layers share in a step, behind the header, along `chain`.
+
+    A mask is often made once and given to every step. So what is shared is sent on only if it is not what was
+    sent last. On the CPU that is seen by the contents, which may have changed through numpy or `.data`, where
+    no version counts. On an accelerator a look at them would wait for it: there it must be the same tensors,
+    of the same versions.
+    """
+
+    def __init__(self, control: Control, before: int | None, behind: int | None) -> None:
+        self._control, self._before, self._behind = control, before, behind
+        self._sent: Message | None = None  # as it was then, and is elsewhere
+        self._given: list[tuple[Tensor, int]] = []  # what was sent, and its versions
+
+    def announce(self, message: Message | None) -> Shared:
+        """What the first rank says in the header, of the tensors and the structure that it is given."""
+        if message is None:
+            return Shared.NOTHING
+        given, sent = self._given, self._sent
+        self._given = [
+            (tensor, -1 if tensor.is_inference() else tensor._version) for tensor in message.tensors
+        ]
+        if (
+            sent is not None
+            and (sent.structure, len(sent.tensors)) == (message.structure, len(message.tensors))
+            and all(map(_is_as_sent, self._given, given, sent.tensors))
+        ):
+            return Shared.AS_BEFORE
+        return Shared.FOLLOWS
+
+    def pass_on(self, what: Shared, message: Message | None, *, bounded: bool) -> Message | None:
+        """What is shared in this step, which only the first rank brings; sends it to the next one."""
+        if what is Shared.NOTHING:
+            return None
+        if what is Shared.FOLLOWS:
+            if message is None:
+                assert self._before is not None
+                self._sent = self._control.receive_tensors(self._before, "shared")
+            else:
+                # Copied, because the user may change a tensor while it is on its way.
+                copies = tuple([torch.clone(tensor.cpu()) for tensor in message.tensors])
+                self._sent = message._replace(tensors=copies)
+            if self._behind is not None:
+                self._control.send_tensors(self._behind, "shared", self._sent, bounded=bounded)
+        return message or self._sent
+
+
+def _is_as_sent(now: tuple[Tensor, int], before: tuple[Tensor, int], sent: Tensor) -> bool:
+    """Whether a tensor is what was sent, given what it was and which version, now and when it was."""
+    tensor, version = now
+    if tensor.device.type != "cpu":  # an inference tensor, with version -1, has none
+        return tensor is before[0] and version == before[1] >= 0
+    return Form.of(tensor) == Form.of(sent) and torch.equal(_bits(tensor), _bits(sent))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def packed(tensor: Tensor) -> tuple[torch.dtype, Sequence[int], bytes]:
+    """A small tensor as an object, with its bits."""
+    return tensor.dtype, tuple(tensor.shape), _bits(tensor.cpu()).numpy().tobytes()
+
+
+def unpacked(content: tuple[torch.dtype, Sequence[int], bytes], device: torch.device) -> Tensor:
+    dtype, shape, data = content
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).to(device)

@@ -1,0 +1,308 @@
+"""The ends of a direction of an edge: how many messages are on their way, and into which memory they come.
+
+A send that nobody waits for keeps its tensors alive, and one that is waited for at once makes its stage as
+slow as the receiver; between the two is a short queue. A receive that is posted only when its message is
+needed makes the sender wait, and one buffer for each micro-batch would give back the memory that a schedule
+saves; so receives are posted in the order of need, each into its buffer of the ring (`plan.edges`), as soon
+as an outline says how large the message is. A slot in whose memory something still lives is not overwritten:
+it gets new memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings, is_one_too_many
+from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Work, flat
+from gpipe_bench.pipeline.stage.portals import changed as overwritten
+from gpipe_bench.pipeline.stage.tensors import version
+from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure
+
+
+class Outline(NamedTuple):
+    """A message without its data; of gradients, `forms` holds None where none comes back."""
+
+    forms: tuple[Form | None, ...]
+    structure: Structure = None
+    needs_grad: tuple[bool, ...] = ()
+    aliases: tuple[int, ...] = ()
+    varies: bool = False  # whether another structure follows is told with each further message
+
+    @classmethod
+    def of(cls, message: Message) -> Outline:
+        forms = tuple([Form.of(tensor) for tensor in message.tensors])
+        varies = isinstance(message.structure, Nested)
+        return cls(forms, message.structure, message.needs_grad, message.aliases, varies)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(form.num_bytes for form in self.forms if form is not None)
+
+
+class _Sending(NamedTuple):
+    works: list[Work]
+    tensors: list[Tensor]  # kept until they are gone
+    action: Action | None  # what receives them
+    versions: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Sender:
+    """The end from which messages leave for rank `target`.
+
+    No send of a portal, whose name is given, is waited for while it may still be on its way, and its tensors
+    must not be changed in place before they have arrived.
+    """
+
+    def __init__(self, connection: Connection, target: int, portal: str | None = None) -> None:
+        self._connection, self.target, self._portal = connection, target, portal
+        self._queue: deque[_Sending] = deque()
+
+    def send(
+        self, tensors: list[Tensor], tag: int, action: Action | None = None, *, bounded: bool = False
+    ) -> None:
+        """Starts to send flat tensors, with `tag` and the following ones, to `action`, which an error will
+        name; if `bounded`, waits for the oldest one where it is one too many.
+        """
+        queue, send, target = self._queue, self._connection.send, self.target
+        works = [send(tensor, target, tag + i, action) for i, tensor in enumerate(tensors) if tensor.numel()]
+        if self._portal is None:
+            queue.append(_Sending(works, tensors, action, []))
+            if bounded and is_one_too_many(len(queue), queue[0].num_bytes, SMALL_BYTES):
+                self._wait(queue.popleft())
+            return
+        queue.append(_Sending(works, tensors, action, [version(tensor) for tensor in tensors]))
+        while queue and all(getattr(work, "gone", False) for work in queue[0].works):
+            self._wait(queue.popleft())
+
+    def arrived(self, microbatch: int) -> None:
+        """The message of a micro-batch is known to have arrived."""
+        for sending in [each for each in self._queue if each.action and each.action.microbatch == microbatch]:
+            self._queue.remove(sending)
+            self._wait(sending)
+
+    def finish(self) -> None:
+        """Waits until everything is gone."""
+        while self._queue:
+            self._wait(self._queue.popleft())
+
+    def _wait(self, sending: _Sending) -> None:
+        for work in sending.works:
+            self._connection.wait(work, sending.action, self.target)
+        if self._portal is not None and sending.versions != [version(each) for each in sending.tensors]:
+            raise overwritten(self._portal)
+
+
+def conform(
+    tensors: Sequence[Tensor | None], outline: Outline, device: torch.device, what: str
+) -> list[Tensor]:
+    """The tensors as the receiver expects them: of the agreed forms, flat."""
+    if len(tensors) != len(outline.forms):
+        raise changed(
+            f"how many tensors make up the {what}, {len(outline.forms)} before and {len(tensors)} now,"
+        )
+    found = []
+    for tensor, form in zip(tensors, outline.forms, strict=True):
+        if form is None:
+            if tensor is not None:
+                raise changed(f"whether there is a {what}")
+            tensor = torch.empty(0)
+        elif tensor is None:
+            tensor = form.empty(device).zero_()
+        elif tensor.shape != form.shape or tensor.dtype != form.dtype:
+            now = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise changed(
+                f"the shape or dtype of the {what}, {form.shape} {form.dtype} before and {now} now,"
+            )
+        elif tensor.stride() != form.stride or tensor.is_conj() or tensor.is_neg():
+            tensor = form.empty(device).copy_(tensor)  # its memory is not what it says
+        found.append(tensor if tensor.is_contiguous() else flat(tensor))
+    return found
+
+
+def changed(what: str) -> RuntimeError:
+    """The error for a message that is not what was agreed on."""
+    return RuntimeError(
+        f"{what} changed since the ranks agreed on what travels; call Pipeline.refresh() on every rank "
+        "after changing the model, and give every kind of mini-batch shapes, keys or flags of its own"
+    )
+
+
+class Progress:
+    """How many calls the transport has had in a step: messages of the chain that have left the rank, and
+    micro-batches that a stage is done with. On accelerators receives wait for their number (`plan.edges`).
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Lane:
+    """The receives of one direction from one rank, which are posted in one order: NCCL takes what comes for
+    the receive that was posted first. `order` has the receiver of each.
+    """
+
+    def __init__(self, connection: Connection, source: int, progress: Progress | None, *, back: bool) -> None:
+        self.connection, self.source, self.progress, self.back = connection, source, progress, back
+        self.order: Sequence[Receiver] = ()
+        self._position = 0
+
+    def begin(self) -> None:
+        """Starts a step, when its receivers have begun."""
+        self._position = 0
+        self.post()
+
+    def post(self) -> None:
+        """Posts every receive that has its turn, a slot and a known outline, and whose time has come."""
+        order, position = self.order, self._position
+        while position < len(order) and order[position].post_next():
+            position += 1
+        self._position = position
+        self.connection.flush(self.source)
+
+
+_Buffers = tuple[Buffer | None, ...]
+
+
+class Receiver:
+    """The end at which messages arrive, each in its slot of the ring; `tags` is the first tag of the message
+    of each micro-batch.
+    """
+
+    def __init__(self, lane: Lane, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
+        self.lane, self._rings, self._device, self._tags = lane, rings, device, tags
+        self._ring = rings.tight
+        self._slots: list[tuple[Outline, _Buffers] | None] = [None] * rings.small.num_slots
+        self._posted: dict[int, tuple[_Buffers, list[Work]]] = {}
+        self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
+        self._later: deque[int] = deque()  # have none; without a backward
+        self._after: Sequence[int] = ()  # calls of this rank before each receive
+        self._outlines: dict[int, Outline] = {}
+        self._lengths: tuple[int, ...] = ()
+        self._training = True
+
+    def begin(self, outlines: dict[int, Outline], lengths: tuple[int, ...], *, training: bool) -> None:
+        """Starts a step, in which `outlines` tell what is known of messages by their numbers of examples."""
+        self._outlines, self._lengths, self._training = outlines, lengths, training
+        self._posted.clear()
+        self._choose_ring()
+        # Without a backward nothing is kept, and a few receives ahead are enough.
+        ahead = self._rings.ahead
+        self._after = self._rings.after if training else self._rings.after_forward
+        self._unposted = deque(self._ring.initial if training else self._ring.order[:ahead])
+        self._later = deque(() if training else self._ring.order[ahead:])
+
+    def _choose_ring(self) -> None:
+        known = all(length in self._outlines for length in self._lengths)
+        largest = max((outline.num_bytes for outline in self._outlines.values()), default=0)
+        ring = self._rings.of(largest, SMALL_BYTES) if known else self._rings.tight
+        if ring is not self._ring:
+            for position in range(ring.num_slots, len(self._slots)):
+                kept, self._slots[position] = self._slots[position], None
+                if kept is not None:
+                    self._give_back(kept[1])
+            self._ring = ring
+
+    def post_next(self) -> bool:
+        """Posts the next receive, to be followed by a flush, if it may be."""
+        if not self._unposted:
+            return False
+        microbatch, lane = self._unposted[0], self.lane
+        outline = self._outlines.get(self._lengths[microbatch])
+        if outline is None:
+            return False
+        if lane.progress is not None and lane.progress.calls < self._after[microbatch]:
+            return False
+        self._unposted.popleft()
+        buffers = self._buffers(microbatch, outline)
+        tag, receive = self._tags[microbatch], lane.connection.receive
+        works = [
+            receive(buffer, lane.source, tag + i)
+            for i, buffer in enumerate(buffers)
+            if buffer is not None and buffer.flat.numel()
+        ]
+        self._posted[microbatch] = (buffers, works)
+        return True
+
+    def take(self, microbatch: int, action: Action) -> tuple[Tensor | None, ...]:
+        """The tensors of a message that `action` sends, when they are there; whoever keeps one keeps its
+        memory.
+        """
+        if microbatch not in self._posted:  # its outline was not known
+            self.lane.post()
+        buffers, works = self._posted.pop(microbatch)
+        for work in works:
+            self.lane.connection.wait(work, action, self.lane.source)
+        # `detach` makes a tensor of its own, so that it counts as a holder.
+        tensors = tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
+        if self._training:
+            return tensors
+        # The output may hold on to what comes in, so it gets memory of its own.
+        tensors = tuple([None if tensor is None else tensor.clone() for tensor in tensors])
+        self._give_back(buffers)
+        del buffers
+        if self._later:
+            self._unposted.append(self._later.popleft())
+            self.lane.post()
+        return tensors
+
+    def release(self, microbatch: int) -> None:
+        """The stage is done with the slot of a micro-batch."""
+        following = self._ring.following[microbatch]
+        if following is not None:
+            self._unposted.append(following)
+            self.lane.post()
+
+    def close(self) -> None:
+        """Gives all buffers back, between two steps."""
+        for kept in self._slots:
+            if kept is not None:
+                self._give_back(kept[1])
+        self._slots = []
+
+    def _buffers(self, microbatch: int, outline: Outline) -> _Buffers:
+        if not self._training:
+            return self._make(outline)
+        slot = self._ring.slot[microbatch]
+        kept = self._slots[slot]
+        if kept is not None and kept[0].forms == outline.forms:
+            buffers = kept[1]
+            for buffer in buffers:
+                if buffer is not None and buffer.holders.others:
+                    buffers = self._without_holders(outline, buffers)
+                    self._slots[slot] = (outline, buffers)
+                    break
+            return buffers
+        if kept is not None:
+            self._give_back(kept[1])
+            self._slots[slot] = kept = None  # or its tensors would keep the memory from being used again
+        buffers = self._make(outline)
+        self._slots[slot] = (outline, buffers)
+        return buffers
+
+    def _without_holders(self, outline: Outline, buffers: _Buffers) -> _Buffers:
+        """New buffers in place of those in which something of an earlier message still lives."""
+        found = list(buffers)
+        for position, (buffer, form) in enumerate(zip(buffers, outline.forms, strict=True)):
+            if buffer is not None and form is not None and buffer.holders.others:
+                self._give_back((buffer,))
+                found[position] = self.lane.connection.buffer(form, self.lane.source, self._device)
+        return tuple(found)
+
+    def _make(self, outline: Outline) -> _Buffers:
+        buffer, source, device = self.lane.connection.buffer, self.lane.source, self._device
+        return tuple([None if form is None else buffer(form, source, device) for form in outline.forms])
+
+    def _give_back(self, buffers: _Buffers) -> None:
+        for buffer in buffers:
+            if buffer is not None:
+                self.lane.connection.give_back(buffer, self.lane.source)

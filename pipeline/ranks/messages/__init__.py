@@ -1,1 +1,0 @@
-"""Messages between two ranks: what both know of them, and buffers and sends on their way."""

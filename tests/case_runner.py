@@ -92,6 +92,9 @@ def watched(
             raise
 
 
+CORES = os.cpu_count() or 1
+
+
 def _watched(folder: Path, hanging_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
     """On each rank."""
     over = threading.Event()
@@ -113,11 +116,11 @@ def _watch(folder: Path, hanging_s: float, over: threading.Event) -> None:
         waited_s = time.monotonic() - since_s
         if spent_s - before_s > IDLE * max(hanging_s, waited_s):
             since_s, before_s = time.monotonic(), spent_s
-        elif waited_s > hanging_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)):
+        elif any(folder.glob("stacks-*")) or waited_s > hanging_s * max(1.0, os.getloadavg()[0] / CORES):
             with (folder / f"stacks-{own}").open("w") as file:
                 print(f"rank {own} of {size}:", file=file, flush=True)
                 faulthandler.dump_traceback(file)
-            over.wait(hanging_s / 10)  # for the others to say where they are
+            over.wait(max(hanging_s / 10, 5.0))  # for the others to say where they are
             os._exit(1)
 
 

@@ -1,18 +1,15 @@
 """Training as people do it, ended and begun anew: groups of parameters with options of their own, a scheduler
-of the learning rate, a checkpoint after each step, torchrun that starts all ranks again when one is killed.
+of the learning rate, a checkpoint after each step, replicas with unequal numbers of steps.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.run
 from case_runner import watched
-from command_line import ROOT
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,30 +19,6 @@ from gpipe_bench.pipeline import Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import ActionError
 
 STEPS = 6
-SCRIPT = """
-import os
-import signal
-import sys
-from pathlib import Path
-
-import torch
-from test_restart import STEPS, built, went_on, step
-from torch import distributed as dist
-
-from gpipe_bench.pipeline import start_process
-
-folder = Path(sys.argv[1])
-with start_process():
-    pipeline, optimizer, scheduler = built(dist.get_world_size(), dist.group.WORLD)
-    went_on(folder, pipeline, optimizer, scheduler)
-    for number in range(pipeline.num_steps, STEPS):
-        if number == 3 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        step(folder, pipeline, optimizer, scheduler)
-        print(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}: step {number}", flush=True)
-    torch.save(pipeline.state_dict(), folder / f"weights {dist.get_rank()}")
-    pipeline.close()
-"""
 
 
 def built(num_stages: int, group: torch.distributed.ProcessGroup | None = None) -> tuple:
@@ -114,38 +87,6 @@ def test_groups_and_a_scheduler_go_on_over_a_checkpoint(tmp_path: Path, before: 
     for _ in range(3):
         step(tmp_path, *again)
     wanted, found = weights_without_an_end(tmp_path / "whole", 1), again[0].state_dict()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-
-
-def agent(folder: Path, output: Path) -> None:
-    """What `torchrun` does, in a process that has imported torch; its workers start as for users."""
-    os.environ.update(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}", OMP_NUM_THREADS="1")
-    with output.open("wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    command = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "."]
-    os.chdir(folder)
-    torch.distributed.run.main(command)
-
-
-@pytest.mark.processes
-def test_a_killed_rank_starts_all_anew_from_the_checkpoint(tmp_path: Path) -> None:
-    """With the weights of a run that nothing disturbed, to the bit, and no step taken twice."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    process = multiprocessing.get_context("forkserver").Process(
-        target=agent, args=(tmp_path, tmp_path / "said")
-    )
-    process.start()
-    process.join()
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == 0, said
-    for attempt, steps in enumerate(((0, 1, 2), (3, 4, 5))):
-        assert [said.count(f"attempt {attempt}: step {number}\n") for number in steps] == [2, 2, 2], said
-    wanted = weights_without_an_end(tmp_path / "whole", 1)
-    found: dict[str, Tensor] = {}
-    for rank in range(2):
-        found |= torch.load(tmp_path / f"weights {rank}", weights_only=True)
-    assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 

@@ -30,9 +30,13 @@ class Counting(InProcess):
         self.received[stage + 1] += sum(tensor.nbytes for tensor in message.tensors)
         super().send_activation(stage, microbatch, message)
 
-    def carry(self, tensors: Any, receiver: int) -> Any:
-        self.received[receiver] += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        return super().carry(tensors, receiver)
+    def send(self, edge: Any, microbatch: int, message: Any) -> None:
+        self.received[edge.target] += sum(tensor.nbytes for tensor in message.tensors)
+        super().send(edge, microbatch, message)
+
+    def send_back(self, edge: Any, microbatch: int, gradients: Any) -> None:
+        self.received[edge.source] += sum(each.nbytes for each in gradients if each is not None)
+        super().send_back(edge, microbatch, gradients)
 
 
 class Skipping(nn.Module):

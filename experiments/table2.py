@@ -534,10 +534,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         efficiency = picture(
             name="table2-efficiency",
             caption="Table 2: throughput per device as a share of what balanced stages allow",
-            alt=(
-                "A grid of stages by micro-batches with the efficiency of each; it grows with M and "
-                "falls with K."
-            ),
+            alt="A grid of stages by micro-batches with the efficiency of each.",
             draw=partial(_efficiency, found),
         )
         # The step of the largest K with four micro-batches, as it is laid out.
@@ -586,7 +583,10 @@ def _throughput(found: Mapping[str, Record], batch: str) -> Figure:
         axes.set_xlabel("micro-batches M")
         axes.set_ylabel("throughput, K = 2, M = 1 is 1")
         axes.set_title(claims.scaled(record.details), fontsize=9)
-        axes.legend(loc="upper left", fontsize=7)
+        handles, labels = axes.get_legend_handles_labels()
+        axes.get_legend().remove()
+    # Once, and beside the lines: within the axes it would hide some.
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=7)
     what = "the same mini-batch everywhere" if batch == "fixed" else "mini-batch fitted to memory"
     figure.suptitle(f"Table 2: throughput over micro-batches, {what}", fontsize=11)
     return figure

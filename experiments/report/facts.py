@@ -65,9 +65,10 @@ def hardware(environments: Sequence[Mapping[str, object]]) -> str:
     gpus = any(each.get("gpus") for each in environments)
     names = " and ".join(name.replace("(R)", "") for name in processors)
     counts = " or ".join(map(str, cores))
+    where = f"Everything that ran here ran on {counts} processor cores ({names}), "
+    if gpus:
+        return f"{where}some of it on GPUs."
     return (
-        f"Everything that ran here ran on {counts} processor cores ({names}), "
-        + ("some of it on GPUs" if gpus else "none of it on a GPU or TPU")
-        + ": no training step was timed on more than two, and what is said of four and eight devices is "
-        "computed from these steps."
+        f"{where}none of it on a GPU or TPU: no training step was timed on more than {max(cores)} of them, "
+        "and what is said of four and eight devices is computed from these steps."
     )

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from gpipe_bench.experiments.labels import Label, Relabel, tiled
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -44,12 +45,15 @@ class Reading:
 
     Args:
         compiled: as `torch.compile` would run them
+        keeps_least: compiled so that all but products and convolutions is computed again where that keeps
+            less (`aggressive_recomputation` of torch's compiler)
         number_format: of the activations, "float32" or "bfloat16"
         autocast: bfloat16 by autocast, as this engine has it, and not throughout
         with_shapes: so that layouts can be applied
     """
 
     compiled: bool = False
+    keeps_least: bool = False
     number_format: str = "float32"
     autocast: bool = True
     with_shapes: bool = False
@@ -92,9 +96,10 @@ def profiled_model(reading: Reading, name: str, microbatch_size: int, **options:
     with torch.device("meta"):
         model = MODELS[name](**options)
     inputs, target = example_batch(name, microbatch_size, device="meta", **options)
-    return reading.profiler().model(
-        model, loss_fn(name, **options), reading.boundary(Boundary.of(inputs)), Boundary.of(target)
-    )
+    with functorch_config.patch(aggressive_recomputation=reading.keeps_least):
+        return reading.profiler().model(
+            model, loss_fn(name, **options), reading.boundary(Boundary.of(inputs)), Boundary.of(target)
+        )
 
 
 def transformer(

@@ -1,7 +1,8 @@
-"""What can be had without a run: the stride control, quotients of printed numbers, what is counted.
+"""What takes no device: the stride control, quotients of printed numbers, what is counted, small networks.
 
-Counted on models without memory, or divided; nothing is timed and nothing trained. Quotients confirm
-arithmetic and no more, so all of them are identities; a wrong one would be an erratum. No GPU is needed:
+Counted on models without memory, or divided; nothing is timed. Quotients confirm arithmetic and no more, so
+all of them are identities; a wrong one would be an erratum. Two sentences about which networks GPipe takes
+are put to the engine on small ones (`trained`). No GPU is needed:
 
     python -m experiments run computed
 """
@@ -27,10 +28,11 @@ ROUNDING = "rounding of the printed numbers"
 
 def cases(options: RunOptions) -> list[Case]:
     found = list(QUOTIENTS) if options.profile == "smoke" else [*QUOTIENTS, STRIDE]
-    return [
+    published = [
         Case({"part": "as published", "table": table, "what": table}, SECONDS.get(table, 1.0))
         for table in found
     ]
+    return [*published, Case({"part": "trained", "table": TABLE}, 10.0)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -38,7 +40,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
     torch.set_num_threads(1)
     table = str(case.key["table"])
-    if table == STRIDE:
+    if case.key["part"] == "trained":
+        from gpipe_bench.experiments.computed.trained import trained
+
+        answers = trained()
+    elif table == STRIDE:
         from gpipe_bench.experiments.computed.stride import stride
 
         answers = stride()
@@ -52,7 +58,7 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     places = [
         (record, quantity, (str(record.case["table"]), quantity.name, str(quantity.key["column"])))
-        for record in of_case(records, "done", part="as published")
+        for record in of_case(records, "done")
         for quantity in record.quantities
     ]
     return [
@@ -60,7 +66,7 @@ def cells(records: Sequence[Record]) -> list[Answer]:
             table=place[0],
             row=place[1],
             column=place[2],
-            question="as published",
+            question="as published" if record.case["part"] == "as published" else "here",
             quantity=quantity,
             spread=spread_of(record, *place[1:]),
             allowed=admitted(paper[place]),
@@ -207,11 +213,11 @@ QUOTIENTS: dict[str, Callable[[], list[Computed]]] = {
 
 EXPERIMENT = Experiment(
     name="computed",
-    title="What follows without a run: stride control and quotients",
+    title="What takes no device: stride control, quotients, small networks",
     source="arXiv v1, sections 1 and 5",
     describe=(
-        "Activations and parameters of v1's stride control over all that it leaves open, and numbers that "
-        "follow from printed ones."
+        "Activations and parameters of v1's stride control over all that it leaves open, numbers that "
+        "follow from printed ones, and whether every network of the zoo trains the same on several stages."
     ),
     profiles={
         "smoke": "all but the stride control",

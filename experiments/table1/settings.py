@@ -237,7 +237,8 @@ CLAIMS = (
 
 def _reasons(records: Sequence[Record]) -> Iterator[Hypothesis]:
     """What naive-1 is where a compiler keeps less than by default (`naive`), by half and reason: its
-    activations, the largest model, and how many times larger GPipe's are, under the same settings of whatever both leave open.
+    activations, the largest model, and how many times larger GPipe's are, under the same settings of whatever
+    both leave open.
     """
     units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
     for half in HALVES:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpipe_bench.experiments.computed import experiment as quotients
-from gpipe_bench.experiments.computed import stride
+from gpipe_bench.experiments.computed import stride, trained
 from gpipe_bench.experiments.computed.answer import Computed, spread_of, to_details, to_quantities
 from gpipe_bench.experiments.computed.experiment import EXPERIMENT, cells
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record
+from gpipe_bench.models import MODELS
 
 
 def record(table: str, answers: list[Computed], what: str = "") -> Record:
@@ -97,6 +100,25 @@ def test_sentences_by_hand() -> None:
     assert of_ranks.value == pytest.approx(1 - 6 * 6 / (7 * 48)), "by the ranks of v1's Table 2"
     assert set(words("claims-text", [activations, parameters, spmd, pipedream]).values()) == {"identity"}
     assert set(words("growth", [of_ranks]).values()) == {"identity"}, "they follow by counting"
+
+
+def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the_mini_batchs() -> None:
+    assert list(trained.NETWORKS) == list(MODELS)
+    networks, statistics = trained.trained()
+    assert networks.value == 1, networks.what
+    assert statistics.spread is not None
+    assert (statistics.spread.low, statistics.spread.high) == pytest.approx((1, 1), abs=1e-12)
+    found = record("claims-text", [networks, statistics])
+    answers = cells([replace(found, case={"part": "trained", "table": "claims-text"})])
+    assert {answer.question for answer in answers} == {"here"}
+    assert [each.verdict for each in compare(answers, whole=())] == ["reproduced", "identity"]
+
+
+def test_a_network_that_trains_to_other_weights_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained, "_weights", lambda name, num_stages: (name == "unet" and num_stages > 1))
+    networks = trained.networks()
+    assert (networks.value, networks.what[-8:]) == (0.9, "not unet")
+    assert words("claims-text", [networks]) == {(networks.row, networks.column): "below"}
 
 
 # The experiment

@@ -398,7 +398,7 @@ def test_commands_of_the_workflow_and_of_the_documentation_are_accepted() -> Non
     commands = [step["run"].partition("nox -s guard")[2] for step in steps if "guard" in step.get("run", "")]
     assert len(commands) == 2
     text = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
-    commands += re.findall(r"(?:nox -s guard|python -m experiments guard)\b(?! ?`)([^\n`#|]*)", text)
+    commands += re.findall(r"(?:nox -s guard|gpipe-bench guard)\b(?! ?`)([^\n`#|]*)", text)
     assert len(commands) >= 7
     for command in commands:
         given = parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])

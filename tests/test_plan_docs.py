@@ -40,7 +40,7 @@ def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> No
     assert command == "torchrun --nproc-per-node 2 train.py"
 
 
-@pytest.mark.parametrize("line", re.findall(r"^python -m experiments (plan .*)$", PAGE, re.MULTILINE))
+@pytest.mark.parametrize("line", re.findall(r"^gpipe-bench (plan .*)$", PAGE, re.MULTILINE))
 def test_the_command_lines_are_understood(line: str) -> None:
     arguments = parser().parse_args(line.split())
     assert arguments.verb == "plan"

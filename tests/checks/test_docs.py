@@ -1,4 +1,6 @@
-"""The documentation leads to what is there: links, files, and modules, which docstrings name too."""
+"""The documentation leads to what is there (links, files, and modules, which docstrings name too), and stays
+short and readable.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +31,16 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_a_section_lead_to_its_heading(page: Path) -> None:
+    """GitHub names a heading by its words, in small letters, with a dash for every space."""
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / target).read_text(encoding="utf-8") if target else page.read_text("utf-8")
+        headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?ms)^```.*?^```", "", text))
+        known = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in known, f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -110,3 +122,57 @@ def test_users_are_shown_public_names_alone() -> None:
             for found in re.findall(imports, text):
                 named |= {name.strip() for name in re.sub(r"\{\w+\}", "", found).strip("()").split(",")}
             assert named - {""} <= known, path
+
+
+MOST_WORDS, LONGEST_SENTENCE = 13_000, 35
+
+
+def test_the_pages_are_short_enough_to_be_read() -> None:
+    """Code and tables count too; what is generated from docstrings does not."""
+    words = {
+        page.name: len(page.read_text(encoding="utf-8").split())
+        for page in ROOT.glob("docs/*.md")
+        if page.name != "api.md"
+    }
+    assert sum(words.values()) <= MOST_WORDS, words
+
+
+def sentences(text: str) -> list[str]:
+    """Of the paragraphs and lists of a page; code, tables and headings hold none. What stands before a colon
+    or a semicolon can be read alone.
+    """
+    text = re.sub(r"(?ms)^```.*?^```|<!--.*?-->", "\n\n", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    found = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", text):
+        if not paragraph.lstrip().startswith(("|", "#")):
+            found += re.split(r"(?<=[.!?:;])[*`\")]*\s+", " ".join(paragraph.split()))
+    return found
+
+
+def test_no_sentence_of_the_readme_is_long() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [each for each in sentences(text) if len(each.split()) > LONGEST_SENTENCE] == []
+
+
+NOBODY_UNDERSTANDS = (
+    "never added up", "What the paper admits is what", "A verdict says how the two lie",
+    "by which nothing has been run yet", "Memory of a message is free for other use",
+    "What must be outside of a layer stays outside", "so that all blame the one at the end",
+    "whose Python does nothing else for a minute", "Inside of what `tp` divides",
+    "where the loss is made one of the number", "which takes the memory that the level saves",
+    "a bound below which no cut of it goes", "A worker has room for so many layers",
+    "after it was looked that they lie on one line", "so much is not known there",
+    "of a gradient that is a bias' own", "no buffer takes yet is not counted",
+    "there and back give a ratio each", "the look that would have come next is taken",
+    "What runs on a GPU first is what is worth most", "since one that any stage recomputes is late on all",
+    "the admitted combination the fewest steps away", "Where is a judgement tried again",
+    "of how many rounds is not known",
+)  # fmt: skip
+"""Of sentences that a reader had to guess at; each has been said in plainer words."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sentences_that_nobody_understood_are_gone(page: Path) -> None:
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert [words for words in NOBODY_UNDERSTANDS if words in text] == []

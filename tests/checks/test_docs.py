@@ -176,3 +176,24 @@ NOBODY_UNDERSTANDS = (
 def test_sentences_that_nobody_understood_are_gone(page: Path) -> None:
     text = " ".join(page.read_text(encoding="utf-8").split())
     assert [words for words in NOBODY_UNDERSTANDS if words in text] == []
+
+
+NOT_OURS = ("The server socket", "argument 'input'", "Connection closed by peer")  # torch's words
+
+
+def test_what_the_page_about_symptoms_shows_is_what_the_program_prints() -> None:
+    """Numbers and names differ; three words in a row of every part between them stand in the source."""
+    printed = re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(SOURCES.values()))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        text for text in re.findall(r"`([^`\n]+)`", page) if len(text.split()) > 4 and "--w" not in text
+    ]
+    assert len(quoted) > 15
+    lost = []
+    for text in quoted:
+        words = re.sub(r"\.\.\.|\S*[\d()]\S*", "|", text).split()
+        threes = [" ".join(words[i : i + 3]) for i in range(len(words) - 2)]
+        found = [three in printed for three in threes if "|" not in three]
+        if sum(found) < 0.6 * len(found) and not any(other in text for other in NOT_OURS):
+            lost.append(text)
+    assert lost == []

@@ -10,7 +10,7 @@ import torch
 from command_line import call
 from torch import nn
 
-from gpipe_bench.experiments import first_run, readme, registry
+from gpipe_bench.experiments import readme, registry
 from gpipe_bench.harness.places import ROOT
 from gpipe_bench.models import zoo
 
@@ -103,13 +103,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", commands())
 def test_command_lines_run(command: str, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stand there, but for cases of the smoke profile that cost nothing."""
-    module, *arguments = command.split()[2:]
+    arguments = command.split()[3:]
     monkeypatch.chdir(ROOT)
-    if module == "gpipe_bench.experiments.first_run":  # tests/test_first_run.py runs it
-        with pytest.raises(SystemExit) as stopped:
-            first_run.main([*arguments, "--help"])
-        assert stopped.value.code == 0
-        return
     if "run" in arguments:
         arguments += ["--profile", "smoke", "--results", str(results), "--only", "half=transformer"]
         arguments += ["--only", "part=paper", "--jobs", "1"]

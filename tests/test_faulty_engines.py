@@ -21,7 +21,7 @@ SCENE = """
 import os
 import time
 
-from own_engine_example import FillDrain
+from own_engine import FillDrain
 
 
 class Good(FillDrain):
@@ -74,7 +74,7 @@ class Refuses:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "scene_engines.py").write_text(SCENE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), str(tmp_path), *sys.path])
     return tmp_path
 
 

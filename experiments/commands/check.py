@@ -10,8 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, print_line
 from gpipe_bench.experiments.report.plausible import Remark, remarks
 from gpipe_bench.harness.bundle import records_of, unpack
 
@@ -39,4 +38,4 @@ def run(arguments: argparse.Namespace) -> int:
         for remark in sorted(found, key=lambda remark: remark.weight != "refused"):
             print(f"{remark.weight}: {remark.text}")
         print(f"check: {path}: {'not to be taken in' if refused else 'nothing speaks against it'}")
-    return exits.VERDICT_FAILED if refused else exits.DONE
+    return VERDICT_FAILED if refused else DONE

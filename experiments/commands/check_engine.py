@@ -12,14 +12,13 @@ import sys
 from dataclasses import asdict
 from itertools import groupby
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line, say
 
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Of the verb."""
     verb.add_argument(
-        "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as gpipe"
+        "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as torch-gpipe"
     )
     verb.add_argument(
         "--timeout-s", type=float, default=30.0, metavar="S",
@@ -57,5 +56,5 @@ def run(arguments: argparse.Namespace) -> int:
                 verdict = "can't:" if row.verdict == CANNOT else row.verdict
                 say(f"  {row.check:{width}}  {verdict:9}  {row.text}")
     if any(row.verdict == BROKEN for row in bad):
-        return exits.CASE_FAILED
-    return exits.VERDICT_FAILED if bad else exits.DONE
+        return CASE_FAILED
+    return VERDICT_FAILED if bad else DONE

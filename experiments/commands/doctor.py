@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpipe_bench.experiments import gpu
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import DONE, print_line, say
 
 Status = Literal["ok", "missing", "optional"]
 
@@ -66,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.device == "cuda":
             able = f"`.ci/gpu` takes the steps above in this order; {gpu.MODELLED}"
         say(f"missing: {', '.join(missing)}" if missing else able)
-    return 1 if any(check.status == "missing" for check in checks) else exits.DONE
+    return 1 if any(check.status == "missing" for check in checks) else DONE
 
 
 def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:

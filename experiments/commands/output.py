@@ -1,4 +1,4 @@
-"""Standard output that holds results and nothing else, and standard streams that can be written to at all.
+"""Exit statuses, standard output that holds results and nothing else, and streams that can be written to.
 
 Experiments run code that prints, down to libraries that write to the file descriptor; under --json all of
 that must not end up between the lines another program reads.
@@ -12,6 +12,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
+"""Exit statuses: of what went as it should and of what the user asked to know."""
+
+IO_FAILED, READER_GONE = 74, 141
+"""What is expected of a program that could not write (sysexits.h), or whose reader left a pipe."""
+
+
+def interrupted(number: int) -> int:
+    """What is expected of a program that this signal ended: 130 for the keyboard's."""
+    return 128 + number
 
 
 def prepare_streams() -> None:

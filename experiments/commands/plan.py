@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.asked import (
     check_counts,
     find_own_modules,
@@ -19,7 +18,7 @@ from gpipe_bench.experiments.commands.asked import (
     reserve_option,
     training_options,
 )
-from gpipe_bench.experiments.commands.output import print_line, write_text
+from gpipe_bench.experiments.commands.output import DONE, print_line, write_text
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
@@ -140,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_line(json.dumps(found.describe()).encode())
     else:
         print(text(found))
-    return exits.DONE
+    return DONE
 
 
 def request_of(arguments: argparse.Namespace) -> Request:

@@ -16,8 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say, write_text
+from gpipe_bench.experiments.commands.output import DONE, print_line, say, write_text
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_line(json.dumps(facts).encode())
     else:
         say(_text(facts, draw(timeline)))
-    return exits.DONE
+    return DONE
 
 
 def _named(arguments: argparse.Namespace) -> Schedule:

@@ -278,10 +278,19 @@ class Plain:
         (
             "one chunk",
             "never",
-            r"stage 0 ran 1 backwards and 1 forwards of \[8\] examples; it should be 4 and 4 of 2",
+            "stage 0 ran 1 forward of 8 examples and 1 backward; 4 micro-batches of 2 with setup.remat = "
+            "'never' take 4 forwards and 4 backwards",
         ),
-        ("no recomputation", "always", "ran 4 backwards and 4 forwards .* it should be 4 and 8 of 2"),
-        ("no recomputation", "except_last", "it should be 4 and 7 or 8 of 2"),
+        (
+            "no recomputation",
+            "always",
+            "recomputed nothing: 4 forwards, and 8 are due with setup.remat = 'always'",
+        ),
+        (
+            "no recomputation",
+            "except_last",
+            "and 7 or 8 are due .* or refuse it by a ValueError in the factory",
+        ),
         ("sum", "never", r"gradients of plain are wrong: 0\.weight differs by 3\.0"),
         ("one parameter", "never", r"gradients of plain are wrong: 3\.bias differs by 1\.0e-06"),
         ("no gradient", "never", r"plain left 1 of 10 parameters without a gradient, such as 3\.bias"),
@@ -297,7 +306,9 @@ def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str,
 def test_the_rows_of_micro_batches_are_counted_in_any_order() -> None:
     setup, batch = setup_of(num_microbatches=3), data()[0]
     assert check_counts("it", {0: Count((2, 3, 3), 3)}, setup, batch)[1] == [3, 3, 2]
-    with pytest.raises(RuntimeError, match="stage 0 ran 3 backwards"):
+    with pytest.raises(
+        RuntimeError, match="stage 0 ran 3 forwards of 2 and 3 examples and 3 backwards; 3 micro-batches"
+    ):
         check_counts("it", {0: Count((2, 2, 3), 3)}, setup, batch)
     for rows in ((3, 3, 2, 3, 3), (3, 3, 2, 3, 3, 2)):
         check_counts("it", {0: Count(rows, 3)}, replace(setup, remat="except_last"), batch)

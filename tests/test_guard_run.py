@@ -82,9 +82,9 @@ def arm(tree: Path, stack: ExitStack, folder: Path, num_processes: int = 1) -> A
 def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
     with ExitStack() as stack:
         both = arm(ROOT, stack, tmp_path, num_processes=2)
-        loss = both.build("two-processes").loss
+        loss = both.build("two-processes").result
         sample = both.sample("two-processes", 1)
-        alone = both.build("transformer").loss
+        alone = both.build("transformer").result
     assert loss == pytest.approx(alone, rel=1e-6)  # the same model, one process or two
     assert sample.wall_s > 0
     assert sample.cpu_s > 0

@@ -146,12 +146,25 @@ def test_the_benchmark_of_the_readme_is_guarded(tmp_path: Path, monkeypatch: pyt
     assert out.splitlines()[-1].startswith("guard: ")
 
 
-def test_the_engine_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_engine.py").write_text(file_of("docs/own-engine.md", "class MyEngine"))
+def test_the_engine_of_the_page_is_right_and_its_mistake_is_told_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = file_of("docs/own-engine.md", "class MyEngine")
+    (tmp_path / "my_engine.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     status, out, err = call("check-engine", "my_engine:MyEngine")
     assert status == 0, err
     assert out.startswith("my_engine:MyEngine: 7 checks passed, 3 that it can't")
+    assert "With `(4 * loss).backward()` in the engine above" in PAGES["docs/own-engine.md"]
+    (tmp_path / "my_engine.py").write_text(code.replace("loss.backward()", "(4 * loss).backward()"))
+    status, out, err = call("check-engine", "my_engine:MyEngine")
+    assert status == 1, err
+    (shown,) = [
+        text
+        for page, language, text in BLOCKS
+        if (page, language) == ("docs/own-engine.md", "") and "my_engine:" in text
+    ]
+    assert out.startswith(shown)
 
 
 # Commands

@@ -515,8 +515,9 @@ def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, caps
     monkeypatch.setattr(gpu, "declared", lambda: ["msgspec", "no-such-package"])
     assert main(["doctor", "--results", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "without no-such-package" in out
-    assert "-> python -m pip install -e ." in out
+    assert re.search(
+        r"missing +packages +no-such-package\n +-> python -m pip install 'no-such-package'\n", out
+    )
 
 
 def test_an_unknown_experiment_is_an_error_for_programs_too():

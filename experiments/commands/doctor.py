@@ -24,7 +24,7 @@ from gpipe_bench.experiments.commands.output import DONE, print_line, say
 Status = Literal["ok", "missing", "optional"]
 
 _MEMORY_GIB = 3.0  # what Table 1 takes at the paper's full size
-_INSTALL = "python -m pip install -e ."
+_INSTALL = "python -m pip install torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:
 def _packages() -> Check:
     wanted = gpu.declared()
     if absent := gpu.absent(wanted):
-        return Check("packages", "missing", f"without {', '.join(absent)}", _INSTALL)
+        return Check("packages", "missing", *gpu.how_to_install(absent).split(": ", 1))
     return Check("packages", "ok", f"all {len(wanted)} that the project needs")
 
 
@@ -113,7 +113,7 @@ def _machine() -> Iterator[Check]:
     try:
         here = environment()
     except ImportError as error:
-        yield Check("machine", "missing", f"can't be examined: {error}", _INSTALL)
+        yield Check("machine", "missing", f"can't be examined: {error}", "python -m pip install psutil")
         return
     cores = len(here["affinity"] or []) or here["cores_logical"]
     quota = here["cgroup_cpus"]

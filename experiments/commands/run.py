@@ -209,7 +209,9 @@ def _figures(experiment: Experiment, shown: Shown, folder: Path, show: Reporter)
         return draw(experiment, shown.records, folder)
     except OSError as error:  # the numbers are worth showing without the pictures
         show.warn(f"can't write figures to {folder}: {error.strerror or error}")
-        return []
+    except ImportError as error:
+        show.warn(f"figures are not drawn: {error}; `{program()} doctor` says how to get what is missing")
+    return []
 
 
 def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> int:

@@ -91,6 +91,8 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours_on_any_index() -> Non
 def test_every_public_name_is_there_and_known_to_a_type_checker(package: str) -> None:
     module = import_module(f"gpipe_bench.{package}")
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    folder = ROOT / package  # a module of that name would take its place as soon as it is imported
+    assert [name for name in module.__all__ if (folder / f"{name}.py").exists()] == []
     imports = [
         node
         for node in ast.walk(ast.parse(SOURCES[Path(package, "__init__.py")]))

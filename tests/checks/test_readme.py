@@ -30,7 +30,7 @@ BLOCKS = [
     (page, *block) for page, text in PAGES.items() for block in re.findall(r"(?ms)^```(\w*)\n(.*?)^```", text)
 ]
 # What is no code of ours: output, and files of other programs, of which the shell's are at least parsed.
-OTHERS = {"", "text", "yaml", "bash", "registry", "csv"}
+OTHERS = {"", "text", "yaml", "toml", "bash", "registry", "csv"}
 # One block goes on where the other ends.
 CHAINED = ("docs/memory.md", "docs/running.md", "docs/schedules.md")
 # Files of a user, which the tests below write, and pages with a test of their own.
@@ -169,6 +169,7 @@ def test_the_engine_of_the_page_is_right_and_its_mistake_is_told_as_shown(
 
 # Commands
 
+STARTS = ("torchrun ", "gpipe-bench ", "python -m ")
 SHOWN = [  # of all pages: blocks, and whole commands in the text
     *(line for page in PAGES for line in lines_of(page, "console")),
     *(
@@ -177,25 +178,18 @@ SHOWN = [  # of all pages: blocks, and whole commands in the text
         for line in re.findall(r"`((?:gpipe-bench [a-z-]+ |python -m gpipe_bench)[^`]+)`", text)
         if not re.search(r"\b[A-Z]{3,}\b|\.\.\.", line)
     ),
-    *(line for page in PAGES for line in lines_of(page, "") if line.startswith(("torchrun", "gpipe-bench"))),
+    *(line for page in PAGES for line in lines_of(page, "") if line.startswith(STARTS)),
 ]
-COMMANDS = [*dict.fromkeys(SHOWN)]
+COMMANDS = [*dict.fromkeys(line.replace("python -m experiments ", "gpipe-bench ") for line in SHOWN)]
 OURS = [line.partition("&& ")[2] if line.startswith("cd ") else line for line in COMMANDS]
 OURS = [line.removeprefix("gpipe-bench ") for line in OURS if line.startswith("gpipe-bench ")]
 # These cost nothing or little; of the others it is looked whether they are understood.
 RUN = ("list", "compare", "hypotheses", "schedule", "size", "check-engine own_", "run table1 --only")
-PARSED = ("--engine", "--machines", "my_engine", "peers", "laptop.zip")
+PARSED = ("--engine", "--machines", "my_engine", "peers", "laptop.zip", "results/local")
 
 
 def test_every_command_is_of_a_known_kind() -> None:
-    kinds = (
-        "gpipe-bench ",
-        "nox -s ",
-        "torchrun ",
-        "python -m pip ",
-        "python -m gpipe_bench.",
-        "cd examples && gpipe-bench ",
-    )
+    kinds = (*STARTS, "nox ", "cd examples && gpipe-bench ", ".ci/gpu", "python tests/")
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
     assert len(OURS) >= 30
     assert sum(line.startswith("size ") for line in OURS) == 4
@@ -251,7 +245,7 @@ def test_other_programs_understand_their_commands(command: str) -> None:
     if program == "torchrun":
         options = get_args_parser().parse_args(arguments)
         assert options.training_script.endswith(".py")
-    elif arguments[1].startswith("gpipe_bench.") and arguments[2:]:
+    elif arguments[:1] == ["-m"] and arguments[1].startswith("gpipe_bench.") and arguments[2:]:
         ended = subprocess.run(
             [sys.executable, *arguments, "--help"], cwd=ROOT, capture_output=True, timeout=300, check=False
         )

@@ -38,8 +38,8 @@ ABOUT = {
 }
 HEAD = """# Reference
 
-The public names, by the package that they are imported from: `from gpipe_bench.pipeline import Pipeline`. What
-is not here may change. Made from the docstrings by `python docs/generate.py`.
+The public names, by the package they come from, as in `from gpipe_bench.pipeline import Pipeline`. What is
+not here may change. Made from the docstrings by `python docs/generate.py`.
 """
 
 
@@ -226,7 +226,7 @@ def targets(path: Path) -> set[str]:
 
 
 def imports() -> dict[str, set[str]]:
-    """The parts that each part imports: packages, the folders of `pipeline`, and `Pipeline`, which joins these.
+    """The parts that each part imports: packages, folders of `pipeline`, and `Pipeline`, which joins these.
     The few modules beside the folders that these share (errors, devices ...) are no part.
     """
     folders = [path.name for path in sorted((ROOT / "pipeline").iterdir()) if any(path.glob("*.py"))]

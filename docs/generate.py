@@ -130,13 +130,12 @@ def of_class(node: ast.ClassDef) -> str:
 
 def signature(node: ast.FunctionDef) -> str:
     """On a line, or with a line for each argument where that is too long."""
-    given = ast.unparse(node.args)
-    given = re.sub(r"^self(, )?", "", given)
+    given = re.sub(r"^(self|cls)(, |$)", "", ast.unparse(node.args))
+    arguments = [re.sub(r"^(\w+: .*?)=", r"\1 = ", each) for each in split_arguments(given)]
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    line = f"def {node.name}({given}){returns}"
+    line = f"def {node.name}({', '.join(arguments)}){returns}"
     if len(line) < 100:
         return line
-    arguments = split_arguments(given)
     return f"def {node.name}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){returns}"
 
 

@@ -17,7 +17,7 @@ from records import quantity, record
 import gpipe_bench
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import VERBS, main, parser
-from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, spelled_out
+from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, program, spelled_out
 from gpipe_bench.harness.store import Store
 from gpipe_bench.models import zoo
 
@@ -246,6 +246,26 @@ def test_alone_it_says_in_a_screen_what_there_is_and_what_to_type_first(tmp_path
         assert f"\n  {verb:<14}{text}\n" in out, "every verb is in one of the groups"
     assert call("--help")[1].startswith(out.rstrip())
     assert call("--version")[1] == f"gpipe-bench {gpipe_bench.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("started", "typed"),
+    [
+        ("/repo/experiments/__main__.py", "python -m experiments"),
+        ("/site-packages/gpipe_bench/experiments/__main__.py", "python -m gpipe_bench.experiments"),
+        ("/bin/gpipe-bench", "gpipe-bench"),
+        ("/elsewhere/gpipe-bench", "/elsewhere/gpipe-bench"),
+        ("{here}/.venv/bin/gpipe-bench", ".venv/bin/gpipe-bench"),
+        ("/repo/tests/whoever.py", "gpipe-bench"),
+    ],
+)
+def test_messages_name_the_program_as_it_was_started(tmp_path, monkeypatch, started, typed):
+    """By its name where that leads to it, else by its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/python3")
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(sys, "argv", [started.format(here=tmp_path)])
+    assert program() == typed
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import NO_TORCH, ROOT
+from command_line import NO_TORCH, ROOT, call
 
 from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
@@ -47,14 +47,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path,
         "--num-microbatches", "4",
         "--script", str(folder / "run_plan.py"), "--frontier", str(folder / "frontier.png"),
     ]  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        printed: list[bytes] = []
-        patch.setattr("gpipe_bench.experiments.commands.plan.print_line", printed.append)
-        patch.setattr("builtins.print", lambda text: printed.append(text.encode()))
-        assert main([*ASKED, *options, "--json"]) == 0
-        patch.setattr("builtins.print", lambda text: printed.append(text.encode()))
-        assert main([*ASKED, *options]) == 0
-    return json.loads(printed[0]), folder, printed[1].decode()
+    status, found, err = call(*ASKED, *options, "--json")
+    assert status == 0, err
+    return json.loads(found), folder, call(*ASKED, *options)[1].rstrip("\n")
 
 
 def test_every_number_has_its_range_and_where_it_comes_from(two: tuple[dict[str, Any], Path, str]) -> None:

@@ -9,9 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from gpipe_bench.experiments.commands.output import DONE, print_line, warn
+from gpipe_bench.experiments.commands.output import DONE, tell, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
 from gpipe_bench.harness.bundle import SUFFIX, pack
 from gpipe_bench.harness.record import encode
@@ -35,13 +33,15 @@ def run(arguments: argparse.Namespace) -> int:
         write_whole(path, content)
     except OSError as error:
         raise ValueError(f"can't write {path}: {error.strerror or error}; choose another --output") from error
-    if arguments.json:
-        facts = {"file": str(path), "bytes": len(content), "records": counts}
-        print_line(msgspec.json.encode(facts))
-    else:
-        said = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        print(f"export: {path}: {sum(counts.values())} records: {said}")
-        print(f"look at it as its reader will: {program()} check {path}")
+    said = ", ".join(f"{count} of {name}" for name, count in counts.items())
+    tell(
+        arguments,
+        [{"file": str(path), "bytes": len(content), "records": counts}],
+        lambda: (
+            f"export: {path}: {sum(counts.values())} records: {said}\n"
+            f"look at it as its reader will: {program()} check {path}"
+        ),
+    )
     return DONE
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
-from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
+from gpipe_bench.experiments.commands.output import DONE, tell, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
 from gpipe_bench.experiments.report.records import folder_of, select_records
 from gpipe_bench.harness.hypotheses import Fit, Ranking, rank
@@ -42,11 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"{experiment.name}"
         )
     ranking = rank(found)
-    if arguments.json:
-        for fit in ranking.fits if arguments.all else _shown(ranking):
-            print_line(msgspec.json.encode(_as_data(fit)))
-        return DONE
-    say("\n\n".join([*([whose] if whose else []), _text(ranking, every=arguments.all)]))
+    shown = ranking.fits if arguments.all else _shown(ranking)
+    tell(
+        arguments,
+        map(_as_data, shown),
+        lambda: "\n\n".join([*([whose] if whose else []), _text(ranking, every=arguments.all)]),
+    )
     return DONE
 
 

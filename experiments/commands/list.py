@@ -6,9 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
-from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
+from gpipe_bench.experiments.commands.output import DONE, tell, warn
 from gpipe_bench.experiments.commands.run import usual_options
 from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
 from gpipe_bench.harness.experiment import Experiment, RunOptions
@@ -33,11 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         store = Store(arguments.results)
     found = rows() if arguments.models else (_entry(name, store) for name in EXPERIMENTS)
-    if arguments.json:
-        for row in found:
-            print_line(msgspec.json.encode(row))
-    else:
-        say(_zoo_text(found) if arguments.models else _text(found))
+    tell(arguments, found, lambda: _zoo_text(found) if arguments.models else _text(found))
     return DONE
 
 

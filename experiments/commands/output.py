@@ -6,11 +6,12 @@ that must not end up between the lines another program reads.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
@@ -79,6 +80,17 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
     finally:
         os.dup2(kept, descriptor)
         os.close(kept)
+
+
+def tell(arguments: argparse.Namespace, lines: Iterable[object], text: Callable[[], str]) -> None:
+    """What a verb has found: a line of JSON for each of `lines` where `--json` asks for it, else the text."""
+    if not arguments.json:
+        say(text())
+        return
+    import msgspec  # not for a help
+
+    for line in lines:
+        print_line(msgspec.json.encode(line))
 
 
 def say(text: str) -> None:

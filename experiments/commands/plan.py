@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from gpipe_bench.experiments.commands.asked import (
     reserve_option,
     training_options,
 )
-from gpipe_bench.experiments.commands.output import DONE, print_line, write_text
+from gpipe_bench.experiments.commands.output import DONE, tell, write_text
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
@@ -137,11 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_text("--script", arguments.script, found.script())
     if arguments.frontier is not None:
         draw_frontier(found, arguments.frontier)
-    if arguments.json:
-        command = {"command": found.command(str(arguments.script))} if arguments.script else {}
-        print_line(json.dumps(found.describe() | command).encode())
-    else:
-        print(text(found, arguments.script))
+    command = {"command": found.command(str(arguments.script))} if arguments.script else {}
+    tell(arguments, [found.describe() | command], lambda: text(found, arguments.script))
     return DONE
 
 

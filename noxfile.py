@@ -49,6 +49,7 @@ def prepare(session: nox.Session) -> tuple[str, list[str]]:
         wanted.update((ROOT / name).read_bytes())
     stamp = VENV / "installed.sha256"
     if not stamp.exists() or stamp.read_text() != wanted.hexdigest():
+        session.log("once: installs torch and what else the project needs into .venv, which takes minutes")
         session.run(sys.executable, "-m", "venv", "--clear", str(VENV), external=True)
         install = ("-m", "pip", "install", "--constraint", "constraints.txt", "--editable", ".[dev]")
         session.run(str(python), *install, external=True)

@@ -12,7 +12,7 @@ def command() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     from gpipe_bench.experiments.commands.cli import main
-    from gpipe_bench.experiments.commands.exits import interrupted
+    from gpipe_bench.experiments.commands.output import interrupted
 
     status = main()
     if status in (interrupted(signal.SIGINT), interrupted(signal.SIGTERM)):

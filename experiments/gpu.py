@@ -219,13 +219,13 @@ def why_no_gpu(torch: dict[str, Any] | str) -> str:
 
 
 def declared() -> list[str]:
-    """What the project declares to need, such as "msgspec>=0.19"."""
+    """What the project declares to need, with its experiments, such as "msgspec>=0.19"."""
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        return list(project["dependencies"])
+        return [*project["dependencies"], *project["optional-dependencies"]["experiments"]]
     except OSError:  # installed without its sources
-        lines = importlib.metadata.requires("gpipe-bench") or []
-        return [line for line in lines if "extra ==" not in line]
+        lines = [line.partition(";") for line in importlib.metadata.requires("gpipe-bench") or []]
+        return [what.strip() for what, _, when in lines if "extra" not in when or "experiments" in when]
 
 
 def absent(requirements: Iterable[str]) -> list[str]:

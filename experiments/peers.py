@@ -139,11 +139,19 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return Outcome(status="skipped", reason=reason)
     rounds = getattr(_plan(case.key), options.profile)
     own = [name.partition("@")[0] for name in own_engines(options.engine)]
-    faulty = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
+    faults = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
+    refused = {
+        name: fault.reason.removeprefix("ValueError: ") for name, fault in faults.items() if fault.refused
+    }
+    faulty = {name: fault for name, fault in faults.items() if not fault.refused}
+    others = job._replace(engines={name: each for name, each in job.engines.items() if name not in refused})
 
     def take(number: int) -> list[Found]:
-        found, late = taken(job, number, own, faulty, case.estimate_s * number / rounds)
+        mine = [name for name in own if name not in refused]
+        found, late = taken(others, number, mine, faulty, case.estimate_s * number / rounds)
         faulty.update(late)
+        for each in found:
+            each.details["refused"] |= refused
         return found
 
     return side_by_side(take, partial(numbers, job, faulty), rounds, again=options.profile != "smoke")

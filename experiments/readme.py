@@ -28,18 +28,12 @@ CORES = 2  # of the machine that times are said for
 
 
 def sessions() -> str:
-    """A row for each experiment, for the README: how to run it, and how long its default profile takes."""
-    rows = [f"| `nox -s {e.name}` | {e.title}{_more(e, 'docs/')} | {_time(e)} |" for e in _experiments()]
+    """A row for each experiment: how to run it, and how long its default profile takes."""
+    rows = [f"| `nox -s {e.name}` | {e.title}{_more(e)} | {_time(e)} |" for e in map(load, EXPERIMENTS)]
     return (
         f"| session | what it reproduces or measures | time on {CORES} cores |\n|---|---|---|\n"
         + "\n".join(rows)
     )
-
-
-def descriptions() -> str:
-    """A row for each experiment, for the page about commands: what it does."""
-    rows = [f"| `{e.name}` | **{e.title}**. {e.describe}{_more(e, '')} |" for e in _experiments()]
-    return "| name | what it does |\n|---|---|\n" + "\n".join(rows)
 
 
 @functools.cache
@@ -78,13 +72,9 @@ def verdicts() -> str:
     return "| verdict | meaning |\n|---|---|\n" + "\n".join(rows)
 
 
-def _experiments() -> list[Experiment]:
-    return [load(name) for name in EXPERIMENTS]
-
-
-def _more(experiment: Experiment, folder: str) -> str:
-    """A link to its own page, which lies in `docs/`."""
-    return f" ([more]({folder}{experiment.docs.removeprefix('docs/')}))" if experiment.docs else ""
+def _more(experiment: Experiment) -> str:
+    """A link to its own page, beside the one about commands."""
+    return f" ([more]({experiment.docs.removeprefix('docs/')}))" if experiment.docs else ""
 
 
 def _time(experiment: Experiment) -> str:
@@ -97,10 +87,9 @@ def _time(experiment: Experiment) -> str:
 
 SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "answer": (ROOT / "README.md", answer),
-    "verdicts": (ROOT / "README.md", verdicts),
-    "sessions": (ROOT / "README.md", sessions),
-    "experiments": (ROOT / "docs" / "commands.md", descriptions),
-    "widths": (ROOT / "docs" / "method.md", widths),
+    "sessions": (ROOT / "docs" / "commands.md", sessions),
+    "verdicts": (ROOT / "docs" / "method.md", verdicts),
+    "widths": (PUBLISHED / "README.md", widths),
     "table1": (PUBLISHED / "README.md", lambda: table1(Store(RECORDS).load("table1").records)),
 }
 """By the name in the markers: the page, and what makes the section."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +57,23 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     if words and words[0] in EXPERIMENTS and words[0] not in VERBS_TOO:
         return ["run", *words]
     return list(words)
+
+
+def program() -> str:
+    """What is to be typed in front of a verb: the command, or the module, that this was started as."""
+    started, python = Path(sys.argv[0]), sys.executable
+    if (started.parent.name, started.name) == ("experiments", "__main__.py"):
+        package = "gpipe_bench.experiments" if started.parts[-3] == "gpipe_bench" else "experiments"
+        return f"{_typed('python', python)} -m {package}"
+    return _typed("gpipe-bench", str(started)) if started.name == "gpipe-bench" else "gpipe-bench"
+
+
+def _typed(name: str, path: str) -> str:
+    """The name where it leads to this file, else its path as seen from here."""
+    if os.path.dirname(shutil.which(name) or "") == os.path.dirname(os.path.abspath(path)):
+        return name
+    shown = os.path.relpath(path)
+    return path if shown.startswith("..") else shown
 
 
 def title(name: str) -> str:

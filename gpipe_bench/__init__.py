@@ -7,6 +7,8 @@ The packages are folders of the repository's root; this package links to them, s
 
 from pathlib import Path
 
+__version__ = "0.1.0"
+
 if not (Path(__file__).parent / "pipeline" / "__init__.py").is_file():
     # A checkout without symbolic links: unpacked from an archive, or on a file system that has none.
     __path__.append(str(Path(__file__).resolve().parents[1]))

@@ -62,7 +62,9 @@ def words(seconds: float) -> str:
 
 
 class Reporter:
-    """Told by the runner what happens; writes a line per finished case."""
+    """Told by the runner what happens; writes a line per finished case, and the `title` before the first."""
+
+    title = ""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -76,6 +78,8 @@ class Reporter:
 
     def begin(self, cases: list[Case], jobs: int) -> None:
         self._total, self._remaining = len(cases), Remaining(cases, jobs)
+        if self.title:
+            self.say(self.title)
         self.show_begin()
 
     def started(self, case: Case) -> None:

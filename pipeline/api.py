@@ -150,6 +150,7 @@ class Pipeline(nn.Module):
         seed: int = 0,
         compile: bool | str = False,
     ) -> None:
+        """The arguments are described with the class: `help(Pipeline)`."""
         super().__init__()
         if transport is not None and (group is not None or mesh is not None):
             raise ValueError(

@@ -378,10 +378,13 @@ def worker_of(network: Network, schedule: Schedule) -> int:
     """The worker that this process is: its rank in the group, which has one for each worker."""
     size = network.size
     if size != schedule.num_workers:
-        holders = "workers" if schedule.placement else "stages"
+        holders, several = ("workers", "") if schedule.placement else ("stages", "")
+        if not schedule.placement and size > 1 and schedule.num_stages % size == 0:
+            each = schedule.num_stages // size
+            several = f", or a schedule by which each has {each} stages, such as schedule='interleaved'"
         raise ValueError(
             f"the process group has {size} ranks for {schedule.num_workers} {holders}; it needs one rank per "
-            f"{holders[:-1]}"
+            f"{holders[:-1]}" + several
         )
     rank = network.rank
     if rank < 0:

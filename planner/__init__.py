@@ -13,23 +13,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.adaptive import adaptive, held_by
     from gpipe_bench.planner.answer import Plan, plan
     from gpipe_bench.planner.candidate import Candidate, Prediction
     from gpipe_bench.planner.costs import Costs
     from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import Model, model_of
+    from gpipe_bench.planner.recompute import adaptive, held_by
     from gpipe_bench.planner.request import Request
     from gpipe_bench.planner.space import Space
     from gpipe_bench.planner.topology import link_named, link_within
 
 _HOMES = {
-    "adaptive": ("adaptive", "held_by"),
     "answer": ("Plan", "plan"),
     "candidate": ("Candidate", "Prediction"),
     "costs": ("Costs",),
     "measured": ("Timing",),
     "model": ("Model", "model_of"),
+    "recompute": ("adaptive", "held_by"),
     "request": ("Request",),
     "space": ("Space",),
     "topology": ("link_named", "link_within"),

@@ -56,6 +56,7 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
         *([f"    zero={candidate.fsdp_level},"] if candidate.fsdp > 1 else []),
         *(["    compile=True,"] if request.compiled else []),
         ")",
+        "# foreach=True is faster, and takes memory that the plan has not counted",
         f"optimizer = torch.optim.{_OPTIMIZERS[request.optimizer]}",
         'for step in range(int(os.environ.get("STEPS", "3"))):',
         *_step(request.precision),
@@ -108,6 +109,7 @@ def _model(source: Source) -> list[str]:
             "target, loss_fn = torch.zeros(SHARE), lambda output, _: output.float().mean()",
         ]
     return [
+        "# the whole model on every rank, which keeps its stages of it",
         *lines,
         *(["layers = layers_of(layers)"] if source.is_foreign else []),
         "",

@@ -206,7 +206,15 @@ class Search:
             return self._even(_rows_key(way), tuple(times.at_least(each, each + 1) for each in range(layers)))
         if self._num_cuts(way) <= FEW_CUTS:
             return 0.0
-        even = StageTimes._make(each / stages for each in (*times.at_least(0, layers)[:5], 0.0))
+        forward_s, again_s, backward_s, inputs_s, weights_s = times.at_least(0, layers)[:5]
+        even = StageTimes(
+            forward_s / stages,
+            again_s / stages,
+            backward_s / stages,
+            inputs_s / stages,
+            weights_s / stages,
+            0.0,
+        )
         even_s = self._even(_rows_key(way), (even,) * stages)
         # Uneven stages are faster where a pipeline is filled: (M + K - 1) / K with even ones, 1 / (1 - (1 -
         # 1/M)^K) with the best.

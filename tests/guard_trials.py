@@ -143,6 +143,18 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def brief(records: Sequence[Mapping[str, Any]]) -> str:
+    """How often it failed, for each kind."""
+    lines = ["| trials | the guard failed | longest |", "|---|---|---|"]
+    for kind in TRIALS:
+        found = [record for record in records if record["kind"] == kind]
+        if not found:
+            continue
+        failed = rate(sum(record["confirmed"] for record in found), len(found))
+        lines.append(f"| {kind} | {failed} | {max(each['duration_s'] for each in found):.0f} s |")
+    return "\n".join(lines)
+
+
 def _median(records: Sequence[Mapping[str, Any]], name: str) -> float:
     values = sorted(float(record[name]) for record in records)
     return values[len(values) // 2]
@@ -164,6 +176,7 @@ SERIES = Series(
     ready=ready,
     said=said,
     summary=summary,
+    brief=brief,
 )
 
 if __name__ == "__main__":

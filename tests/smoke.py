@@ -4,7 +4,7 @@
 
 Each of its processes runs one experiment after the other, and what these start is forked: a fresh process for
 each command and for all that it starts would spend most of the time importing torch. That fresh ones do as
-well is what `tests/test_distributed.py`, `tests/test_packaging.py` and `tests/test_first_run.py` say.
+well is what `tests/test_distributed.py`, `tests/test_packaging.py` and `tests/test_examples.py` say.
 
 Exit status: the highest of the experiments'.
 """

@@ -18,7 +18,7 @@ from gpipe_bench.pipeline.plan.remat import REMAT_MODES, of_stages
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputed, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.adaptive import Held, Ledger, adaptive
+from gpipe_bench.planner.recompute import Held, Ledger, adaptive
 
 EXAMPLES = int(os.environ.get("ADAPTIVE_EXAMPLES", "80"))
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # a smaller seed is no smaller case
@@ -164,7 +164,7 @@ IN_SLOTS = partial(replay, action_s=SLOTS)
 
 
 def test_what_is_hidden_by_waiting_costs_nothing() -> None:
-    """As in the picture of `planner.adaptive`."""
+    """As in the picture of `planner.recompute`."""
     schedule = one_f_one_b(3, 4)
     found = adaptive(schedule, IN_SLOTS, graphs_alone(schedule), 2)
     assert found.schedule.remat == ((2,), "never", "never")

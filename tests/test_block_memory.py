@@ -26,7 +26,7 @@ from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.profile import fake_copy
 from gpipe_bench.planner.model import built
 
-PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[1] / "results" / "README.md"
 MIB = 2**20
 LLAMA, LLAMA_OPTIONS = SHAPES["llama-8b"]
 # A block alone, and few words: neither the depth nor the vocabulary takes part in what it keeps.

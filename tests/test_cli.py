@@ -14,9 +14,10 @@ from command_line import NO_TORCH, ROOT, SEVERAL, Gate, call, finish, lines, run
 from fake_experiment import steps
 from records import quantity, record
 
+import gpipe_bench
 from gpipe_bench.experiments import gpu
-from gpipe_bench.experiments.commands.cli import VERBS, main
-from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, spelled_out
+from gpipe_bench.experiments.commands.cli import VERBS, main, parser
+from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, program, spelled_out
 from gpipe_bench.harness.store import Store
 from gpipe_bench.models import zoo
 
@@ -233,12 +234,72 @@ def test_compare_warns_where_the_records_come_from_different_surroundings(tmp_pa
         assert call("compare", "fake", "--results", tmp_path / folder)[2] == ""
 
 
+def test_alone_it_says_in_a_screen_what_there_is_and_what_to_type_first(tmp_path):
+    status, out, err = call()
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) <= 36
+    assert max(map(len, out.splitlines())) <= 100
+    assert out.startswith(f"gpipe-bench {gpipe_bench.__version__}: ")
+    for line in ("doctor", "compare table1", "run table1"):
+        assert f"\n  gpipe-bench {line} " in out
+    for verb, (text, *_) in VERBS.items():
+        assert f"\n  {verb:<14}{text}\n" in out, "every verb is in one of the groups"
+    assert call("--help")[1].startswith(out.rstrip())
+    assert call("--version")[1] == f"gpipe-bench {gpipe_bench.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("started", "typed"),
+    [
+        ("/repo/experiments/__main__.py", "python -m experiments"),
+        ("/site-packages/gpipe_bench/experiments/__main__.py", "python -m gpipe_bench.experiments"),
+        ("/bin/gpipe-bench", "gpipe-bench"),
+        ("/elsewhere/gpipe-bench", "/elsewhere/gpipe-bench"),
+        ("{here}/.venv/bin/gpipe-bench", ".venv/bin/gpipe-bench"),
+        ("/repo/tests/whoever.py", "gpipe-bench"),
+    ],
+)
+def test_messages_name_the_program_as_it_was_started(tmp_path, monkeypatch, started, typed):
+    """By its name where that leads to it, else by its path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/python3")
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(sys, "argv", [started.format(here=tmp_path)])
+    assert program() == typed
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_every_verb_has_an_example_that_is_understood(verb):
+    example = VERBS[verb].example
+    assert call(verb, "--help")[1].endswith(f"\nexample:\n  gpipe-bench {example}\n")
+    assert parser([verb]).parse_args(example.split()).verb == verb
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_whoever_has_no_records_is_shown_those_of_the_project_in_a_screen(name, tmp_path, monkeypatch):
+    """A hundred columns wide; `--full` is as wide as it is."""
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = call("compare", name)
+    assert status == 0
+    assert f"records that came with the project (cpu-2-cores); yours: gpipe-bench run {name}\n" in out
+    assert [line for line in out.splitlines() if len(line) > 100] == []
+    assert len(out.splitlines()) < 110
+    if f"gpipe-bench compare {name} --full" in out:
+        assert len(call("compare", name, "--full")[1]) > len(out)
+
+
+def test_one_machine_is_shown_alone(tmp_path):
+    _, out, _ = call("compare", "table1", "--machines", "cpu-2-cores", "--results", tmp_path)
+    assert "parameter memory" in out
+    assert "came with" not in out
+
+
 def test_compare_without_records_says_how_to_get_them(tmp_path):
-    for arguments, command in [((), "run fake"), (("--profile", "full"), "run fake --profile full")]:
+    for arguments, command in [((), "fake"), (("--profile", "full"), "fake --profile full")]:
         status, out, err = call("compare", "fake", "--results", tmp_path, *arguments)
         assert (status, out) == (2, "")
         assert err.startswith("error: no records of fake")
-        assert err.rstrip().endswith(f"make them with: {command}")
+        assert err.rstrip().endswith(f"make them with: gpipe-bench run {command}")
 
 
 def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys):
@@ -270,8 +331,9 @@ def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys):
         (["run", "fake", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["run", "fake", "--prof", "short"], "unrecognized arguments"),
         (["run"], "the following arguments are required: NAME"),
-        (["dance"], "invalid choice: 'dance'"),
-        ([], "the following arguments are required: VERB"),
+        (["dance"], "unknown verb 'dance'; `gpipe-bench` alone says what there is"),
+        (["tabel1"], "unknown verb 'tabel1' (did you mean 'table1'?)"),
+        (["--verbose"], "the following arguments are required: VERB"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(fake, tmp_path, capsys, arguments, words):
@@ -363,7 +425,7 @@ for verb in ("", *VERBS):
     code = NO_TORCH.replace("import main\n", "import VERBS, main\n").replace("sys.exit(main())", helped)
     status, out, err = finish(start(code=code))
     assert (status, err) == (0, "")
-    assert re.findall(r"^usage: python -m experiments ([a-z-]+) ", out, re.M) == list(VERBS)
+    assert re.findall(r"^usage: gpipe-bench ([a-z-]+) ", out, re.M) == list(VERBS)
     status, out, err = finish(start("list", "--results", tmp_path, code=NO_TORCH))
     assert (status, err) == (0, "")
     assert "fake: Parameters of Table 1 (v5 Table 1)" in out
@@ -473,8 +535,9 @@ def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, caps
     monkeypatch.setattr(gpu, "declared", lambda: ["msgspec", "no-such-package"])
     assert main(["doctor", "--results", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "without no-such-package" in out
-    assert "-> python -m pip install -e ." in out
+    assert re.search(
+        r"missing +packages +no-such-package\n +-> python -m pip install 'no-such-package'\n", out
+    )
 
 
 def test_an_unknown_experiment_is_an_error_for_programs_too():

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.experiments.commands import cli, exits
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import BAD_USAGE
 from gpipe_bench.experiments.consistency import experiment as consistency
 from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
 from gpipe_bench.experiments.consistency.judging import (
@@ -313,7 +314,7 @@ def complaint(capsys: pytest.CaptureFixture[str], results: Path, *arguments: str
     """The one line that a run ends with before anything is run."""
     status = cli.main(["run", "consistency", "--profile", "smoke", "--results", str(results), *arguments])
     captured = capsys.readouterr()
-    assert status == exits.BAD_USAGE
+    assert status == BAD_USAGE
     assert not captured.out
     (line,) = captured.err.splitlines()
     assert not list(results.glob("*.jsonl"))
@@ -377,7 +378,7 @@ def test_image_folders_that_can_not_be_trained_on(capsys: pytest.CaptureFixture[
 
 def test_other_experiments_take_no_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status = cli.main(["run", "figure2", "--results", str(tmp_path), "--data", str(tmp_path)])
-    assert status == exits.BAD_USAGE
+    assert status == BAD_USAGE
     assert "figure2 takes no data" in capsys.readouterr().err
 
 

@@ -133,10 +133,9 @@ def agent(folder: Path, arguments: list[str], output: Path) -> None:
 
 
 def test_two_agents_as_on_two_hosts(tmp_path: Path) -> None:
-    """The command of docs/running.md, once per "host"; between the two the tensors go through the network."""
+    """As docs/running.md starts two hosts; between the two the tensors go through the network."""
     arguments = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two",
-                 "--rdzv-endpoint", f"localhost:{free_port()}", "docs/distributed_example.py",
-                 "--steps", "50", "--network"]  # fmt: skip
+                 "--rdzv-endpoint", f"localhost:{free_port()}", "tests/network_script.py"]  # fmt: skip
     outputs = [tmp_path / "one host", tmp_path / "other host"]
     context = multiprocessing.get_context("forkserver")
     agents = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ SCENE = """
 import os
 import time
 
-from own_engine_example import FillDrain
+from own_engine import FillDrain
 
 
 class Good(FillDrain):
@@ -42,6 +43,24 @@ class Hangs(FillDrain):
 class Wrong(FillDrain):
     def step(self, batch, target, loss_fn):
         return super().step(batch, target, lambda output, wanted: loss_fn(output, wanted) * self.count)
+
+
+class Third(FillDrain):
+    def step(self, batch, target, loss_fn):
+        losses = iter(range(self.count))
+        return super().step(
+            batch, target, lambda output, wanted: loss_fn(output, wanted) * (4 if next(losses) == 2 else 1)
+        )
+
+
+class Forgets(FillDrain):
+    def forward(self, stage, value, m):
+        return stage(value)
+
+
+class Picky(FillDrain):
+    def step(self, batch, target, loss_fn):
+        raise ValueError("no batch is good enough")
 
 
 class Dies(FillDrain):
@@ -74,7 +93,7 @@ class Refuses:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "scene_engines.py").write_text(SCENE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), str(tmp_path), *sys.path])
     return tmp_path
 
 
@@ -184,6 +203,28 @@ def test_a_bad_engine_is_named_in_the_first_line(
     assert head.startswith(f"scene_engines:{name}: {first}")
 
 
+@pytest.mark.parametrize(
+    ("name", "failed", "untried", "said"),
+    [
+        ("Third", {"gradients", "loss"}, {"remat except_last", "remat always", "tuples between stages"},
+         "micro-batch 2 counts 4 times in the gradients, where each should count once"),
+        ("Forgets", {"remat except_last", "remat always"}, set(),
+         "stage 0 recomputed nothing: 4 forwards, and 7 or 8 are due with setup.remat = 'except_last'"),
+    ],
+)  # fmt: skip
+def test_one_mistake_brings_no_untrue_ones(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, failed: set[str], untried: set[str], said: str
+) -> None:
+    only(monkeypatch, "one process")
+    status, head, rest = check(name)
+    assert status == 1
+    assert head.startswith(f"scene_engines:{name}: {said}")
+    verdicts = dict(re.split(" {2,}", line.strip())[:2] for line in rest if line.startswith("  "))
+    assert {each for each, verdict in verdicts.items() if verdict == "failed"} == failed
+    assert {each for each, verdict in verdicts.items() if verdict == "not tried"} == untried
+    assert verdicts["adds up"] == "ok", "it adds what it makes, be that wrong"
+
+
 def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "one process")
     status, head, rest = check("Hangs", "--timeout-s", "1")
@@ -230,8 +271,8 @@ def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
     tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
     monkeypatch.setitem(MODELS, "transformer", (MODELS["transformer"][0], tiny, 2, "a tiny Transformer"))
     monkeypatch.setattr(peers, "TRIAL_S", 8.0)
-    names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Good")]
-    status, out, err = call(
+    names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Good", "Picky")]
+    status, _, err = call(
         "run", "peers", "--profile", "smoke", "--engine", ",".join(names), "--results", scene / "results",
         "--only", "where=processes", "--only", "model=transformer",
     )  # fmt: skip
@@ -249,12 +290,17 @@ def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
         assert numbers[f"peak memory of {engine}"]["value"] > 0
     assert len(numbers[f"torch-gpipe against {names[3]}"]["samples"]) == found["details"]["rounds"]
     right = ["ours", "torch-gpipe", "torch-1f1b", peers.ALWAYS, names[3]]
-    assert [name for name in found["details"]["engines"] if name not in faulty] == right
+    (refused,) = found["details"]["refused"].items()
+    assert refused[0] == names[4]
+    assert refused[1].startswith("no batch is good enough, in line ")
+    assert [name for name in found["details"]["engines"] if name not in faulty] == [*right, names[4]]
     assert found["options"]["engine"].startswith(f"{names[0]}@")
     for checks in found["details"]["checks"]:
         assert [checks[name]["forwards"] for name in right] == [7, 8, 8, 8, 7]
         assert {(checks[name]["backwards"], checks[name]["examples"]) for name in right} == {(4, 2)}
-    shown = [line for line in out.splitlines() if not line.startswith("{")]
+    shown = call("compare", "peers", "--full", "--results", scene / "results")[1].splitlines()
     for name in names[:3]:
         (row,) = [line for line in shown if line.startswith(f"{name} ")]
         assert row.endswith(f"failed: {faulty[name]}")
+    (row,) = [line for line in shown if line.startswith(f"{names[4]} ")]
+    assert row.endswith(f"skipped: {refused[1]}")

@@ -73,7 +73,7 @@ def test_both_processes_of_their_engine_take_a_step_together(start: Callable[...
     apart, together = both.build("two-processes"), both.build("transformer")
     assert both.sample("two-processes", 1).wall_s > 0
     assert apart.refused == together.refused == ""
-    assert apart.loss == pytest.approx(together.loss, rel=1e-5)
+    assert apart.result == pytest.approx(together.result, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,15 @@ def test_what_an_engine_cannot_do_is_no_failure(theirs: Path, start: Callable[..
         "        if setup.num_stages > 2:\n            raise ValueError('two stages are all I know')\n"
         "        self.setup, self.count",
     )
+    edit(
+        theirs / "fast_pipe" / "fill_drain.py",
+        "        kept, losses = [], []",
+        "        if not batch.is_floating_point():\n            raise ValueError('no integers')\n"
+        "        kept, losses = [], []",
+    )
     arm = start()
     assert arm.build("tiny-layers") == Built(None, "two stages are all I know")
-    assert arm.build("transformer").refused == ""
+    assert arm.build("transformer").refused == "no integers", "which only a batch can tell"
 
 
 def test_an_engine_that_is_installed_elsewhere_is_not_measured(
@@ -126,7 +132,7 @@ def test_an_engine_that_is_installed_elsewhere_is_not_measured(
 def test_modules_below_src_are_found(theirs: Path, start: Callable[..., Arm]) -> None:
     (theirs / "src").mkdir()
     (theirs / "fast_pipe").rename(theirs / "src" / "fast_pipe")
-    assert start().build("tiny-layers").loss
+    assert start().build("tiny-layers").result
 
 
 def test_their_functions_are_named_without_being_run_here(theirs: Path) -> None:
@@ -145,7 +151,7 @@ def test_their_functions_are_named_without_being_run_here(theirs: Path) -> None:
 )
 def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, message: str) -> None:
     (theirs / "benchmarks.py").write_text(text)
-    with pytest.raises(WorkerError, match=message):
+    with pytest.raises(ValueError, match=rf"--benchmarks \S+ can't be used: .*{message}"):
         subject_of(theirs, with_file=True)
 
 
@@ -246,5 +252,8 @@ def test_a_head_that_computes_something_else_is_noted_and_one_that_unlearnt_it_f
 ) -> None:
     _, finding = measured(monkeypatch, Built(1.0), Built(2.0))
     assert finding.notes == ["computes something else: the first loss was 1 and is 2"]
+    what = "what it returns"
+    _, finding = measured(monkeypatch, Built(7999.0, what=what), Built(9198.0, what=what))
+    assert finding.notes == ["computes something else: what it returns was 7999 and is 9198"]
     with pytest.raises(WorkerError, match="transformer: the base runs it, the head refuses: too deep"):
         measured(monkeypatch, Built(1.0), Built(None, "too deep"))

@@ -18,9 +18,10 @@ import pytest
 import trials
 import yaml
 
-from gpipe_bench.experiments.commands import cli, exits
+from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import parser
+from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, this_project
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
@@ -81,9 +82,9 @@ def arm(tree: Path, stack: ExitStack, folder: Path, num_processes: int = 1) -> A
 def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
     with ExitStack() as stack:
         both = arm(ROOT, stack, tmp_path, num_processes=2)
-        loss = both.build("two-processes").loss
+        loss = both.build("two-processes").result
         sample = both.sample("two-processes", 1)
-        alone = both.build("transformer").loss
+        alone = both.build("transformer").result
     assert loss == pytest.approx(alone, rel=1e-6)  # the same model, one process or two
     assert sample.wall_s > 0
     assert sample.cpu_s > 0
@@ -222,20 +223,20 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_equal_counters_pass(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["guard"]) == exits.DONE
+    assert cli.main(["guard"]) == DONE
     assert "counters: 1 cases equal results/guard/counters.json\nguard: passed" in capsys.readouterr().out
 
 
 def test_a_win_fails_until_it_is_committed(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = fake.read_text()
     fake.write_text(wanted.replace("8", "10"))
-    assert cli.main(["guard"]) == exits.VERDICT_FAILED
+    assert cli.main(["guard"]) == VERDICT_FAILED
     shown = capsys.readouterr().out
     assert "case: flops 10 -> 8 (-20.000%)" in shown
     assert wanted in shown  # the new file, to be copied from a log
-    assert cli.main(["guard", "--json"]) == exits.VERDICT_FAILED
+    assert cli.main(["guard", "--json"]) == VERDICT_FAILED
     assert json.loads(capsys.readouterr().out)["problem"] == "case: flops 10 -> 8 (-20.000%)"
-    assert cli.main(["guard", "--update"]) == exits.DONE
+    assert cli.main(["guard", "--update"]) == DONE
     assert fake.read_text() == wanted
 
 
@@ -254,7 +255,7 @@ def test_bad_usage_is_one_line(
 ) -> None:
     if not arguments:
         fake.unlink()
-    assert cli.main(["guard", *arguments]) == exits.BAD_USAGE
+    assert cli.main(["guard", *arguments]) == BAD_USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
@@ -287,7 +288,7 @@ def test_a_confirmed_regression_fails_and_is_annotated_summed_up_and_kept(
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
     keeping = ["guard", "--base", "main", "--markdown", str(summary), "--history"]
-    assert cli.main([*keeping, str(tmp_path / "h")]) == exits.VERDICT_FAILED
+    assert cli.main([*keeping, str(tmp_path / "h")]) == VERDICT_FAILED
     out, err = capsys.readouterr()
     assert "::error title=guard::tiny-layers: slower by +10.0%25" in err
     assert out.endswith("guard: FAILED\n")
@@ -305,7 +306,7 @@ def test_a_confirmed_regression_fails_and_is_annotated_summed_up_and_kept(
     assert against["value"] == pytest.approx(1 / 1.1)
     assert against["range"] == "0.8929 to 0.9259"  # 1 / 1.12 and 1 / 1.08
     (tmp_path / "file").touch()
-    assert cli.main([*keeping, str(tmp_path / "file")]) == exits.BAD_USAGE
+    assert cli.main([*keeping, str(tmp_path / "file")]) == BAD_USAGE
     assert "the history can't be written to" in capsys.readouterr().err
 
 
@@ -314,7 +315,7 @@ def test_one_regression_alone_annotates(
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     found.append(finding("tiny-layers", SLOWER, SAME))
-    assert cli.main(["guard", "--base", "main", "--json"]) == exits.DONE
+    assert cli.main(["guard", "--base", "main", "--json"]) == DONE
     out, err = capsys.readouterr()
     data = json.loads(out)
     assert [run["verdict"] for run in data["runs"]] == ["regression", "same"]
@@ -339,10 +340,10 @@ def test_what_could_not_be_told_has_not_passed(
 ) -> None:
     found += [finding("tiny-layers", *runs[0]), finding("transformer", *runs[1])]
     status = cli.main(["guard", "--base", "main"])
-    assert status == (exits.VERDICT_FAILED if "FAILED" in said else exits.DONE)
+    assert status == (VERDICT_FAILED if "FAILED" in said else DONE)
     assert capsys.readouterr().out.splitlines()[-1] == said
     status = cli.main(["guard", "--base", "main", "--require-conclusive"])
-    assert status == (exits.DONE if said == "guard: passed" else exits.VERDICT_FAILED)
+    assert status == (DONE if said == "guard: passed" else VERDICT_FAILED)
 
 
 def test_counters_that_differ_fail_whatever_was_timed(
@@ -350,7 +351,7 @@ def test_counters_that_differ_fail_whatever_was_timed(
 ) -> None:
     fake.write_text(fake.read_text().replace("8", "10"))
     found.append(finding("tiny-layers", UNSURE))
-    assert cli.main(["guard", "--base", "main"]) == exits.VERDICT_FAILED
+    assert cli.main(["guard", "--base", "main"]) == VERDICT_FAILED
     assert capsys.readouterr().out.splitlines()[-1] == "guard: FAILED"
 
 
@@ -368,7 +369,7 @@ def test_where_nothing_can_be_timed_nothing_has_passed(
     found: list, capsys: pytest.CaptureFixture[str], result: list, message: str
 ) -> None:
     found += result
-    assert cli.main(["guard", "--base", "main"]) == exits.CASE_FAILED
+    assert cli.main(["guard", "--base", "main"]) == CASE_FAILED
     out, err = capsys.readouterr()
     assert message in err
     assert "passed" not in out
@@ -381,11 +382,11 @@ def test_a_benchmark_that_vanished_is_an_error(
     before.parent.mkdir(parents=True)
     before.write_text(encode({"benchmarks": ["tiny-layers", "gone"], "counters": {}}))
     found.append(finding("tiny-layers", SAME))
-    assert cli.main(["guard", "--base", "main"]) == exits.BAD_USAGE
+    assert cli.main(["guard", "--base", "main"]) == BAD_USAGE
     assert (
         "benchmarks that are gone: gone; if that is intended, say --removed gone" in capsys.readouterr().err
     )
-    assert cli.main(["guard", "--base", "main", "--removed", "gone"]) == exits.DONE
+    assert cli.main(["guard", "--base", "main", "--removed", "gone"]) == DONE
 
 
 # The workflow and the trials
@@ -398,7 +399,7 @@ def test_commands_of_the_workflow_and_of_the_documentation_are_accepted() -> Non
     commands = [step["run"].partition("nox -s guard")[2] for step in steps if "guard" in step.get("run", "")]
     assert len(commands) == 2
     text = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
-    commands += re.findall(r"(?:nox -s guard|python -m experiments guard)\b(?! ?`)([^\n`#|]*)", text)
+    commands += re.findall(r"(?:nox -s guard|gpipe-bench guard)\b(?! ?`)([^\n`#|]*)", text)
     assert len(commands) >= 7
     for command in commands:
         given = parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])

@@ -180,7 +180,7 @@ def test_the_verb_refuses_what_has_no_hypotheses_and_says_what_to_run(tmp_path: 
     assert "figure2 has no hypotheses; those that have: table1, table2, table3, table4, figure3" in err
     status, _, err = call("hypotheses", "table1", "--results", tmp_path)
     assert status == 2
-    assert "make them with: run table1" in err
+    assert "make them with: gpipe-bench run table1" in err
 
 
 def test_the_verb_shows_the_reference_records() -> None:

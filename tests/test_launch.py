@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from gpipe_bench.experiments import first_run
 from gpipe_bench.experiments.consistency import training as consistency
 from gpipe_bench.experiments.consistency.recipes import subject_of
 from gpipe_bench.experiments.consistency.training import Setting
@@ -186,16 +185,6 @@ class Ranks:
     ) -> dict[int, object]:
         self.kinds.append(device)
         return self.results
-
-
-@pytest.mark.parametrize("gpus", [1], indirect=True)
-def test_the_first_run_takes_the_cpu_where_there_is_one_gpu(
-    gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks = Ranks(monkeypatch, [[4.0, 1.0]] * 2)
-    assert first_run.main(["--steps", "2"]) == 0
-    assert ranks.kinds == ["cpu"]
-    assert "loss 4.000 -> 1.000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpus", [1, 2], indirect=True)

@@ -17,16 +17,15 @@ CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_ones_own_model_is_sized_from_its_folder(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = (each for each in CODE if "def build(" in each)
-    (tmp_path / "mygpt.py").write_text(code, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
+    assert "(../examples/own_model_plan.py)" in PAGE
+    monkeypatch.chdir(Path(__file__).parents[1] / "examples")
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    command = "size mygpt:build --accelerators 4 --memory-gib 24 --batch-size 256 --schedule 1f1b"
+    command = "size own_model_plan:build --accelerators 4 --memory-gib 24 --batch-size 256 --schedule 1f1b"
     assert main(command.split()) == 0
     embedding, block = 50257 * 2048, 12 * 2048**2 + 9 * 2048
-    assert f"mygpt:build: {embedding + 24 * block:,} parameters under 1f1b on 4 x 24 GiB" in (
+    assert f"own_model_plan:build: {2 * embedding + 24 * block:,} parameters under 1f1b on 4 x 24 GiB" in (
         capsys.readouterr().out
     )
 
@@ -40,7 +39,9 @@ def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> No
     assert command == "torchrun --nproc-per-node 2 train.py"
 
 
-@pytest.mark.parametrize("line", re.findall(r"^python -m experiments (plan .*)$", PAGE, re.MULTILINE))
+@pytest.mark.parametrize(
+    "line", re.findall(r"^(?:cd examples && )?gpipe-bench (plan .*)$", PAGE, re.MULTILINE)
+)
 def test_the_command_lines_are_understood(line: str) -> None:
     arguments = parser().parse_args(line.split())
     assert arguments.verb == "plan"

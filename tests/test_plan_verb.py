@@ -9,12 +9,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from command_line import NO_TORCH, ROOT
+from command_line import NO_TORCH, ROOT, call
 
+from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.plan.links import LINKS
@@ -43,16 +45,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path,
     options = [
         "--accelerators", "2", "--pp", "2", "--schedule", "1f1b", "--schedule", "zb-v",
         "--num-microbatches", "4",
-        "--script", str(folder / "train.py"), "--frontier", str(folder / "frontier.png"),
+        "--script", str(folder / "run_plan.py"), "--frontier", str(folder / "frontier.png"),
     ]  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        printed: list[bytes] = []
-        patch.setattr("gpipe_bench.experiments.commands.plan.print_line", printed.append)
-        patch.setattr("builtins.print", lambda text: printed.append(text.encode()))
-        assert main([*ASKED, *options, "--json"]) == 0
-        patch.setattr("builtins.print", lambda text: printed.append(text.encode()))
-        assert main([*ASKED, *options]) == 0
-    return json.loads(printed[0]), folder, printed[1].decode()
+    status, found, err = call(*ASKED, *options, "--json")
+    assert status == 0, err
+    return json.loads(found), folder, call(*ASKED, *options)[1].rstrip("\n")
 
 
 def test_every_number_has_its_range_and_where_it_comes_from(two: tuple[dict[str, Any], Path, str]) -> None:
@@ -91,9 +88,22 @@ def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     assert re.search(r"^0 +0( 3)? +0-\d", text, re.MULTILINE)
     assert "its schedule in slots" in text
     assert re.search(r"^(stage|worker) 1 \| \. ", text, re.MULTILINE)
-    assert found["script"] in text
-    assert text.rstrip().endswith("torchrun --nproc-per-node 2 train.py")
-    assert (folder / "train.py").read_text() == found["script"]
+    assert text.rstrip().endswith(f"run_plan.py trains so; start it with\n\n{found['command']}")
+    assert found["command"] == f"torchrun --nproc-per-node 2 {folder / 'run_plan.py'}"
+    assert (folder / "run_plan.py").read_text() == found["script"]
+    assert found["script"] not in text
+
+
+def test_plans_that_predictions_cannot_tell_apart_are_marked(
+    two: tuple[dict[str, Any], Path, str],
+) -> None:
+    found, _, text = two
+    (other,) = found["plans"][1:]
+    close = other["slower"] < verb.TOO_CLOSE
+    assert (f"~ +{other['slower']:.1%}" in text) == ("~ less than 3% slower" in text) == close
+    assert "it says nothing about their order" in text
+    for share, shown in ((0.029, "~ +2.9%"), (0.031, "+3.1%")):
+        assert verb._slower(SimpleNamespace(step_s=1 + share), SimpleNamespace(step_s=1.0)) == shown
 
 
 @pytest.mark.processes

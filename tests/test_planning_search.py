@@ -60,6 +60,16 @@ def by_brute_force(search: Search) -> float:
     return best_s
 
 
+@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_ways_of_many_cuts_are_judged_by_even_stages_first(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all of them are in a model of many layers: the best is still found."""
+    expected = search_of(name=name).run()[0]
+    monkeypatch.setattr(search_module, "FEW_CUTS", 0)
+    assert search_of(name=name).run()[0] == expected
+
+
 @pytest.mark.parametrize("names", [("gpipe", "1f1b", "zb-h1"), ("interleaved", "zb-v")])
 @pytest.mark.parametrize("cap", [2**40, 30_000, 21_000])
 def test_nothing_that_fits_is_faster(

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from records import quantity, record
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments.commands import cli, exits
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import BAD_USAGE, DONE
 from gpipe_bench.experiments.report import build as report_build
 from gpipe_bench.experiments.report import records as report_records
 from gpipe_bench.experiments.report import timelines as report_timelines
@@ -220,7 +221,7 @@ def test_no_torch_and_quick_from_the_command_line(tmp_path):
 
 
 def test_json_has_a_line_for_each_cell(tmp_path, capsys):
-    assert cli.main(["report", "--results", str(tmp_path), "--json"]) == exits.DONE
+    assert cli.main(["report", "--results", str(tmp_path), "--json"]) == DONE
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     published = {cell.key for cell in load_paper() if cell.source == "paper"}
     assert {(line["table"], line["row"], line["column"]) for line in lines} >= published
@@ -230,7 +231,7 @@ def test_json_has_a_line_for_each_cell(tmp_path, capsys):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    assert cli.main(["report", "--output", str(tmp_path / "file"), "--no-figures"]) == exits.BAD_USAGE
+    assert cli.main(["report", "--output", str(tmp_path / "file"), "--no-figures"]) == BAD_USAGE
     assert "choose another folder with --output" in capsys.readouterr().err
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments.commands import cli, exits
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import DONE
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.store import Store
@@ -36,7 +37,7 @@ PHONE, SCREEN = (390, 844), (1280, 800)
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    assert cli.main(["report", "--results", str(folder)]) == exits.DONE
+    assert cli.main(["report", "--results", str(folder)]) == DONE
     return folder / "report.html"
 
 

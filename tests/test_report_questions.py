@@ -13,7 +13,8 @@ import pytest
 from records import quantity
 
 from gpipe_bench.experiments import registry
-from gpipe_bench.experiments.commands import cli, exits
+from gpipe_bench.experiments.commands import cli
+from gpipe_bench.experiments.commands.output import DONE
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.paper import load_paper
@@ -210,7 +211,7 @@ def test_the_cells_read_back_as_the_comparisons(tmp_path):
         assert (read["machine"], read["command"]) == (row.machine, row.command)
     published = {(*cell.key, cell.source) for cell in load_paper()}
     assert published <= {key[:-1] for key in found}, "every published number is in it"
-    assert cli.main(["report", "--no-figures", "--results", str(tmp_path)]) == exits.DONE
+    assert cli.main(["report", "--no-figures", "--results", str(tmp_path)]) == DONE
     written, text = (tmp_path / "cells.csv").read_bytes(), (tmp_path / "report.html").read_text("utf-8")
     assert written.decode() == cells_csv(page.tables)
     link = re.search(r'<a download="cells.csv.gz" href="data:application/gzip;base64,([^"]+)"', text)

@@ -364,7 +364,10 @@ def test_a_whole_record_that_its_experiment_can_not_read_costs_only_itself(tmp_p
     store.append(record(99))
     status, out, err = call("compare", "fake", "--results", store.root)
     assert (status, out) == (2, "")
-    assert "error: fake can't be shown: KeyError: 99; make records anew with: run fake --fresh" in err
+    assert (
+        "error: fake can't be shown: KeyError: 99; make records anew with: gpipe-bench run fake --fresh"
+        in err
+    )
 
 
 def test_the_report_leaves_out_what_no_experiment_can_read(tmp_path):

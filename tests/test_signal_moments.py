@@ -64,7 +64,7 @@ def ended(tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
         if moment.goes_on:
             variables["MOMENT_LEAVE"] = str(leave)
         environment = surroundings(**variables)
-        environment["PYTHONPATH"] += os.pathsep + str(ROOT / "docs")
+        environment["PYTHONPATH"] += os.pathsep + str(ROOT / "examples")
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "moments.py"), *map(str, arguments)],
             cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -287,7 +287,7 @@ TRIAL = "gpipe_bench.experiments.engines.examination:examine"
 )
 def test_an_examination(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:
     """While it starts, while its processes do, at the first check and at a later one."""
-    out, err = ended(moment, "check-engine", "own_engine_example:FillDrain")
+    out, err = ended(moment, "check-engine", "own_engine:FillDrain")
     assert (out, err) == ("", "interrupted\n")
 
 

@@ -45,10 +45,10 @@ def test_real_steps_are_counted_and_timed():
 
 def test_any_engine_runs_through_the_table_unchanged(monkeypatch):
     """Two processes, ours and an engine given as module:attribute."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "docs"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "docs"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "examples"))
     plan = (Configuration(2, 1, 4, runs_for_real=True), Configuration(2, 4, 4, runs_for_real=True))
-    for engine in ("ours", "own_engine_example:FillDrain"):
+    for engine in ("ours", "own_engine:FillDrain"):
         job = job_of(*plan, engine=engine)._replace(rounds=1)
         answers = launch(work, 2, job, device="cpu")
         assert answers[0].steps[0].partition == answers[1].steps[0].partition

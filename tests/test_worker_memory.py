@@ -21,7 +21,7 @@ from gpipe_bench.pipeline.memory.workers import (
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.planner.adaptive import Ledger, adaptive, held_by
+from gpipe_bench.planner.recompute import Ledger, adaptive, held_by
 
 
 def model() -> nn.Sequential:

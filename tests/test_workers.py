@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import random
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
 
+from gpipe_bench.pipeline.arguments import worker_of
 from gpipe_bench.pipeline.plan.edges import turns
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.links import FREE, Link
@@ -218,3 +220,12 @@ def test_any_change_of_a_row_is_refused_or_runs() -> None:
             continue
         assert len(replay(changed, SLOTS).events) == sum(map(len, rows))
     assert 10 < refused < 140
+
+
+def test_too_few_ranks_for_the_stages_hear_of_schedules_that_give_each_several() -> None:
+    pair = SimpleNamespace(size=2, rank=0)
+    said = "2 ranks for 4 stages; it needs one rank per stage, or a schedule by which each has 2 stages, such"
+    with pytest.raises(ValueError, match=f"{said} as schedule='interleaved'$"):
+        worker_of(pair, named("gpipe", 4, 4))
+    with pytest.raises(ValueError, match="2 ranks for 3 stages; it needs one rank per stage$"):
+        worker_of(pair, named("gpipe", 3, 4))

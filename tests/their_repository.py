@@ -61,7 +61,7 @@ def make(folder: Path) -> Path:
     (folder / "models").mkdir()
     (package / "__init__.py").touch()
     (package / "engine.py").write_text(_ENGINE)
-    example = (ROOT / "docs" / "own_engine_example.py").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "own_engine.py").read_text(encoding="utf-8")
     (package / "fill_drain.py").write_text(example)
     (folder / "benchmarks.py").write_text(_BENCHMARKS)
     slow_down(folder, 0.0)

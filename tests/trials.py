@@ -41,10 +41,12 @@ class Series(Generic[Which]):
     """Entered around them; gives what runs one, whose record has `duration_s`."""
     said: Callable[[Record], str]  # of a record, what a line on the terminal says
     summary: Callable[[Sequence[Record]], str]  # what all records say
+    brief: Callable[[Sequence[Record]], str] | None = None  # the same for the page, as markdown
 
     def rewritten(self, text: str, records: Sequence[Record]) -> str:
         """The page with its summary made anew. Raises ValueError without the markers."""
-        return between(text, BEGIN, END, f"\n```text\n{self.summary(records)}\n```\n\n", self.docs.name)
+        said = f"```text\n{self.summary(records)}\n```" if self.brief is None else self.brief(records)
+        return between(text, BEGIN, END, f"\n{said}\n\n", self.docs.name)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """The program; its exit status."""

@@ -7,11 +7,9 @@ such file.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell
 from gpipe_bench.experiments.report.plausible import Remark, remarks
 from gpipe_bench.harness.bundle import records_of, unpack
 
@@ -31,12 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         found = [Remark("refused", str(error))]
     refused = any(remark.weight == "refused" for remark in found)
-    if arguments.json:
-        for remark in found:
-            print_line(json.dumps({"weight": remark.weight, "text": remark.text}).encode())
-        print_line(json.dumps({"file": str(path), "refused": refused}).encode())
-    else:
-        for remark in sorted(found, key=lambda remark: remark.weight != "refused"):
-            print(f"{remark.weight}: {remark.text}")
-        print(f"check: {path}: {'not to be taken in' if refused else 'nothing speaks against it'}")
-    return exits.VERDICT_FAILED if refused else exits.DONE
+    lines = [
+        f"{each.weight}: {each.text}" for each in sorted(found, key=lambda each: each.weight != "refused")
+    ]
+    lines += [f"check: {path}: {'not to be taken in' if refused else 'nothing speaks against it'}"]
+    tell(
+        arguments,
+        [*(each._asdict() for each in found), {"file": str(path), "refused": refused}],
+        lambda: "\n".join(lines),
+    )
+    return VERDICT_FAILED if refused else DONE

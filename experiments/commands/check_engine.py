@@ -7,19 +7,16 @@ everything; 2: the name leads to no engine; 3: it raised, hung or ended its proc
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from itertools import groupby
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, tell
 
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Of the verb."""
     verb.add_argument(
-        "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as gpipe"
+        "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as torch-gpipe"
     )
     verb.add_argument(
         "--timeout-s", type=float, default=30.0, metavar="S",
@@ -45,17 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
         more = f" (and {len(bad) - 1} more below)" if len(bad) > 1 else ""
         conclusion = f"{engine}: {bad[0].text} [{bad[0].check}, {bad[0].place}]{more}"
     if arguments.json:
-        for row in rows:
-            print_line(json.dumps(asdict(row)).encode())
         print(conclusion, file=sys.stderr)
-    else:
-        say(conclusion)
-        width = max(len(row.check) for row in rows)
-        for place, checks in groupby(rows, key=lambda row: row.place):
-            say(f"\nin {place}" if place == "one process" else f"\nover {place}, a stage each")
-            for row in checks:
-                verdict = "can't:" if row.verdict == CANNOT else row.verdict
-                say(f"  {row.check:{width}}  {verdict:9}  {row.text}")
+    lines, width = [conclusion], max(len(row.check) for row in rows)
+    for place, checks in groupby(rows, key=lambda row: row.place):
+        lines += ["", f"in {place}" if place == "one process" else f"over {place}, a stage each"]
+        for row in checks:
+            verdict = "can't:" if row.verdict == CANNOT else row.verdict
+            lines += [f"  {row.check:{width}}  {verdict:9}  {row.text}"]
+    tell(arguments, rows, lambda: "\n".join(lines))
     if any(row.verdict == BROKEN for row in bad):
-        return exits.CASE_FAILED
-    return exits.VERDICT_FAILED if bad else exits.DONE
+        return CASE_FAILED
+    return VERDICT_FAILED if bad else DONE

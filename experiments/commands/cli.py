@@ -1,7 +1,7 @@
 """The command line: parses, calls one verb, and turns what happens into an exit status.
 
 A verb is a file beside this one: `options` adds what it takes, `run` does it. Only the verb that is called is
-imported, so that `--help` and a typing error answer at once.
+imported, so that help and a typing error answer at once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import give_up_unwritable, prepare_streams
-from gpipe_bench.experiments.registry import spelled_out
+import gpipe_bench
+from gpipe_bench.experiments.commands.output import (
+    BAD_USAGE,
+    DONE,
+    IO_FAILED,
+    READER_GONE,
+    give_up_unwritable,
+    interrupted,
+    prepare_streams,
+    say,
+)
+from gpipe_bench.experiments.registry import EXPERIMENTS, program, spelled_out, suggestion
 from gpipe_bench.harness.places import own_results
 from gpipe_bench.harness.signals import number_of, stopping
 
@@ -25,54 +34,72 @@ class Verb(NamedTuple):
     """What the help says of a verb."""
 
     text: str  # what it is for, in the list of verbs
-    more: str = ""  # what its own help says besides, such as an example
+    example: str  # what to type behind the name of the program
+    more: str = ""  # a sentence for its own help
     results: bool = True  # whether it reads or writes records; `--results` is taken by all, and told by these
 
 
 VERBS = {
-    "list": Verb("the experiments, and how long each profile of them takes on this machine"),
-    "doctor": Verb("what this machine can run, and what it lacks"),
+    "list": Verb("the experiments, and how long each profile of them takes on this machine", "list"),
     "run": Verb(
-        "run an experiment, then compare; what is on record is not run again",
-        "Example: run table1 --only half=transformer. A run that was ended goes on from where it was.",
+        "run an experiment, then compare",
+        "run table1 --only half=transformer",
+        "What is on record is not run again, and a run that was ended goes on from where it was. An "
+        "experiment's name alone does the same: table1.",
     ),
     "compare": Verb(
         "the paper's numbers, ours and a verdict for each, from records alone",
-        "Example: compare table1 --results results/reference/cpu-2-cores shows ours; nothing is run.",
+        "compare table1 --full",
+        "Shows your own records, or those that come with the project where you have none.",
     ),
-    "hypotheses": Verb("reasons for differences, tested: what each setting that the paper leaves open does"),
-    "report": Verb("every number of the paper beside ours, as one HTML page and markdown"),
+    "hypotheses": Verb(
+        "reasons for differences, tested: what each setting that the paper leaves open does",
+        "hypotheses table1 --all",
+    ),
+    "report": Verb(
+        "every number of the paper beside ours, as one HTML page and markdown", "report --output page"
+    ),
+    "export": Verb("your records as one file, to send to somebody else", "export --output laptop.zip"),
+    "check": Verb("whether a file of records is whole, unaltered and can be true", "check laptop.zip"),
     "plan": Verb(
-        "how to train a model on your machines, and how long a step will take",
-        "Example: plan gpt2-xl --accelerators 4 --memory-gib 24 --batch-size 256 --device-type rtx4090 "
-        "--link pcie --precision bf16. docs/plan.md has how to give a model of your own.",
+        "how to train a model on your machines, and how long a step takes",
+        "plan gpt2-xl --accelerators 4 --memory-gib 24 --batch-size 256 --device-type rtx4090 --precision "
+        "bf16",
+        "docs/plan.md says how to give a model of your own.",
         results=False,
     ),
     "size": Verb(
         "whether a model fits into your accelerators as one pipeline, and where to cut it",
-        "Example: size gpt2-xl --accelerators 4 --memory-gib 24. `plan` also says how long a step takes, and "
-        "tries replicas and shards.",
+        "size gpt2-xl --accelerators 4 --memory-gib 24",
+        "`plan` also says how long a step takes, and tries replicas and shards.",
         results=False,
     ),
     "schedule": Verb(
         "draw and check a schedule: one row per worker, length, bubble, activations",
-        "Example: schedule zb-v --workers 4 --microbatches 8.",
+        "schedule zb-v --workers 4 --microbatches 8",
         results=False,
     ),
     "check-engine": Verb(
         "whether an engine is right: gradients, micro-batches, recomputation",
-        "Takes seconds and times nothing. Example: check-engine my_engine:Engine.",
+        "check-engine my_engine:Engine",
+        "Takes seconds and times nothing. docs/own-engine.md says what an engine is.",
         results=False,
     ),
     "guard": Verb(
         "exact counters against the committed ones, and speed against another revision",
-        "Without --base only the counters are checked. For a repository of your own: guard --repo . --base "
-        "main --engine module:attribute.",
+        "guard --repo . --base main --benchmarks benchmarks.py",
+        "Without --base only the counters are checked. docs/guard.md has a workflow for your CI.",
     ),
-    "export": Verb("your records as one file, to send to somebody else"),
-    "check": Verb("whether a file of records is whole, unaltered and can be true"),
+    "doctor": Verb("what this machine can run, what it lacks, and how to get that", "doctor"),
 }
-"""In the order of the help: the paper first, then one's own model, engine and repository."""
+"""In the order of the help."""
+
+GROUPS = {
+    "The paper": ("list", "run", "compare", "hypotheses", "report", "export", "check"),
+    "Your model": ("plan", "size", "schedule"),
+    "Your engine and repository": ("check-engine", "guard"),
+    "Your machine": ("doctor",),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,56 +108,91 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = spelled_out(sys.argv[1:] if arguments is None else arguments)
     try:
         with stopping():
+            if not arguments:
+                say(overview())
+                return DONE
+            first = arguments[0]
+            if first not in VERBS and not first.startswith("-"):
+                close = suggestion(first, [*VERBS, *EXPERIMENTS])
+                raise ValueError(f"unknown verb {first!r}{close}; `{program()}` alone says what there is")
             called = next((word for word in arguments if word in VERBS), "")
             options = parser([called]).parse_args(arguments)
-            options.arguments = arguments
+            options.arguments, options.is_own = arguments, options.results is None
+            options.results = options.results or own_results()
             status: int = _module(options.verb).run(options)
             sys.stdout.flush()
     except ValueError as error:
         return complain(str(error))
     except ImportError as error:
-        return complain(f"{error}; `doctor` says what is missing and how to get it")
+        return complain(f"{error}; `{program()} doctor` says what is missing and how to get it")
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return exits.interrupted(number_of(error))
+        return interrupted(number_of(error))
     except BrokenPipeError:  # the reader of a pipe has seen enough, as with `| head`
-        return exits.READER_GONE
+        return READER_GONE
     except OSError as error:  # a full disk behind standard output, a folder that vanished
-        return complain(str(error), exits.IO_FAILED)
+        return complain(str(error), IO_FAILED)
     finally:
         give_up_unwritable()
     return status
 
 
+def overview() -> str:
+    """What there is and what to type first, in one screen."""
+    name = program()
+    first = (
+        ("doctor", "what this machine can run, and what it lacks"),
+        ("compare table1", "the paper's Table 1 beside our numbers; nothing is run"),
+        ("run table1", "the same numbers, made here in a few minutes"),
+    )
+    lines = [
+        f"gpipe-bench {gpipe_bench.__version__}: reproduces the numbers of GPipe (arXiv 1811.06965),",
+        "plans and checks pipelines of your own, and guards their speed.",
+        "",
+        "Type first:",
+        *(f"  {f'{name} {command}':<{len(name) + 16}}  {what}" for command, what in first),
+    ]
+    for group, verbs in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {verb:<14}{VERBS[verb].text}" for verb in verbs)]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "`--help` behind a verb has its options and an example. To train a model of your own take",
+            "`gpipe_bench.pipeline.Pipeline`; examples/two_processes.py is a whole training.",
+        ]
+    )
+
+
 def parser(called: Container[str] = VERBS) -> argparse.ArgumentParser:
     """All verbs, and the options of those that are called."""
+    name = program()
     found = _Parser(
-        prog="python -m experiments",
-        description="Reproduce the tables and figures of GPipe (arXiv 1811.06965) and compare them with the "
-        "paper; plan and check pipelines of your own. Begin with `doctor`, then `run table1`; "
-        "`VERB --help` explains a verb.",
+        prog=name,
         epilog="exit status: 0 done, 1 a verdict or the guard failed where asked to assert, 2 bad usage, 3 a "
         "case failed, 74 output could not be written, 130 and 143 ended by SIGINT and SIGTERM",
         allow_abbrev=False,
     )
-    verbs = found.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
-    for name, (text, more, results) in VERBS.items():
+    found.add_argument("--version", action="version", version=f"gpipe-bench {gpipe_bench.__version__}")
+    verbs = found.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb_name, (text, example, more, results) in VERBS.items():
         described = f"{text[0].upper()}{text[1:]}.{' ' * bool(more)}{more}"
-        verb = verbs.add_parser(name, help=text, description=described, allow_abbrev=False)
-        if name not in called:
+        verb = verbs.add_parser(verb_name, description=described, allow_abbrev=False)
+        verb.example = f"{name} {example}"
+        if verb_name not in called:
             continue
         verb.add_argument(
-            "--results", type=Path, default=own_results(), metavar="DIR",
+            "--results", type=Path, metavar="DIR",
             help="folder of the records; default: results/local" if results else argparse.SUPPRESS,
         )  # fmt: skip
         verb.add_argument(
             "--json", action="store_true", help="JSON lines on standard output and nothing else"
         )
-        _module(name).options(verb)
+        _module(verb_name).options(verb)
     return found
 
 
-def complain(message: str, status: int = exits.BAD_USAGE) -> int:
+def complain(message: str, status: int = BAD_USAGE) -> int:
     """One line on standard error; returns the status."""
     with contextlib.suppress(OSError):  # the exit status says it too
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
@@ -138,10 +200,19 @@ def complain(message: str, status: int = exits.BAD_USAGE) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and where the options are explained."""
+    """Says what is wrong in one line, and where the options are explained. The help is the overview, and of a
+    verb its options and an example.
+    """
+
+    example = ""
 
     def error(self, message: str) -> NoReturn:
         sys.exit(complain(f"{message}; see {self.prog} --help"))
+
+    def format_help(self) -> str:
+        if self.prog == program():
+            return f"{overview()}\n\n{self.epilog}\n"
+        return f"{super().format_help()}\nexample:\n  {self.example}\n"  # in a line, to be copied
 
 
 def _module(verb: str) -> Any:

@@ -1,13 +1,14 @@
 """`compare NAME`: paper | ours | verdict, re-derived from records alone; `--full` has the reasons too.
 
-With `--machines A B` the same cells of several machines in one table. A machine is a folder of records: one
-of those committed under results/reference, by its name, or any other by its path, or a file that `export`
-wrote.
+Whoever has no records of an experiment is shown those that come with the project. With `--machines A B` the
+same cells of several machines in one table. A machine is a folder of records: one of those committed under
+results/reference, by its name, or any other by its path, or a file that `export` wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,21 @@ from typing import Any
 
 import msgspec
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say, warn
-from gpipe_bench.experiments.registry import PROFILES, load, suggestion
+from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
+from gpipe_bench.experiments.registry import PROFILES, load, program, suggestion
 from gpipe_bench.experiments.report.readings import Shown, environment_warnings, readable, screen, shown_of
-from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
+from gpipe_bench.experiments.report.records import (
+    check_engine_is_there,
+    engines_of,
+    folder_of,
+    select_records,
+)
+from gpipe_bench.harness.bundle import unpacked
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import markdown_table
 from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
 from gpipe_bench.harness.verdict import NO_RECORD, Answer, Comparison
@@ -41,27 +48,39 @@ def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     verb.add_argument(
         "--machines", nargs="+", metavar="MACHINE",
-        help="several machines in one table: names under results/reference, local, folders, files of export",
+        help="records of this machine, or of several in one table: names under results/reference, local, "
+        "folders, files of export",
     )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for an unknown machine, and where there are no records."""
     experiment = load(arguments.name)
-    if not arguments.machines:
-        _one(arguments, experiment)
-    elif arguments.engine is None:
-        _several(arguments, experiment)
-    else:
+    machines = arguments.machines or []
+    if len(machines) > 1 and arguments.engine is not None:
         raise ValueError(
             f"--engine {arguments.engine}: machines are set side by side by their latest runs; leave it out"
         )
-    return exits.DONE
+    packed = [name for name in machines if Path(name).is_file()]
+    with unpacked(map(Path, packed)) as folders:
+        files = dict(zip(packed, folders, strict=True))
+        if not machines:
+            _one(
+                arguments, experiment, *folder_of(experiment.name, arguments.results, is_own=arguments.is_own)
+            )
+            return DONE
+        found = machine_folders(machines, arguments.results, files=files)
+        if len(found) == 1:
+            _one(arguments, experiment, next(iter(found.values())))
+        else:
+            _several(arguments, experiment, found)
+    return DONE
 
 
-def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
+def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str = "") -> None:
     problems: list[Problem] = []
-    shown = _shown(None, arguments.results, experiment, arguments, problems)
+    with within(None if arguments.full or arguments.markdown else SCREEN):
+        shown = _shown(None, folder, experiment, arguments, problems)
     comparisons: Sequence[Comparison] = shown.comparisons
     warn(*environment_warnings(shown.records))
     if problems:  # where a cell has no record, the lines that can't be read may be the reason
@@ -78,24 +97,19 @@ def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
     elif arguments.markdown:
         say(markdown_table(comparisons))
     else:
-        text = shown.text if arguments.full else screen(shown, experiment.name)
-        say(f"profile {shown.records[-1].profile}, {len(shown.records)} records\n\n{text}")
+        again = f"{program()} {shlex.join(arguments.arguments)} --full"
+        text = shown.text if arguments.full else screen(shown, again)
+        heading = f"{experiment.title}\nprofile {shown.records[-1].profile}, {len(shown.records)} records"
+        say("\n".join([heading, *([whose] if whose else []), "", text]))
     if problems:
         say(f"\n{left_out(problems, experiment.name)}")
 
 
-def _several(arguments: argparse.Namespace, experiment: Experiment) -> None:
-    from gpipe_bench.harness.bundle import unpacked
+def _several(arguments: argparse.Namespace, experiment: Experiment, folders: Mapping[str, Path]) -> None:
     from gpipe_bench.harness.report.side import side_by_side, side_markdown, side_text
 
     problems: list[Problem] = []
-    packed = [name for name in arguments.machines if Path(name).is_file()]
-    with unpacked(map(Path, packed)) as folders:
-        files = dict(zip(packed, folders, strict=True))
-        found = {
-            name: _shown(name, folder, experiment, arguments, problems)
-            for name, folder in machine_folders(arguments.machines, arguments.results, files=files).items()
-        }
+    found = {name: _shown(name, folder, experiment, arguments, problems) for name, folder in folders.items()}
     profiles = {name: shown.records[-1].profile for name, shown in found.items()}
     if len(set(profiles.values())) > 1:
         each = ", ".join(f"{name} has {profile}" for name, profile in profiles.items())
@@ -133,7 +147,7 @@ def _shown(
     warn(*lines_of(loaded.problems))
     records = select_records(_of_engine(loaded.records, experiment, arguments.engine), experiment, profile)
     if not records and machine is None:
-        raise ValueError(_nothing(name, arguments, loaded))
+        raise ValueError(_nothing(name, arguments, folder, loaded))
     if not records:
         there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "nothing"
         wanted = f" of profile {profile}" if profile else ""
@@ -145,7 +159,7 @@ def _shown(
     records = [record for record in records if record.options == last]
     shown, unusable = readable(name, records, lambda usable: shown_of(experiment, usable))
     if shown is None and machine is None:
-        raise ValueError(f"{unusable[0]}; make records anew with: run {name} --fresh")
+        raise ValueError(f"{unusable[0]}; make records anew with: {program()} run {name} --fresh")
     if shown is None:
         raise ValueError(f"machine {machine!r}: {unusable[0]}")
     warn(*(f"{machine}: {line}" if machine else line for line in unusable))
@@ -176,10 +190,6 @@ def machine_folders(
             raise ValueError(f"machine {name!r} is given twice; side by side takes different ones")
         short = Path(name).stem if name in files else folder.name
         found[name if name in known or short in found else short] = folder
-    if len(found) < 2:
-        raise ValueError(
-            f"--machines takes at least two, got {', '.join(found)}; there are: {', '.join(known)}"
-        )
     return found
 
 
@@ -216,7 +226,7 @@ def _of_engine(records: Sequence[Record], experiment: Experiment, engine: str | 
     return [record for record in records if engine in engines_of(record)]
 
 
-def _nothing(name: str, arguments: argparse.Namespace, loaded: Loaded) -> str:
+def _nothing(name: str, arguments: argparse.Namespace, folder: Path, loaded: Loaded) -> str:
     wanted = f" of profile {arguments.profile}" if arguments.profile else ""
     profile = f" --profile {arguments.profile}" if arguments.profile else ""
     found = []
@@ -227,5 +237,5 @@ def _nothing(name: str, arguments: argparse.Namespace, loaded: Loaded) -> str:
         found.append(f"{lines} can't be read: {loaded.problems[0]}")
     besides = f" ({'; '.join(found)})" if found else ""
     return (
-        f"no records of {name}{wanted} in {arguments.results}{besides}; make them with: run {name}{profile}"
+        f"no records of {name}{wanted} in {folder}{besides}; make them with: {program()} run {name}{profile}"
     )

@@ -7,25 +7,23 @@ the doctor has to survive the patient.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gpipe_bench.experiments import gpu
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell
 
 Status = Literal["ok", "missing", "optional"]
 
 _MEMORY_GIB = 3.0  # what Table 1 takes at the paper's full size
-_INSTALL = "python -m pip install -e ."
+_INSTALL = "python -m pip install torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +49,18 @@ def run(arguments: argparse.Namespace) -> int:
     else 1.
     """
     checks = list(examine(arguments.results, on_gpu=arguments.device == "cuda"))
-    if arguments.json:
-        for check in checks:
-            print_line(json.dumps(asdict(check)).encode())
-    else:
-        width = max(len(check.name) for check in checks)
-        for check in checks:
-            say(f"{check.status:<9}{check.name:<{width}}  {check.found}")
-            if check.remedy:
-                say(f"{'':<{9 + width}}  -> {check.remedy}")
-        print()
-        missing = [check.name for check in checks if check.status == "missing"]
-        able = "this machine can run the smoke and short profiles"
-        if arguments.device == "cuda":
-            able = f"`.ci/gpu` takes the steps above in this order; {gpu.MODELLED}"
-        say(f"missing: {', '.join(missing)}" if missing else able)
-    return 1 if any(check.status == "missing" for check in checks) else exits.DONE
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines += [f"{check.status:<9}{check.name:<{width}}  {check.found}"]
+        lines += [f"{'':<{9 + width}}  -> {check.remedy}"] * bool(check.remedy)
+    missing = [check.name for check in checks if check.status == "missing"]
+    able = "this machine can run the smoke and short profiles"
+    if arguments.device == "cuda":
+        able = f"`.ci/gpu` takes the steps above in this order; {gpu.MODELLED}"
+    lines += ["", f"missing: {', '.join(missing)}" if missing else able]
+    tell(arguments, checks, lambda: "\n".join(lines))
+    return VERDICT_FAILED if missing else DONE
 
 
 def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:
@@ -93,7 +87,7 @@ def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:
 def _packages() -> Check:
     wanted = gpu.declared()
     if absent := gpu.absent(wanted):
-        return Check("packages", "missing", f"without {', '.join(absent)}", _INSTALL)
+        return Check("packages", "missing", *gpu.how_to_install(absent).split(": ", 1))
     return Check("packages", "ok", f"all {len(wanted)} that the project needs")
 
 
@@ -114,7 +108,7 @@ def _machine() -> Iterator[Check]:
     try:
         here = environment()
     except ImportError as error:
-        yield Check("machine", "missing", f"can't be examined: {error}", _INSTALL)
+        yield Check("machine", "missing", f"can't be examined: {error}", "python -m pip install psutil")
         return
     cores = len(here["affinity"] or []) or here["cores_logical"]
     quota = here["cgroup_cpus"]

@@ -9,11 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, warn
-from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.commands.output import DONE, tell, warn
+from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
 from gpipe_bench.harness.bundle import SUFFIX, pack
 from gpipe_bench.harness.record import encode
 from gpipe_bench.harness.store import Store, latest, lines_of, write_whole
@@ -29,21 +26,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError where there is nothing to export or no place for it."""
     lines, counts = collected(Store(arguments.results), arguments.name or list(EXPERIMENTS))
     if not lines:
-        raise ValueError(f"no records to export in {arguments.results}; make some with: run NAME")
+        raise ValueError(f"no records to export in {arguments.results}; make some with: {program()} run NAME")
     path = arguments.output or Path(f"{arguments.results.resolve().name}{SUFFIX}")
     content = pack(lines)
     try:
         write_whole(path, content)
     except OSError as error:
         raise ValueError(f"can't write {path}: {error.strerror or error}; choose another --output") from error
-    if arguments.json:
-        facts = {"file": str(path), "bytes": len(content), "records": counts}
-        print_line(msgspec.json.encode(facts))
-    else:
-        said = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        print(f"export: {path}: {sum(counts.values())} records: {said}")
-        print(f"look at it as its reader will: check {path}")
-    return exits.DONE
+    said = ", ".join(f"{count} of {name}" for name, count in counts.items())
+    tell(
+        arguments,
+        [{"file": str(path), "bytes": len(content), "records": counts}],
+        lambda: (
+            f"export: {path}: {sum(counts.values())} records: {said}\n"
+            f"look at it as its reader will: {program()} check {path}"
+        ),
+    )
+    return DONE
 
 
 def collected(store: Store, names: Sequence[str]) -> tuple[dict[str, bytes], dict[str, int]]:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line
+from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
 from gpipe_bench.experiments.guard.arms import Subject, WorkerError, repository, this_project
 from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
@@ -107,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
-        return exits.CASE_FAILED
+        return CASE_FAILED
     failed = failed or any(finding.confirmed for finding in findings)
     last = ending(failed, findings)
     if not failed and arguments.require_conclusive and not all(finding.is_told for finding in findings):
@@ -118,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         told = "".join(f"- {finding.conclusion()}\n" for finding in findings)
         page = f"### {last}\n\n{told}\n{table(findings).markdown()}\n\n{LEGEND}\n"
         append_text(arguments.markdown, page)
-    return exits.VERDICT_FAILED if failed else exits.DONE
+    return VERDICT_FAILED if failed else DONE
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:

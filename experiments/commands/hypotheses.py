@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say, warn
-from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report.records import select_records
+from gpipe_bench.experiments.commands.output import DONE, tell, warn
+from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
+from gpipe_bench.experiments.report.records import folder_of, select_records
 from gpipe_bench.harness.hypotheses import Fit, Ranking, rank
 from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.report.hypotheses import base_of, summary, table
@@ -32,22 +29,24 @@ def run(arguments: argparse.Namespace) -> int:
     if experiment.hypotheses is None:
         having = [name for name in EXPERIMENTS if load(name).hypotheses is not None]
         raise ValueError(f"{experiment.name} has no hypotheses; those that have: {', '.join(having)}")
-    loaded = Store(arguments.results).load(experiment.name)
+    folder, whose = folder_of(experiment.name, arguments.results, is_own=arguments.is_own)
+    loaded = Store(folder).load(experiment.name)
     warn(*lines_of(loaded.problems))
     records = select_records(loaded.records, experiment, None)
     found = experiment.hypotheses(records)
     if not found:
         raise ValueError(
-            f"no records of {experiment.name} in {arguments.results} have hypotheses; make them with: "
-            f"run {experiment.name}"
+            f"no records of {experiment.name} in {folder} have hypotheses; make them with: {program()} run "
+            f"{experiment.name}"
         )
     ranking = rank(found)
-    if arguments.json:
-        for fit in ranking.fits if arguments.all else _shown(ranking):
-            print_line(msgspec.json.encode(_as_data(fit)))
-        return exits.DONE
-    say(_text(ranking, every=arguments.all))
-    return exits.DONE
+    shown = ranking.fits if arguments.all else _shown(ranking)
+    tell(
+        arguments,
+        map(_as_data, shown),
+        lambda: "\n\n".join([*([whose] if whose else []), _text(ranking, every=arguments.all)]),
+    )
+    return DONE
 
 
 def _shown(ranking: Ranking) -> list[Fit]:

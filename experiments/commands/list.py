@@ -6,12 +6,9 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say, warn
+from gpipe_bench.experiments.commands.output import DONE, tell, warn
 from gpipe_bench.experiments.commands.run import usual_options
-from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.progress import words
 from gpipe_bench.harness.record import FINAL
@@ -34,12 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         store = Store(arguments.results)
     found = rows() if arguments.models else (_entry(name, store) for name in EXPERIMENTS)
-    if arguments.json:
-        for row in found:
-            print_line(msgspec.json.encode(row))
-    else:
-        say(_zoo_text(found) if arguments.models else _text(found))
-    return exits.DONE
+    tell(arguments, found, lambda: _zoo_text(found) if arguments.models else _text(found))
+    return DONE
 
 
 def _entry(name: str, store: Store) -> dict[str, Any]:
@@ -95,7 +88,7 @@ def _text(entries: Iterable[dict[str, Any]]) -> str:
             for each in entry["profiles"]
         ]
         blocks.append("\n".join(lines))
-    return "\n\n".join(blocks) + "\n\nrun one with: python -m experiments run NAME --profile PROFILE"
+    return "\n\n".join([*blocks, f"run one with: {program()} run NAME --profile PROFILE"])
 
 
 def _zoo_text(found: Iterable[dict[str, Any]]) -> str:

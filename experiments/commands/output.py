@@ -1,4 +1,4 @@
-"""Standard output that holds results and nothing else, and standard streams that can be written to at all.
+"""Exit statuses, standard output that holds results and nothing else, and streams that can be written to.
 
 Experiments run code that prints, down to libraries that write to the file descriptor; under --json all of
 that must not end up between the lines another program reads.
@@ -6,12 +6,24 @@ that must not end up between the lines another program reads.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
+"""Exit statuses: of what went as it should and of what the user asked to know."""
+
+IO_FAILED, READER_GONE = 74, 141
+"""What is expected of a program that could not write (sysexits.h), or whose reader left a pipe."""
+
+
+def interrupted(number: int) -> int:
+    """What is expected of a program that this signal ended: 130 for the keyboard's."""
+    return 128 + number
 
 
 def prepare_streams() -> None:
@@ -68,6 +80,17 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
     finally:
         os.dup2(kept, descriptor)
         os.close(kept)
+
+
+def tell(arguments: argparse.Namespace, lines: Iterable[object], text: Callable[[], str]) -> None:
+    """What a verb has found: a line of JSON for each of `lines` where `--json` asks for it, else the text."""
+    if not arguments.json:
+        say(text())
+        return
+    import msgspec  # not for a help
+
+    for line in lines:
+        print_line(msgspec.json.encode(line))
 
 
 def say(text: str) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, warn
+from gpipe_bench.experiments.commands.output import DONE, print_line, warn
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.harness.bundle import unpacked
 from gpipe_bench.harness.places import short_path
@@ -48,14 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
                 line = {**msgspec.to_builtins(row.comparison), "machine": row.machine or None,
                         "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
                 print_line(msgspec.json.encode(line))
-        return exits.DONE
+        return DONE
     folder = arguments.output or arguments.results
     print(page.first.text(), end="\n\n")
     files = ((HTML, html(page)), (MARKDOWN, markdown(page)), (CELLS, cells_csv(page.tables)))
     for name, text in files:
         write(folder / name, text)
         print(f"report: {short_path(folder / name)}")
-    return exits.DONE
+    return DONE
 
 
 def write(path: Path, text: str) -> None:

@@ -12,9 +12,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import lines_only, print_line, say
-from gpipe_bench.experiments.registry import PROFILES, load, suggestion
+from gpipe_bench.experiments.commands.output import (
+    CASE_FAILED,
+    DONE,
+    VERDICT_FAILED,
+    interrupted,
+    lines_only,
+    print_line,
+    say,
+)
+from gpipe_bench.experiments.registry import PROFILES, load, program, suggestion
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.report.readings import Shown, readable, screen, shown_of
 from gpipe_bench.experiments.report.records import merge, select_records
@@ -22,6 +29,7 @@ from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.places import short_path
 from gpipe_bench.harness.progress import Reporter, reporter
 from gpipe_bench.harness.record import Record, encode, printable
+from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.runner import RunResult, run_experiment
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
@@ -71,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     experiment = load(arguments.name)
     asked = _asked(arguments, experiment)
     store, show = Store(arguments.results), reporter()
+    does = experiment.profiles.get(asked.profile)
+    show.title = f"{experiment.title}, profile {asked.profile}: {does}"
     jobs = arguments.jobs
     if jobs is None:  # all cores where nothing is timed, but one case at a time on GPUs
         jobs = sensible_jobs() if experiment.untimed and asked.device != "cuda" else 1
@@ -88,14 +98,20 @@ def run(arguments: argparse.Namespace) -> int:
         if result.signal is not None:  # who asked for the end wants no comparison
             finished = len(result.records)
             show.warn(f"interrupted; {finished} finished cases are kept, the same command goes on from there")
-            return exits.interrupted(result.signal)
-        shown = _shown(experiment, asked, store, result, show)
+            return interrupted(result.signal)
+        with within(SCREEN):
+            shown = _shown(experiment, asked, store, result, show)
         if not arguments.json:
-            say(screen(shown, experiment.name))
+            say(screen(shown, f"{program()} compare {experiment.name}{_where(arguments)} --full"))
         for path in _figures(experiment, shown, store.root / "figures", show):
             if not arguments.json:
                 print(f"figure: {short_path(path)}")
     return _status(result, shown.comparisons, arguments)
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    """The option that finds the records again, where they are not in the usual folder."""
+    return "" if arguments.is_own else f" --results {shlex.quote(str(arguments.results))}"
 
 
 def usual_options(
@@ -193,7 +209,9 @@ def _figures(experiment: Experiment, shown: Shown, folder: Path, show: Reporter)
         return draw(experiment, shown.records, folder)
     except OSError as error:  # the numbers are worth showing without the pictures
         show.warn(f"can't write figures to {folder}: {error.strerror or error}")
-        return []
+    except ImportError as error:
+        show.warn(f"figures are not drawn: {error}; `{program()} doctor` says how to get what is missing")
+    return []
 
 
 def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> int:
@@ -203,14 +221,14 @@ def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: arg
         said += [f"tracebacks are in the records, {results}/{arguments.name}.jsonl; run again to retry"]
     if result.unsaved:
         said += [f"error: {len(result.unsaved)} results could not be written to {results}"]
-    status = exits.CASE_FAILED if said else exits.DONE
+    status = CASE_FAILED if said else DONE
     if arguments.assert_ and not said:
         bad = [each for each in comparisons if each.verdict in DIFFERS]
         said += [f"{c.verdict}: {c.table} / {c.row} / {c.column}: {c.reason}" for c in bad]
         if not any(each.verdict in JUDGED for each in comparisons):
             said += ["nothing to assert: no cell has a number of ours and a comparable one of the paper"]
         if said:
-            status = exits.VERDICT_FAILED
+            status = VERDICT_FAILED
     for line in said:
         print(line, file=sys.stderr)
     return status

@@ -12,12 +12,10 @@ comparable.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands import exits
-from gpipe_bench.experiments.commands.output import print_line, say, write_text
+from gpipe_bench.experiments.commands.output import DONE, tell, write_text
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
@@ -70,11 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_text("--csv", arguments.csv, to_csv(schedule))
     if arguments.draw is not None:
         write_text("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
-    if arguments.json:
-        print_line(json.dumps(facts).encode())
-    else:
-        say(_text(facts, draw(timeline)))
-    return exits.DONE
+    tell(arguments, [facts], lambda: _text(facts, draw(timeline)))
+    return DONE
 
 
 def _named(arguments: argparse.Namespace) -> Schedule:

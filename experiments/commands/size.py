@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.asked import (
     check_counts,
     find_own_modules,
@@ -19,7 +17,7 @@ from gpipe_bench.experiments.commands.asked import (
     reserve_option,
     training_options,
 )
-from gpipe_bench.experiments.commands.output import print_line, say
+from gpipe_bench.experiments.commands.output import DONE, tell
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.models.paper import GIB, HALVES
 from gpipe_bench.pipeline.plan.links import LINKS
@@ -85,14 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     if half is not None and is_searched:
         _search(arguments, half)
-        return exits.DONE
+        return DONE
     find_own_modules()
     found = placed(arguments, cap_bytes)
-    if arguments.json:
-        print_line(json.dumps(facts(*found)).encode())
-    else:
-        say(text(*found))
-    return exits.DONE
+    tell(arguments, [facts(*found)], lambda: text(*found))
+    return DONE
 
 
 def _check_search(arguments: argparse.Namespace) -> None:
@@ -119,12 +114,8 @@ def _search(arguments: argparse.Namespace, half: str) -> None:
         compiled=arguments.compiled, optimizer=arguments.optimizer or "rmsprop",
     )  # fmt: skip
     placement = largest(setting)
-    if arguments.json:
-        import msgspec
-
-        print_line(msgspec.json.encode({"model": arguments.model, **placement.describe()}))
-    else:
-        say(_largest_text(setting, placement))
+    facts = {"model": arguments.model, **placement.describe()}
+    tell(arguments, [facts], lambda: _largest_text(setting, placement))
 
 
 def _largest_text(setting: Setting, placement: Placement) -> str:

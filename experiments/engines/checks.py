@@ -9,7 +9,7 @@ gradients of the mini-batch are from those of the uncut model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -90,14 +90,30 @@ def check_counts(
     modes = ("except_last", "always") if setup.remat == "except_last" else (setup.remat,)
     expected = [forward_rows(sizes, mode) for mode in modes]
     for stage, count in counted.items():
-        if count.backwards != len(sizes) or Counter(count.rows) not in map(Counter, expected):
+        right = count.backwards == len(sizes)
+        if right and Counter(count.rows) in map(Counter, expected):
+            continue
+        due = " or ".join(str(len(rows)) for rows in expected)
+        if right and sorted(count.rows) == sorted(sizes):
             raise RuntimeError(
-                f"{name}: stage {stage} ran {count.backwards} backwards and {len(count.rows)} forwards of "
-                f"{sorted(set(count.rows))} examples; it should be {len(sizes)} and "
-                f"{' or '.join(str(len(rows)) for rows in expected)} of "
-                f"{', '.join(map(str, sorted(set(sizes))))}"
+                f"{name}: stage {stage} recomputed nothing: {len(sizes)} forwards, and {due} are due with "
+                f"setup.remat = {setup.remat!r}; recompute, or refuse it by a ValueError in the factory"
             )
+        forwards, backwards = _number(len(count.rows), "forward"), _number(count.backwards, "backward")
+        raise RuntimeError(
+            f"{name}: stage {stage} ran {forwards} of {_all_of(count.rows)} examples and {backwards}; "
+            f"{len(sizes)} micro-batches of {_all_of(sizes)} with setup.remat = {setup.remat!r} take {due} "
+            f"forwards and {_number(len(sizes), 'backward')}"
+        )
     return count, sizes
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _all_of(sizes: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(set(sizes))))
 
 
 def named_parameters(setup: Setup) -> dict[str, nn.Parameter]:

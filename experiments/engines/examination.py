@@ -33,6 +33,8 @@ NUM_STAGES, NUM_MICROBATCHES, WIDTH, SEED = 2, 4, 6, 1811
 PLACES = {"one process": 1, "two processes": NUM_STAGES}
 OK, FAILED, BROKEN, CANNOT, UNTRIED = "ok", "failed", "broken", "can't", "not tried"
 """Verdicts. `broken`: it raised, hung or ended its process; `can't`: it says so itself, by a ValueError."""
+AS_BEFORE = "as before"
+"""Of a setting where gradients alone are wrong, which says nothing new if they are wrong without it, too."""
 _SAME = 1e-6  # two factors that differ by less are one
 
 
@@ -86,6 +88,12 @@ def _in_place(name: str, place: str, timeout_s: float) -> list[Row]:
         for _, by_rank in sorted(told.items()):
             if len(by_rank) == PLACES[place]:
                 rows += _joined([found for _, found in sorted(by_rank.items())])
+        is_wrong = any(row.check == "gradients" and row.verdict == FAILED for row in rows)
+        for index, row in enumerate(rows):
+            if row.verdict == AS_BEFORE and is_wrong:
+                rows[index] = replace(row, verdict=UNTRIED, text="its gradients are wrong without that, too")
+            elif row.verdict == AS_BEFORE:
+                rows[index] = replace(row, verdict=FAILED)
         if fault is None:
             break
         check = "step" if SETTINGS[last] == BASE else SETTINGS[last].name
@@ -165,19 +173,19 @@ def examine(name: str, setting: Setting, place: str) -> list[Row]:
     except NoStepError as error:
         return [Row(place, "step", FAILED, str(error))]
     counted, loss = counted_step(engine, setup, batch, target, mean_square)
-    found = [_counts(counted, setup, batch), _gradients(setup, expected)]
+    counts, gradients = _counts(counted, setup, batch), _gradients(setup, expected, batch, target)
     if setting != BASE:
-        verdict = FAILED if any(wrong for wrong, _ in found) else OK
-        said = "; ".join(text for wrong, text in found if wrong == (verdict == FAILED))
+        verdict = FAILED if counts[0] else AS_BEFORE if gradients[0] else OK
+        said = "; ".join(text for wrong, text in (counts, gradients) if wrong == (verdict != OK))
         return [Row(place, setting.name, verdict, said)]
     with torch.no_grad():
         wanted = float(mean_square(nn.Sequential(*setup.layers)(batch), target))
     checks = {
         "step": (False, f"{type(engine).__name__} has step(batch, target, loss_fn)"),
-        "micro-batches": found[0],
-        "gradients": found[1],
+        "micro-batches": counts,
+        "gradients": gradients,
         "loss": _loss(loss, wanted),
-        "adds up": _adds_up(engine, setup, batch, target, expected),
+        "adds up": _adds_up(engine, setup, batch, target),
     }
     return [Row(place, check, FAILED if wrong else OK, text) for check, (wrong, text) in checks.items()]
 
@@ -228,32 +236,38 @@ def _counts(counted: Mapping[int, Count], setup: Setup, batch: Tensor) -> Said:
     return False, f"{text} of {', '.join(map(str, sorted(set(sizes))))} examples"
 
 
-def _gradients(setup: Setup, expected: Mapping[str, Tensor]) -> Said:
+def _gradients(setup: Setup, expected: Mapping[str, Tensor], batch: Tensor, target: Tensor) -> Said:
     found: dict[str, Tensor] = {}
     try:
         found = gradients_of(named_parameters(setup), "the engine")
         error_share = gradient_error(found, expected, "the engine")
     except RuntimeError as error:
-        scaled = _scaled(found, expected, setup.num_microbatches) if found else ""
-        return True, scaled or str(error)
+        return True, (_of_which(setup, found, batch, target) if found else "") or str(error)
     return False, f"all {len(found)} are the plain model's, to {error_share:.0e}"
 
 
-def _scaled(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], count: int) -> str:
-    """That all gradients are wrong by one factor, if they are."""
-    factors = [
-        float((found[name] * wanted).sum() / (wanted * wanted).sum())
-        for name, wanted in expected.items()
-        if float(wanted.abs().max()) > 0
+def _of_which(setup: Setup, found: Mapping[str, Tensor], batch: Tensor, target: Tensor) -> str:
+    """Which micro-batches count how often, where the gradients are sums of theirs with other factors."""
+    count, alone = setup.num_microbatches, replace(setup, num_microbatches=1)
+    parts = [
+        reference(alone, *part, mean_square)
+        for part in zip(batch.tensor_split(count), target.tensor_split(count), strict=True)
     ]
-    factor = factors[0] if factors else 1.0
-    off = {name: found[name] - factor * wanted for name, wanted in expected.items()}
-    floor = _SAME * max(float(wanted.abs().max()) for wanted in expected.values())
-    if abs(factor - 1) < _SAME or any(float(each.abs().max()) > floor * abs(factor) for each in off.values()):
+    mine = torch.cat([found[name].flatten() for name in found])
+    theirs = torch.stack([torch.cat([each[name].flatten() for name in found]) for each in parts], dim=1)
+    theirs *= torch.tensor([len(part) / len(batch) for part in batch.tensor_split(count)])
+    factors = torch.linalg.lstsq(theirs, mine[:, None]).solution.flatten()
+    if not torch.allclose(theirs @ factors, mine, rtol=_SAME, atol=_SAME * float(theirs.abs().max())):
         return ""
-    is_sum = abs(factor - count) < _SAME * count
-    reason = ": the losses of the micro-batches are added up, not averaged" if is_sum else ""
-    return f"every gradient is {factor:.6g} times that of the mean loss over the mini-batch{reason}"
+    times = [round(float(factor), 6) for factor in factors]
+    if len(set(times)) == 1:
+        is_sum = times[0] == count
+        reason = ": the losses of the micro-batches are added up, not averaged" if is_sum else ""
+        return f"every gradient is {times[0]:.6g} times that of the mean loss over the mini-batch{reason}"
+    wrong = [f"micro-batch {m} counts {each:.6g} times" for m, each in enumerate(times) if each != 1]
+    return (
+        f"{' and '.join(wrong)} in the gradients, where each should count once, by its share of the examples"
+    )
 
 
 def _loss(found: Any, wanted: float) -> Said:
@@ -265,16 +279,17 @@ def _loss(found: Any, wanted: float) -> Said:
     return False, "what it returns is the mean over the mini-batch"
 
 
-def _adds_up(
-    engine: Engine, setup: Setup, batch: Tensor, target: Tensor, expected: Mapping[str, Tensor]
-) -> Said:
-    """A further step must add to the gradients that are there, as for several steps of one update."""
-    clear(setup.layers)
-    for _ in range(2):
-        engine.step(batch, target, mean_square)
-    twice = {name: 2 * wanted for name, wanted in expected.items()}
+def _adds_up(engine: Engine, setup: Setup, batch: Tensor, target: Tensor) -> Said:
+    """A further step must add to the gradients that are there, right or wrong, as for several steps of one
+    update.
+    """
     try:
-        gradient_error(gradients_of(named_parameters(setup), "the engine"), twice, "the engine")
+        clear(setup.layers)
+        engine.step(batch, target, mean_square)
+        once = gradients_of(named_parameters(setup), "the engine")
+        engine.step(batch, target, mean_square)
+        twice = gradients_of(named_parameters(setup), "the engine")
+        gradient_error(twice, {name: 2 * gradient for name, gradient in once.items()}, "the engine")
     except RuntimeError:
         return True, "two steps do not leave the sum of their gradients; a step must add to .grad"
     return False, "two steps leave the sum of their gradients"

@@ -101,8 +101,7 @@ def repository(
     folders: where modules are imported from, below `folder`; none: itself, and its `src` if there is one.
     build: a command to be run in the base's checkout before it is measured.
 
-    Raises ValueError, with the remedy, where nothing can be measured so, and WorkerError where the file
-    can't be loaded.
+    Raises ValueError, with the remedy, where nothing can be measured so.
     """
     if not folder.is_dir():
         raise ValueError(f"--repo {folder} is no folder; name the repository to be guarded")
@@ -137,7 +136,10 @@ def repository(
         with ExitStack() as stack:  # their code is not run in this process
             arm = Arm("head", root, subject, 1, Path("unused"), stack)
             arm.wait_until_started()
-            names = arm.names()
+            try:
+                names = arm.names()
+            except WorkerError as error:
+                raise ValueError(f"--benchmarks {file} can't be used: {error}") from error
         if twice := sorted(names.keys() & benchmarks.keys()):
             raise ValueError(
                 f"{file} declares {', '.join(twice)}, which is a benchmark of every engine; rename it"
@@ -167,8 +169,9 @@ def arms_of(subject: Subject, base: Path, names: Sequence[str]) -> Iterator[dict
 class Built(NamedTuple):
     """What came of building a benchmark."""
 
-    loss: float | None  # of its first step, where that is known
+    result: float | None  # of its first step, where that is a number
     refused: str = ""  # why the revision can't run it
+    what: str = "the first loss"  # that the number is
 
 
 class Arm:
@@ -201,8 +204,9 @@ class Arm:
         count = self._benchmarks[benchmark].num_processes
         replies = self._ask(count, {"do": "build", "benchmark": benchmark}, BUILD_S)
         return Built(
-            next((reply["loss"] for reply in replies if reply.get("loss") is not None), None),
+            next((reply["result"] for reply in replies if reply.get("result") is not None), None),
             next((reply["refused"] for reply in replies if "refused" in reply), ""),
+            next((reply["what"] for reply in replies if "what" in reply), "the first loss"),
         )
 
     def sample(self, benchmark: str, repeats: int) -> Sample:

@@ -167,10 +167,12 @@ def measure(
     finding.refused = _refused(name, built["base"], built["head"])
     if finding.refused:
         return None
-    before, now = built["base"].loss, built["head"].loss
+    before, now = built["base"].result, built["head"].result
     differ = before is not None and now is not None and not math.isclose(before, now, rel_tol=1e-4)
     if differ and not finding.notes:
-        finding.notes.append(f"computes something else: the first loss was {before:.6g} and is {now:.6g}")
+        finding.notes.append(
+            f"computes something else: {built['head'].what} was {before:.6g} and is {now:.6g}"
+        )
     steps_s = [arms["base"].sample(name, 1).wall_s for _ in range(CALIBRATION_SAMPLES)]
     repeats = repeats_for(steps_s, sample_s)
     judgement, rounds = run_rounds(

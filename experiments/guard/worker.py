@@ -11,7 +11,7 @@ arms, so that both revisions are asked the same.
 Requests and answers are lines of JSON on standard input and output:
 
     {"do": "names"}                                             -> {"names": {"rows": "sums of many rows"}}
-    {"do": "build", "benchmark": "transformer"}                 -> {"loss": 5.5}
+    {"do": "build", "benchmark": "transformer"}                 -> {"result": 5.5, "what": "the first loss"}
     {"do": "sample", "benchmark": "transformer", "repeats": 3}  -> {"wall_s": 0.012, "cpu_s": 0.012}
 """
 
@@ -99,8 +99,9 @@ class Arm:
         recomputations or gradients is not timed.
         """
         try:
-            make = self._function if benchmark in self._functions else self._training
-            loss, step, prepare = make(benchmark)
+            is_function = benchmark in self._functions
+            make = self._function if is_function else self._training
+            result, step, prepare = make(benchmark)
         except RefusedError as refused:
             return {"refused": str(refused)}
         for _ in range(WARM_UP_STEPS):
@@ -108,7 +109,7 @@ class Arm:
         gc.collect()
         gc.freeze()  # what lives from here on, so that collecting between samples is quick
         self._steps[benchmark] = (step, prepare)
-        return {"loss": loss}
+        return {"result": result, "what": "what it returns" if is_function else "the first loss"}
 
     def sample(self, benchmark: str, repeats: int) -> dict[str, Any]:
         """Mean seconds per step over `repeats` steps."""
@@ -222,11 +223,11 @@ class Arm:
         )  # fmt: skip
         try:
             engine = build(self._engine, setup)
+            verify(self._engine, engine, setup, *batch)
         except NoStepError:
             raise
         except ValueError as error:  # what an engine can't do, see docs/own-engine.md
             raise RefusedError(str(error)) from error
-        verify(self._engine, engine, setup, *batch)
         step = functools.partial(engine.step, *batch)
         return step(), step, functools.partial(clear, setup.layers)
 

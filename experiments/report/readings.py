@@ -22,6 +22,7 @@ from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.hypotheses import with_reasons
 from gpipe_bench.harness.joint import Joint, joint_text, judge_jointly
 from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.grid import SCREEN, fill, within
 from gpipe_bench.harness.report.table import Row, short_text, text_table
 from gpipe_bench.harness.verdict import Answer, Comparison
 
@@ -32,7 +33,9 @@ UNREADABLE = (
 )  # fmt: skip
 """What an experiment may stumble over in records that something else wrote."""
 
-MOST_LINES = 5
+MOST_LINES = 5  # about records that can't be read
+MOST_SCREEN = 100
+"""Lines of tables beside the paper's; half as many of a text without its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,30 @@ class Shown:
     joint: tuple[Joint, ...] = ()
 
 
-def screen(shown: Shown, name: str) -> str:
-    """A screen of it, and how to see the rest; all of the text where the paper has no numbers for it."""
-    if not any(cell.ours is not None for cell in shown.comparisons):
-        return shown.text
-    return f"{short_text(shown.comparisons)}\n\nranges, reasons and footnotes: compare {name} --full"
+def screen(shown: Shown, whole: str) -> str:
+    """A screen of it; `whole` is the command that shows all. Where the paper has no numbers for it, the first
+    tables of its text.
+    """
+    if any(cell.ours is not None for cell in shown.comparisons):
+        with within(SCREEN):
+            *tables, counts = short_text(shown.comparisons).split("\n\n")
+        return f"{_cut(tables, MOST_SCREEN)}\n\n{counts}\n\nranges, reasons and footnotes: {whole}"
+    with within(SCREEN):
+        lines = shown.text.splitlines()
+        tables = "\n".join(line if "  " in line else fill(line) for line in lines).split("\n\n")
+    text = _cut(tables, MOST_SCREEN // 2)
+    return text if text.endswith(tables[-1]) else f"{text}\n\nall of it: {whole}"
+
+
+def _cut(tables: Sequence[str], most: int) -> str:
+    """As many of the tables as fit into so many lines, and how many lines are left out."""
+    kept = list(tables[:1])
+    for table in tables[1:]:
+        if "\n\n".join([*kept, table]).count("\n") > most:
+            left = "\n\n".join(tables[len(kept) :]).count("\n") + 1
+            return "\n\n".join([*kept, f"... {left} more lines"])
+        kept.append(table)
+    return "\n\n".join(kept)
 
 
 def shown_of(experiment: Experiment, records: Sequence[Record]) -> Shown:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_bench.experiments.registry import EXPERIMENTS, load, suggestion
+from gpipe_bench.experiments.registry import EXPERIMENTS, load, program, suggestion
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
@@ -28,6 +28,17 @@ def select_records(records: Sequence[Record], experiment: Experiment, profile: s
     if profile is None and current:
         profile = current[-1].profile
     return list(latest(record for record in current if record.profile == profile).values())
+
+
+def folder_of(name: str, results: Path, *, is_own: bool = True) -> tuple[Path, str]:
+    """Where the records of an experiment are: the user's `results`, or, where nothing of it is there and no
+    folder was asked for, those that come with the project, with a sentence that says so.
+    """
+    having = [folder for folder in sorted(REFERENCE.glob("*")) if (folder / f"{name}.jsonl").is_file()]
+    if not is_own or not having or Store(results).load(name).records:
+        return results, ""
+    said = f"records that came with the project ({having[0].name}); yours: {program()} run {name}"
+    return having[0], said
 
 
 def engines_of(record: Record) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 The models have their published sizes, so what their layers take is computed (operations at a share of the
 peak of the paper's accelerators), the steps are replayed with these times over a free link, and the memory is
 modelled. One word for all stages is compared with one word for each, the best there is, and with the choice
-of stages and micro-batches that `planner.adaptive` finds. The ratio of two steps hangs little on the
+of stages and micro-batches that `planner.recompute` finds. The ratio of two steps hangs little on the
 share of the peak, which is unknown; its range stands beside it.
 """
 
@@ -21,7 +21,7 @@ from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.simulate import replay
-from gpipe_bench.planner.adaptive import adaptive, held_by
+from gpipe_bench.planner.recompute import adaptive, held_by
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize

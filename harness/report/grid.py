@@ -7,11 +7,29 @@ page, where it stands between two markers: what is between them is made anew, th
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from operator import gt
 
 PROSE = 110
 """Columns of a paragraph. Tables, code and commands that are to be copied are as wide as they are."""
+SCREEN = 100
+"""Columns of what `compare` and `run` show unless all is asked for."""
+NARROWEST = 14
+"""Columns of a table's column that is wrapped to make room."""
+_width: ContextVar[int | None] = ContextVar("width", default=None)
+
+
+@contextmanager
+def within(width: int | None) -> Iterator[None]:
+    """Every text that is laid out in this block fits into so many columns, as far as its words allow."""
+    token = _width.set(width)
+    try:
+        yield
+    finally:
+        _width.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +48,41 @@ class Grid:
     def text(self) -> str:
         """For a terminal."""
         title = [self.title, ""] if self.title else []
-        return "\n".join([*title, self._laid_out("simple", self.columns, self.lines), *self.notes])
+        parts = [part._laid_out("simple", part.columns, part.lines) for part in self._fitted(_width.get())]
+        return "\n".join([*title, "\n\n".join(parts), *self.notes])
+
+    def _fitted(self, width: int | None) -> list[Grid]:
+        """The table with its widest columns wrapped, and if that is not enough as several, one below the
+        other, that all begin with the columns that have no heading, or the first.
+        """
+        rows = [[str(cell) for cell in row] for row in (self.columns, *self.lines)]
+        widths = [
+            max(len(line) for cell in column for line in cell.split("\n"))
+            for column in zip(*rows, strict=True)
+        ]
+        if width is None or sum(widths) + 2 * len(widths) - 2 <= width:
+            return [self]
+        first = max(1, next((i for i, name in enumerate(rows[0]) if name), 1))
+        least = [NARROWEST + 10 * (place < first) for place in range(len(widths))]
+        while sum(widths) + 2 * len(widths) - 2 > width and any(map(gt, widths, least)):
+            widest = max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))
+            widths[widest] -= 1
+        columns, *lines = [
+            ["\n".join(_wrapped(*each)) for each in zip(row, widths, strict=True)] for row in rows
+        ]
+        room = width - sum(widths[:first]) - 2 * first + 2
+        groups: list[list[int]] = [[]]
+        for place in range(first, len(widths)):
+            if groups[-1] and sum(widths[i] + 2 for i in (*groups[-1], place)) > room:
+                groups.append([])
+            groups[-1].append(place)
+        return [
+            replace(
+                self, columns=[columns[i] for i in kept], lines=[[line[i] for i in kept] for line in lines],
+                right=frozenset(place for place, i in enumerate(kept) if i in self.right),
+            )
+            for kept in ([*range(first), *group] for group in groups)
+        ]  # fmt: skip
 
     def markdown(self) -> str:
         """For a markdown page: the title in bold, pipes escaped."""
@@ -54,9 +106,18 @@ def numbers(columns: Sequence[str]) -> frozenset[int]:
 def fill(text: str, first: str = "", rest: str = "") -> str:
     """One paragraph, wrapped between words; `first` and `rest` are what its lines begin with."""
     return textwrap.fill(
-        text, PROSE, initial_indent=first, subsequent_indent=rest,
+        text, _width.get() or PROSE, initial_indent=first, subsequent_indent=rest,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    """The cell's lines, each no longer than that where a space allows it."""
+    return [
+        part
+        for line in cell.split("\n")
+        for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
+    ]
 
 
 def escaped(text: str) -> str:

@@ -164,6 +164,8 @@ def short_text(comparisons: Sequence[Comparison]) -> str:
     shown: set[str] = set()
     for table in tables_of(comparisons):
         rows = [row for row in table.rows if row.comparison.verdict != "not run" and row.comparison.printed]
+        if table.diagonal:  # sums that follow by arithmetic are counted below
+            rows = [row for row in rows if row.comparison.verdict != "identity"] or rows
         if not rows or (table.part == "others' numbers" and table.name in shown):
             continue
         shown.add(table.name)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+import gpipe_bench
+
 ROOT = Path(__file__).resolve().parents[2]
 CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
@@ -28,6 +30,7 @@ def test_the_citation_has_what_the_format_requires_and_names_the_paper() -> None
 
 def test_the_citation_is_of_this_version_and_license() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert gpipe_bench.__version__ == project["version"]
     for field in ("version", "license"):
         found = re.search(rf"^{field}: (\S+)$", CITATION, re.MULTILINE)
         assert found is not None

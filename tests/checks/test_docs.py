@@ -1,4 +1,6 @@
-"""The documentation leads to what is there: links, files, and modules, which docstrings name too."""
+"""The documentation leads to what is there (links, files, and modules, which docstrings name too), and stays
+short and readable.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,21 @@ MODULES |= {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    text = re.sub("`[^`\n]*`", "", page.read_text(encoding="utf-8"))  # code may look like a link
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_a_section_lead_to_its_heading(page: Path) -> None:
+    """GitHub names a heading by its words, in small letters, with a dash for every space."""
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / target).read_text(encoding="utf-8") if target else page.read_text("utf-8")
+        headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?ms)^```.*?^```", "", text))
+        known = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        known |= {*re.findall(r'<a id="([^"]+)">', text)}
+        assert anchor in known, f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -75,10 +89,28 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours_on_any_index() -> Non
     assert [line for text in texts for line in re.findall(r"pip install [\"']?gpipe-bench.*", text)] == []
 
 
+@pytest.mark.parametrize("name", ["api.md", "architecture.svg"])
+def test_what_is_made_from_the_sources_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    made = import_module("generate").PAGES[name]()
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == made, "stale: run python docs/generate.py"
+
+
+@pytest.mark.parametrize("package", ["pipeline", "planner", "models"])
+def test_the_reference_has_every_public_name(package: str) -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(#([^)]+)\)", text)
+    assert len(links) == len(set(links))
+    assert sorted(links) == sorted(re.findall(r'<a id="([^"]+)">', text))
+    assert {f"{package}-{name}" for name in import_module(f"gpipe_bench.{package}").__all__} <= set(links)
+
+
 @pytest.mark.parametrize("package", ["pipeline", "planner"])
 def test_every_public_name_is_there_and_known_to_a_type_checker(package: str) -> None:
     module = import_module(f"gpipe_bench.{package}")
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    folder = ROOT / package  # a module of that name would take its place as soon as it is imported
+    assert [name for name in module.__all__ if (folder / f"{name}.py").exists()] == []
     imports = [
         node
         for node in ast.walk(ast.parse(SOURCES[Path(package, "__init__.py")]))
@@ -98,8 +130,9 @@ def test_every_public_name_is_there_and_known_to_a_type_checker(package: str) ->
 
 def test_users_are_shown_public_names_alone() -> None:
     """Where things live may change: pages, examples and generated scripts import from the packages."""
-    paths = [*PAGES, *ROOT.glob("docs/**/*.py"), ROOT / "planner" / "script.py"]
+    paths = [*PAGES, *ROOT.glob("examples/*.py"), ROOT / "planner" / "script.py"]
     shown = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
+    del shown[Path("docs/api.md")]  # docstrings, which speak to readers of the code too
     own = "from gpipe_bench.planner."  # the generator's own imports
     shown[Path("planner/script.py")] = re.sub(f"(?m)^{own}.*", "", shown[Path("planner/script.py")])
     for package in ("pipeline", "planner"):
@@ -110,3 +143,78 @@ def test_users_are_shown_public_names_alone() -> None:
             for found in re.findall(imports, text):
                 named |= {name.strip() for name in re.sub(r"\{\w+\}", "", found).strip("()").split(",")}
             assert named - {""} <= known, path
+
+
+MOST_WORDS, LONGEST_SENTENCE = 13_000, 35
+
+
+def test_the_pages_are_short_enough_to_be_read() -> None:
+    """Code and tables count too; what is generated from docstrings does not."""
+    words = {
+        page.name: len(page.read_text(encoding="utf-8").split())
+        for page in ROOT.glob("docs/*.md")
+        if page.name != "api.md"
+    }
+    assert sum(words.values()) <= MOST_WORDS, words
+
+
+def sentences(text: str) -> list[str]:
+    """Of the paragraphs and lists of a page; code, tables and headings hold none. What stands before a colon
+    or a semicolon can be read alone.
+    """
+    text = re.sub(r"(?ms)^```.*?^```|<!--.*?-->", "\n\n", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    found = []
+    for paragraph in re.split(r"\n\s*\n|\n(?=- |\d\. )", text):
+        if not paragraph.lstrip().startswith(("|", "#")):
+            found += re.split(r"(?<=[.!?:;])[*`\")]*\s+", " ".join(paragraph.split()))
+    return found
+
+
+def test_no_sentence_of_the_readme_is_long() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [each for each in sentences(text) if len(each.split()) > LONGEST_SENTENCE] == []
+
+
+NOBODY_UNDERSTANDS = (
+    "never added up", "What the paper admits is what", "A verdict says how the two lie",
+    "by which nothing has been run yet", "Memory of a message is free for other use",
+    "What must be outside of a layer stays outside", "so that all blame the one at the end",
+    "whose Python does nothing else for a minute", "Inside of what `tp` divides",
+    "where the loss is made one of the number", "which takes the memory that the level saves",
+    "a bound below which no cut of it goes", "A worker has room for so many layers",
+    "after it was looked that they lie on one line", "so much is not known there",
+    "of a gradient that is a bias' own", "no buffer takes yet is not counted",
+    "there and back give a ratio each", "the look that would have come next is taken",
+    "What runs on a GPU first is what is worth most", "since one that any stage recomputes is late on all",
+    "the admitted combination the fewest steps away", "Where is a judgement tried again",
+    "of how many rounds is not known",
+)  # fmt: skip
+"""Of sentences that a reader had to guess at; each has been said in plainer words."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sentences_that_nobody_understood_are_gone(page: Path) -> None:
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert [words for words in NOBODY_UNDERSTANDS if words in text] == []
+
+
+NOT_OURS = ("The server socket", "argument 'input'", "Connection closed by peer")  # torch's words
+
+
+def test_what_the_page_about_symptoms_shows_is_what_the_program_prints() -> None:
+    """Numbers and names differ; three words in a row of every part between them stand in the source."""
+    printed = re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(SOURCES.values()))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        text for text in re.findall(r"`([^`\n]+)`", page) if len(text.split()) > 4 and "--w" not in text
+    ]
+    assert len(quoted) > 15
+    lost = []
+    for text in quoted:
+        words = re.sub(r"\.\.\.|\S*[\d()]\S*", "|", text).split()
+        threes = [" ".join(words[i : i + 3]) for i in range(len(words) - 2)]
+        found = [three in printed for three in threes if "|" not in three]
+        if sum(found) < 0.6 * len(found) and not any(other in text for other in NOT_OURS):
+            lost.append(text)
+    assert lost == []

@@ -120,6 +120,32 @@ def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
     assert guarded.stdout.splitlines()[-1].startswith("guard: ")
 
 
+WITHOUT_AN_EXTRA = """
+import importlib, sys
+for name in ("torchvision", "sentencepiece", "pandas", "seaborn", "matplotlib", "sklearn", "jinja2"):
+    sys.modules[name] = None
+for package in ("pipeline", "planner", "models"):
+    module = importlib.import_module(f"gpipe_bench.{package}")
+    assert [getattr(module, name) for name in module.__all__]
+from gpipe_bench.experiments.commands.cli import main
+for line in ("list", "compare table2", "schedule zb-v --workers 4 --microbatches 8", "guard --help",
+             "plan --help", "size gpt2 --num-layers 2 --accelerators 2 --memory-gib 8"):
+    try:
+        assert main(line.split()) == 0, line
+    except SystemExit as error:
+        assert error.code == 0, line
+"""
+
+
+def test_the_engine_the_planner_and_what_reads_records_need_no_extra(tmp_path: Path) -> None:
+    """What only experiments need is the extra of that name."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_AN_EXTRA], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_results_go_where_one_works_also_with_a_checkout_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

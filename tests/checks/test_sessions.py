@@ -1,4 +1,4 @@
-"""Every nox session that the README names runs its command, and every session is in the README."""
+"""Every nox session that docs/commands.md names runs its command, and every session is there."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import yaml
 from gpipe_bench.experiments import registry
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 PYTEST = ["tests", "checks", "bench"]
 BESIDE = ["tests", "guard", "checks", "lint"]  # the last beside the two before
-LISTED = re.findall(r"^\| `nox -s (\w+)` \|", README, re.MULTILINE)
+LISTED = re.findall(r"^\| `nox -s ([\w-]+)` \|", PAGE, re.MULTILINE)
 
 
 def nox(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,11 +31,15 @@ def nox(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_readme_lists_every_session() -> None:
+def test_the_page_lists_every_session_and_no_page_another_one() -> None:
     shown = nox("--list").stdout
-    sessions = re.findall(r"^[-*] (\w+) .*->", shown, re.MULTILINE)
+    sessions = re.findall(r"^[-*] ([\w-]+) .*->", shown, re.MULTILINE)
     assert sorted(LISTED) == sorted(sessions)
     assert len(sessions) == len(set(sessions)) > 10
+    pages = "".join(
+        path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    )
+    assert {*re.findall(r"nox (?:--no-venv )?-s ([\w-]+)", pages)} - {"NAME", "idle"} <= set(sessions)
 
 
 def test_titles_read_from_the_source_are_the_experiments_own(
@@ -44,8 +48,8 @@ def test_titles_read_from_the_source_are_the_experiments_own(
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
         assert (experiment.name, experiment.title) == (name, registry.title(name))
-    monkeypatch.setitem(registry.EXPERIMENTS, "untitled", "gpipe_bench.experiments.first_run")
-    with pytest.raises(ValueError, match=r"first_run\.py has no EXPERIMENT = .*; nox lists"):
+    monkeypatch.setitem(registry.EXPERIMENTS, "untitled", "gpipe_bench.experiments.labels")
+    with pytest.raises(ValueError, match=r"labels\.py has no EXPERIMENT = .*; nox lists"):
         registry.title("untitled")
 
 
@@ -61,7 +65,7 @@ def test_the_sessions_to_run_by_default_are_the_checks() -> None:
         (PYTEST, ["--version"]),
     ],
 )
-def test_every_session_of_the_readme_runs_its_command(sessions: list[str], arguments: list[str]) -> None:
+def test_every_session_of_the_page_runs_its_command(sessions: list[str], arguments: list[str]) -> None:
     """With arguments that end it at once; `--here` is the session's own and does not reach the command."""
     process = nox("--session", *sessions, "--", *arguments)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -95,7 +99,7 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
         for row in job.get("strategy", {}).get("matrix", {}).get("include", [])
     ]
     named = [row["session"] for row in rows if "session" in row]
-    named += re.findall(r"nox -s (\w+)", json.dumps(workflows))
+    named += re.findall(r"nox -s ([\w-]+)", json.dumps(workflows))
     assert {"tests", "lint", "checks", "guard", "mutants", "smoke"} <= set(named) <= set(LISTED)
     oldest = min(row["torch"] for row in rows if "torch" in row)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

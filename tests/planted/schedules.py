@@ -177,7 +177,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="the sums of memory ignore what is recomputed",
-        file="planner/adaptive.py",
+        file="planner/recompute.py",
         old="                waiting += (inputs if recomputed else graphs)[stage]\n",
         new="                waiting += graphs[stage]\n",
         why="a graph that is made again is not there from F to R",
@@ -196,7 +196,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="the search is content with a choice that fits",
-        file="planner/adaptive.py",
+        file="planner/recompute.py",
         old="                if self.best is None or bound_s < self.best[0]:\n",
         new="                if self.best is None:\n",
         why="what fits and is short need not be the best",
@@ -204,7 +204,7 @@ SCHEDULES = (
     ),
     Mutant(
         name="every worker keeps what it likes",
-        file="planner/adaptive.py",
+        file="planner/recompute.py",
         old="                votes[microbatch] += costs.mean_s / self.schedule.num_stages\n",
         new="                votes[microbatch] += 0.0\n",
         why="a micro-batch that any stage recomputes is late on all others",

@@ -1,7 +1,9 @@
 """An engine of one's own, complete: all micro-batches forward, then all backward, nothing overlapped.
 
-It runs with all stages in one process or with one stage per process, recomputes with torch's checkpoint and
-sends whole Python objects. docs/own-engine.md says what each part is for and how to run it.
+    cd examples && gpipe-bench check-engine own_engine:FillDrain    # is it right? In seconds
+
+All stages in one process or one in each; it recomputes with torch's checkpoint and sends Python objects.
+docs/own-engine.md says what each part is for, and how to set it beside other engines.
 """
 
 import torch

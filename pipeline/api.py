@@ -44,7 +44,7 @@ from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.portals import declarations, runner_of
+from gpipe_bench.pipeline.stage.portals import declarations, portals_of
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Tree, merge
@@ -498,7 +498,7 @@ class Pipeline(nn.Module):
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
-                runner=runner_of(self._portals, self._partition, self._lines, index),
+                portals=portals_of(self._portals, self._partition, self._lines, index),
                 leaves=leaves,
                 first_microbatch=first_microbatch,
             )

@@ -139,7 +139,7 @@ class Steps:
             if schedule is not self._rows:
                 self._rows = schedule
                 for stage in self._stages.values():
-                    stage.lay_out(schedule)
+                    stage.follow(schedule, short=True)
             if training:
                 self.latest = schedule
             if training and self._tied is not None:

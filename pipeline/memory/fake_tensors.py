@@ -72,7 +72,7 @@ class QuickFakeTensors(FakeTensorMode):
             return args[0].device
 
         def ask() -> Any:
-            result = FakeTensorMode.__torch_dispatch__(self, func, types, args, kwargs)
+            result: Any = FakeTensorMode.__torch_dispatch__(self, func, types, args, kwargs)
             if func is _NORMALIZATION_BACKWARD and not args[_MASK][0]:
                 # One whose input needs no gradient makes none; torch's rule for it makes one.
                 return (None, *result[1:])

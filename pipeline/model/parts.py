@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.portals import Carried, declarations
+from gpipe_bench.pipeline.stage.portals import run_through
 
 
 class Part(nn.Module):
@@ -93,11 +93,7 @@ class OwnLayers(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """The layers one after the other."""
-        parts = tuple(self)
-        carried = Carried(declarations(parts))
-        for index, part in enumerate(parts):
-            value = carried.through(index, part, value)
-        return value
+        return run_through(tuple(self), value)
 
     def train(self, mode: bool = True) -> OwnLayers:
         super().train(mode)

@@ -35,25 +35,22 @@ class Statistics:
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         refuse_unsupported(modules)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        self._meters = [_Meter(module, self) for module in tracked]
+        self.meters = [_Meter(module, self) for module in tracked]
         self._blocks: list[_Block] = []
         self._gather = gather
         self.recording = False
 
-    def __bool__(self) -> bool:
-        return bool(self._meters)
-
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose averages are looked after here."""
-        return tuple([meter.module for meter in self._meters])
+        return tuple([meter.module for meter in self.meters])
 
     def begin(self) -> None:
         """Prepares a step: anew at first, and when the averages have moved or changed their precision."""
-        if all(m.kind == (m.scratch_mean.dtype, m.scratch_mean.device) for m in self._meters):
+        if all(m.kind == (m.scratch_mean.dtype, m.scratch_mean.device) for m in self.meters):
             return
         kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
-        for meter in self._meters:
+        for meter in self.meters:
             kinds.setdefault(meter.kind, []).append(meter)
         self._blocks = [_Block(meters, *kind) for kind, meters in kinds.items()]
 
@@ -62,13 +59,13 @@ class Statistics:
         statistics.
         """
         self.recording = recording
-        for meter in self._meters:
+        for meter in self.meters:
             if meter.module.training:
                 meter.module.__dict__["forward"] = meter.forward
 
     def release(self) -> None:
         """Ends `redirect`, and folds in what was recorded."""
-        for meter in self._meters:
+        for meter in self.meters:
             meter.module.__dict__.pop("forward", None)
         if self.recording:
             self.fold()

@@ -75,6 +75,7 @@ class Buffers:
         self._states: dict[Key, State] = {}  # of those that change, before the forward of the moment
         self._learning = True
         self._begun = False
+        self.none = False  # whether there are none, as a step before has found
         self._find_modules()
 
     # A step
@@ -95,12 +96,13 @@ class Buffers:
         if not self._learning:
             self._settle()
         self._learning = self._begun = False
+        self.none = not self._modules
         self._before.clear()
         self._moved.clear()
 
     def forget(self) -> None:
         """Looks again in the next step which buffers change."""
-        self._begun, self._learning = False, True
+        self._begun, self._learning, self.none = False, True, False
         self._before.clear()
         self._moved.clear()
 

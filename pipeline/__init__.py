@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.boundary import Boundary as Boundary
     from gpipe_bench.pipeline.memory.cut import StagePeaks as StagePeaks
     from gpipe_bench.pipeline.memory.grids import grid_peak_bytes as grid_peak_bytes
-    from gpipe_bench.pipeline.memory.messages import Transport as Transport
     from gpipe_bench.pipeline.memory.peaks import StageMemory as StageMemory
     from gpipe_bench.pipeline.memory.portals import portal_memory as portal_memory
     from gpipe_bench.pipeline.memory.profile import Profiler as Profiler
+    from gpipe_bench.pipeline.memory.workers import Transport as Transport
     from gpipe_bench.pipeline.memory.workers import bytes_of_stages as bytes_of_stages
     from gpipe_bench.pipeline.memory.workers import peak_bytes as peak_bytes
     from gpipe_bench.pipeline.memory.workers import pipeline_memory as pipeline_memory
@@ -61,7 +61,7 @@ _HOMES = {
     "Boundary": "memory.boundary",
     "StagePeaks": "memory.cut",
     "grid_peak_bytes": "memory.grids",
-    "Transport": "memory.messages",
+    "Transport": "memory.workers",
     "StageMemory": "memory.peaks",
     "portal_memory": "memory.portals",
     "Profiler": "memory.profile",

@@ -27,10 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.messages import Ahead
 from gpipe_bench.pipeline.memory.stage_bytes import LayerMoment, Moment, Played, StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import action_bytes, workers_of
+from gpipe_bench.pipeline.memory.workers import Ahead, action_bytes, workers_of
 from gpipe_bench.pipeline.plan.links import bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 

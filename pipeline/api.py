@@ -30,6 +30,7 @@ from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
 from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
+from gpipe_bench.pipeline.plan.auto import Calibration
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
@@ -349,7 +350,8 @@ class Pipeline(nn.Module):
             )
         if shared and 0 in self._stages:
             self._keywords.check(shared)
-        self._calibrate()
+        if self._calibration is not None:
+            self._calibrate(self._calibration)
         loss = self._steps.take(
             self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler, sync=sync
         )
@@ -369,12 +371,11 @@ class Pipeline(nn.Module):
         device = next(iter(self._stages.values())).device
         return GradScaler(self, device.type, **options)
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, calibration: Calibration) -> None:
         """Notes what the latest step took, until a schedule can be chosen; all ranks call, and take what the
         first one chooses.
         """
-        calibration = self._calibration
-        if calibration is None or not calibration.is_due or not self._steps.clock.complete:
+        if not calibration.is_due or not self._steps.clock.complete:
             return
         if calibration.note(self.gather_timeline()):
             is_first = self._ranks is None or self._ranks.rank == 0

@@ -146,7 +146,6 @@ class InProcess:
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
         assert plan is not None
-        self._clear()
         return plan
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
@@ -157,7 +156,7 @@ class InProcess:
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         message = self._activations.pop((stage - 1, microbatch))
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(message.tensors, stage, (stage - 1, microbatch, False))
         return message
 
@@ -168,7 +167,7 @@ class InProcess:
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
         gradients = self._gradients.pop((stage, microbatch))
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(gradients, stage, (stage, microbatch, True))
         return gradients
 
@@ -185,7 +184,7 @@ class InProcess:
         for name, tensor, before in zip(edge.names, message.tensors, versions, strict=True):
             if version(tensor) != before:
                 raise changed(name)
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(message.tensors, edge.target, (edge.number, microbatch, False))
         return message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
 
@@ -196,7 +195,7 @@ class InProcess:
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         gradients = self._gradients.pop((edge.number, microbatch))
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(gradients, edge.source, (edge.number, microbatch, True))
         return gradients
 
@@ -213,13 +212,10 @@ class InProcess:
         return loss
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        self._clear()
-        self._loss = None
-        return ActionError(action, summary(error))
-
-    def _clear(self) -> None:
         for kept in (self._activations, self._gradients, self._marks, self._versions):
             kept.clear()
+        self._loss = None
+        return ActionError(action, summary(error))
 
     def _move(self, tensors: Sequence[Sent], receiver: int, key: tuple[int, int, bool]) -> tuple[Sent, ...]:
         """The tensors as stage `receiver` gets them."""
@@ -254,6 +250,7 @@ class PortalTransport:
 
     def __init__(self, inner: EdgeTransport, edges: Sequence[Edge]) -> None:
         self.inner = inner
+        self.release, self.send_loss, self.finish = inner.release, inner.send_loss, inner.finish
         self._into: dict[int, list[Edge]] = {}
         self._out: dict[int, list[Edge]] = {}
         for edge in edges:  # by source and target
@@ -324,15 +321,6 @@ class PortalTransport:
         for place, gradient in zip(places.output, gradients, strict=True):
             _add(found, place, gradient)
         return tuple(found)
-
-    def release(self, stage: int, microbatch: int) -> None:
-        self.inner.release(stage, microbatch)
-
-    def send_loss(self, loss: Tensor) -> None:
-        self.inner.send_loss(loss)
-
-    def finish(self) -> Tensor | None:
-        return self.inner.finish()
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         self._places.clear()

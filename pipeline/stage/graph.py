@@ -97,18 +97,19 @@ class Kept:
         """Keeps where the gradients enter the graph, and of the inputs only the leaves that take gradients
         out.
         """
-        self.places = tuple([i for i, tensor in enumerate(outputs) if tensor.requires_grad])
-        self.edges = tuple([_edge(outputs[i]) for i in self.places])
+        places, edges = [], []
+        for place, tensor in enumerate(outputs):
+            if tensor.requires_grad:
+                places.append(place)
+                node = tensor.grad_fn
+                # `get_gradient_edge` takes longer, to find what is special of leaves and Python's nodes.
+                special = node is None or isinstance(node, torch._C._FunctionBase)
+                edges.append(
+                    get_gradient_edge(tensor) if special else GradientEdge(node, tensor.output_nr)  # type: ignore[arg-type]
+                )
+        self.places, self.edges = tuple(places), tuple(edges)
         if not all(self.needs_grad):
             self.inputs = tuple([t for t in self.inputs if t.requires_grad])
-
-
-def _edge(output: Tensor) -> GradientEdge:
-    """As `get_gradient_edge`, which takes longer to find what is special of leaves and Python's nodes."""
-    node = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
 
 
 class _Entry(torch.autograd.Function):

@@ -167,7 +167,8 @@ class Stage:
         self._without_graph = torch.inference_mode if inference else torch.no_grad
         if self.statistics.meters:
             self.statistics.begin()
-        self._buffers.begin(loss_fn)
+        if isinstance(loss_fn, nn.Module) or not self._buffers.none:
+            self._buffers.begin(loss_fn)
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
         self._shares, self._scaler, self._losses = shares, scaler, []
         self.outputs = [None] * (num_microbatches if self.is_last else 0)
@@ -227,7 +228,8 @@ class Stage:
         """Ends a step: the moving averages of batch normalization move once."""
         if self.statistics.meters:
             self.statistics.commit()
-        self._buffers.end()
+        if not self._buffers.none:
+            self._buffers.end()
         self._release()
 
     def reset(self) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of, layout_of
+from gpipe_bench.pipeline.arguments import Automatic, Device, Layout, backend_of
 from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
 from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
@@ -166,7 +166,7 @@ class Pipeline(nn.Module):
             group = self.grid.group("pp")
         self._divided = divided_over(self.grid, zero)
         network = None if group is None else network_of(group)
-        layout = layout_of(
+        layout = Layout(
             layers,
             network,
             num_stages=num_stages,

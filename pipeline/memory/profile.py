@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
@@ -40,7 +41,8 @@ from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_thi
 from gpipe_bench.pipeline.plan.portals import Declared
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.portals import declarations
+from gpipe_bench.pipeline.stage.portals import Carried, declarations
+from gpipe_bench.pipeline.stage.trees import Tree, change, tensors_of
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Of the activations, for `autocast`; parameters, gradients and optimizer state stay float32."""
@@ -276,6 +278,38 @@ def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.
     for buffer in layer.buffers():
         stand_ins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     return copy.deepcopy(layer, stand_ins).train()
+
+
+# A CPU core and a GPU alike do about ten floating-point operations in the time in which they move a byte.
+FLOPS_PER_BYTE = 10
+
+
+def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]:
+    """An estimate of what each layer costs, the same on every machine: forward on one micro-batch, in
+    floating-point operations or what takes as long.
+
+    Stages are balanced before anything has run, and all processes of a pipeline must come to the same cut, so
+    measured times will not do. The layers are run on fake tensors and charged for their multiplications and
+    for the bytes they move. `example` is a micro-batch; only its shapes and dtypes count, so it may be on the
+    meta device.
+    """
+
+    def num_bytes(*tensors: Tensor) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    costs, carried = [], Carried(declarations(layers))
+    with QuickFakeTensors(), torch.no_grad():
+        value: Tree = change(
+            example, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), "the example"
+        )
+        for index, layer in enumerate(layers):
+            fake = fake_copy(layer)
+            moved = num_bytes(*fake.parameters(), *tensors_of(value))
+            with FlopCounterMode(display=False) as counter:
+                value = carried.through(index, fake, value)
+            moved += num_bytes(*tensors_of(value, f"the output of {type(layer).__name__}"))
+            costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved))
+    return tuple(costs)
 
 
 # Layers with portals as layers without: what is carried past a layer is part of what it takes and gives. That

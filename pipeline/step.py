@@ -129,7 +129,12 @@ class Steps:
                 count = max(1, min(examples, self._schedule.num_microbatches))
                 if self._joint is not None:
                     count = self._joint.agree(count, training=training, is_own=self._is_own)
-                feed = _feed(batch, count, "the mini-batch")
+                if any(tensor.requires_grad for tensor in tensors_of(batch)):
+                    raise ValueError(
+                        "the batch requires a gradient, which a pipeline does not compute; pass "
+                        "batch.detach()"
+                    )
+                feed = split(batch, count)
                 plan = Plan(examples, count, training, flatten_shared(shared) if shared else None)
                 signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
@@ -347,14 +352,6 @@ def _outline(message: Message | None) -> Hashable:
     structure = message.structure
     kind = structure.kind() if isinstance(structure, Nested) else structure
     return kind, tuple([(tensor.shape, tensor.dtype) for tensor in message.tensors])
-
-
-def _feed(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:
-    if any(tensor.requires_grad for tensor in tensors_of(batch, what)):
-        raise ValueError(
-            "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
-        )
-    return split(batch, num_microbatches, what)
 
 
 def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:

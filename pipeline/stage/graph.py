@@ -69,7 +69,7 @@ class Kept:
             for tensor, needed in zip(inputs, self.needs_grad, strict=True)
         ]
         entered = [
-            _enter(leaf, exits, position) if leaf.requires_grad else leaf
+            enter(leaf, exits, position) if leaf.requires_grad else leaf
             for position, leaf in enumerate(leaves)
         ]
         if not again:
@@ -132,4 +132,4 @@ class _Entry(torch.autograd.Function):
 
 
 # `Function.apply` without what it does for functorch, which takes as long as the rest.
-_enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply
+enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply

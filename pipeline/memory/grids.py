@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.stage_bytes import LayerMoment, Moment, Played, StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.stage_bytes import Bytes, LayerBytes, Played, StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import Ahead, action_bytes, workers_of
 from gpipe_bench.pipeline.plan.links import bucket_bytes_of
@@ -122,7 +122,7 @@ class _Layers:
         self.later = _pass(played, played.later, back=True)
 
 
-def _pass(played: Played, found: Sequence[LayerMoment], *, back: bool = False) -> _Pass:
+def _pass(played: Played, found: Sequence[LayerBytes], *, back: bool = False) -> _Pass:
     each = [(one.before, one.fullest.total, one.after) for one in found]
     *rest, last = each[: len(played.stage)]
     for loss in each[len(played.stage) :]:
@@ -161,7 +161,7 @@ def _replicated(whole: StageBytes, each: _Layers) -> HeldStage:
     """Buckets are copied while the gradients that they take the place of are there."""
     buckets = _buckets(each.trained_sizes, each.sharing.bucket_bytes)
 
-    def last(found: _Pass, moment: Moment) -> int:
+    def last(found: _Pass, moment: Bytes) -> int:
         most = max((found.after[layer] + size for layer, size in buckets), default=0)
         return max(most - moment.total, 0)
 
@@ -192,12 +192,12 @@ def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
         gradient_bytes=whole.gradient_bytes,
     )
 
-    def first(found: _Pass, moment: Moment) -> int:
+    def first(found: _Pass, moment: Bytes) -> int:
         """A layer's message is there until it is copied, and of the layers behind it nothing else."""
         most = max(before + own for before, own in zip(found.before, parameters, strict=True))
         return max(most - moment.total, 0)
 
-    def last(found: _Pass, moment: Moment) -> int:
+    def last(found: _Pass, moment: Bytes) -> int:
         """Of the layers that are through, scattered gradients, and their messages until B ends."""
         most, gone, message = 0, 0, 0
         for layer in range(len(parameters) - 1, -1, -1):
@@ -219,13 +219,13 @@ def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
 def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
     parameters, rest = each.parameters, _with_shards(whole, each)
 
-    def ahead(found: _Pass) -> Moment:
+    def ahead(found: _Pass) -> Bytes:
         most = 0
         for before, top, own in zip(found.before, found.most, parameters, strict=True):
             most = max(most, before + 2 * own, top + own)  # the message beside what it is copied to
-        return Moment(transients=most)
+        return Bytes(transients=most)
 
-    def back(*, first: bool) -> Moment:
+    def back(*, first: bool) -> Bytes:
         """Whole gradients of a layer are there until they are scattered, shards from the first B on."""
         found, most, message = each.first, 0, 0
         gone = 0  # whole gradients of layers that are through
@@ -238,7 +238,7 @@ def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
             message += each.gradients[layer]
             gone += each.gradients[layer] - (each.shards[layer] if first else 0)
             most = max(most, found.after[layer] - gone + message + (0 if first else each.shards[layer]))
-        return Moment(transients=most)
+        return Bytes(transients=most)
 
     step = replace(
         rest,

@@ -32,8 +32,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step, Way
-from gpipe_bench.pipeline.memory.stage_bytes import Moment as Bytes
-from gpipe_bench.pipeline.memory.stage_bytes import StageBytes
+from gpipe_bench.pipeline.memory.stage_bytes import Bytes, StageBytes
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 

@@ -122,8 +122,15 @@ class Profiler:
         twice.
         """
         modules, profiles = list(layers), list[LayerProfile]()
-        if not self.ties_apart:
-            _refuse_ties(modules)
+        owners: dict[nn.Parameter, int] = {}
+        for index, module in enumerate(() if self.ties_apart else modules):
+            for name, parameter in module.named_parameters():
+                if owners.setdefault(parameter, index) != index:
+                    raise ValueError(
+                        f"layers {owners[parameter]} and {index} share the parameter {name!r}, which "
+                        "profiles would count twice: put both layers into one module, give each its own, or "
+                        "profile with Profiler(ties_apart=True)"
+                    )
         for module in modules:
             profiles.append(self.layer(module, inputs))
             inputs = profiles[-1].outputs
@@ -155,7 +162,7 @@ class Profiler:
         self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary
     ) -> LayerProfile:
         """The loss as one more layer, which takes the outputs and the target."""
-        return self.layer(LossLayer.of(loss_fn, outputs, target), outputs.join(target))
+        return self.layer(LossLayer(loss_fn, outputs, target), outputs.join(target))
 
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
         def run_of(layer: nn.Module) -> LayerRun:
@@ -225,44 +232,17 @@ class Profiler:
 
 
 class LossLayer(nn.Module):
-    """A loss function as a layer that takes ``(*outputs, target)``, or the tensors of both, each in its turn,
-    where one of them is another pytree.
+    """A loss function as a layer that takes the tensors of the outputs and of the target, one after the
+    other.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Tensor],
-        is_tuple: bool,
-        nested: tuple[Boundary, Boundary] | None = None,
-    ) -> None:
+    def __init__(self, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> None:
         super().__init__()
-        self.loss_fn, self.is_tuple, self.nested = loss_fn, is_tuple, nested
-
-    @classmethod
-    def of(cls, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> LossLayer:
-        """For what the last layer passes and such a target."""
-        plain = outputs.nested is None and target.nested is None and not target.is_tuple
-        return cls(loss_fn, outputs.is_tuple, None if plain else (outputs, target))
+        self.loss_fn, self.outputs, self.target = loss_fn, outputs, target
 
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
-        if self.nested is not None:
-            outputs, target = self.nested
-            count = len(outputs.tensors)
-            return self.loss_fn(outputs.build(values[:count]), target.build(values[count:]))
-        *given, last = values
-        return self.loss_fn(tuple(given) if self.is_tuple else given[0], last)
-
-
-def _refuse_ties(layers: Iterable[nn.Module]) -> None:
-    owners: dict[nn.Parameter, int] = {}
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            if owners.setdefault(parameter, index) != index:
-                raise ValueError(
-                    f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
-                    "would count twice: put both layers into one module, give each its own, or profile with "
-                    "Profiler(ties_apart=True)"
-                )
+        count = len(self.outputs.tensors)
+        return self.loss_fn(self.outputs.build(values[:count]), self.target.build(values[count:]))
 
 
 def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:

@@ -264,13 +264,9 @@ class PortalTransport:
         return self.inner.begin(plan, signature)
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        if stage in self._out:
-            # Before the output, whose sender may be made to wait.
-            message = self._send_portals(stage, microbatch, message)
-        self.inner.send_activation(stage, microbatch, message)
-
-    def _send_portals(self, stage: int, microbatch: int, message: Message) -> Message:
-        """Sends the portals of a message; the output that is left."""
+        if stage not in self._out:
+            self.inner.send_activation(stage, microbatch, message)
+            return
         given, needs_grad = message.tensors, message.needs_grad
         output, *stashed = unflatten(given, message.structure)
         place = {id(tensor): position for position, tensor in enumerate(given)}
@@ -283,12 +279,10 @@ class PortalTransport:
             needed = tuple([needs_grad[i] for i in positions])
             portals = Message(tuple([given[i] for i in positions]), None, needed)
             self.inner.send(edge, microbatch, portals)
-        return Message(
-            tensors,
-            structure,
-            tuple([needs_grad[i] for i in of_output]),
-            tuple([i for i, place in enumerate(of_output) if place in message.aliases]),
-        )
+        # After the portals: who sends an output may be made to wait.
+        needed = tuple([needs_grad[i] for i in of_output])
+        aliases = tuple([i for i, place in enumerate(of_output) if place in message.aliases])
+        self.inner.send_activation(stage, microbatch, Message(tensors, structure, needed, aliases))
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         message = self.inner.receive_activation(stage, microbatch)

@@ -111,7 +111,14 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
     inputs, last = layers[0].inputs, layers[-1]
     targets = loss.inputs.tensors[len(last.outputs.tensors) :] if loss is not None else ()
     kept = [i for i in inputs.distinct if inputs.tensors[i].requires_grad or i in played.holders]
-    changing, shadows = _buffer_copies(played.layers)
+    changing = shadows = 0  # bytes of buffers that are copied for each micro-batch, and once
+    for layer in played.layers:
+        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
+            small = size * (size <= SMALL_BYTES)
+            if role is BufferRole.STILL:
+                shadows += small
+            elif role is not BufferRole.STATISTICS:
+                changing += small if role is BufferRole.BESIDE else size
     again = played.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
     return StageBytes(
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
@@ -135,21 +142,6 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         halves=Halves.of(played),
         played=played,
     )
-
-
-def _buffer_copies(layers: Sequence[LayerProfile]) -> tuple[int, int]:
-    """Bytes of a stage's buffers that are copied for each micro-batch, and once."""
-    changing = once = 0
-    for layer in layers:
-        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
-            small = size if size <= SMALL_BYTES else 0
-            if role is BufferRole.CHANGING or role is BufferRole.REPLACED:
-                changing += size
-            elif role is BufferRole.BESIDE:
-                changing += small
-            elif role is BufferRole.STILL:
-                once += small
-    return changing, once
 
 
 class LayerBytes(NamedTuple):

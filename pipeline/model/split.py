@@ -156,26 +156,19 @@ def _layers(
     }
     titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
     titles.insert(0, f"what comes before {titles[0]}" if titles else "the model")
-    return OwnLayers(
-        model,
-        {
-            title: _traced(model, traces, {mode: pieces[mode][i] for mode in traces})
-            for i, title in enumerate(titles)
-        },
-    )
-
-
-def _traced(model: nn.Module, traces: Mapping[bool, Trace], pieces: Mapping[bool, _Piece]) -> Traced:
-    """One layer of its graph in each mode."""
-    constants: dict[str, Tensor] = {}
-    for mode, piece in pieces.items():
-        for node in piece.graph.nodes:
-            if node.op == "get_attr" and node.target in traces[mode].constants:
-                constant = traces[mode].constants[node.target]
-                node.target = f"{node.target}, {'training' if mode else 'evaluation'}"
-                constants[node.target] = constant
-    graphs = {mode: piece.graph for mode, piece in pieces.items()}
-    return Traced(model, graphs, constants, stashes=pieces[True].stashes, pops=pieces[True].pops)
+    layers: dict[str, Part] = {}
+    for title, both_modes in zip(titles, zip(*pieces.values(), strict=True), strict=True):
+        graphs, constants = dict[bool, fx.Graph](), dict[str, Tensor]()
+        for mode, piece in zip(pieces, both_modes, strict=True):
+            graphs[mode] = piece.graph
+            for node in piece.graph.nodes:
+                if node.op == "get_attr" and node.target in traces[mode].constants:
+                    constant = traces[mode].constants[node.target]
+                    node.target = f"{node.target}, {'training' if mode else 'evaluation'}"
+                    constants[node.target] = constant
+        first = both_modes[0]
+        layers[title] = Traced(model, graphs, constants, stashes=first.stashes, pops=first.pops)
+    return OwnLayers(model, layers)
 
 
 class _Piece(NamedTuple):

@@ -116,7 +116,18 @@ class Buffers:
     def save(self) -> Saved | None:
         """Before a forward that will be recomputed. None if there are no buffers."""
         if not self._begun:
-            self._begin()
+            self._begun = True
+            training = [module.training for module in self._modules]
+            if training != self._training:
+                self._learning, self._training = True, training
+            if self._learning:
+                for known in (self._changing, self._silent, self._still, self._shadows):
+                    known.clear()
+                self._find()
+            else:
+                for key, state in self._still.items():  # what the user has changed between two steps
+                    if state.has_moved(buffer_of(key)):
+                        self._record(key)
         if not self._modules and not self._learning:
             return None
         self._notice()
@@ -209,20 +220,6 @@ class Buffers:
         return tuple([t.clone() if t.untyped_storage()._cdata in storages else t for t in tensors])
 
     # Parts
-
-    def _begin(self) -> None:
-        self._begun = True
-        training = [module.training for module in self._modules]
-        if training != self._training:
-            self._learning, self._training = True, training
-        if self._learning:
-            for known in (self._changing, self._silent, self._still, self._shadows):
-                known.clear()
-            self._find()
-            return
-        for key, state in self._still.items():  # what the user has changed between two steps
-            if state.has_moved(buffer_of(key)):
-                self._record(key)
 
     def _find_modules(self) -> None:
         places = [(f"layer {self._first_layer + i}", layer) for i, layer in enumerate(self._layers)]

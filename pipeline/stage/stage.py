@@ -534,20 +534,16 @@ class Stage:
                 raise RuntimeError(
                     "the loss depends on no parameter that requires a gradient; there is nothing to train"
                 )
-            return state.edges, (self._gradient_of_loss(m, state.edges[0]),)
+            metadata = state.edges[0].node._input_metadata[state.edges[0].output_nr]
+            key = (self._shares[m], metadata.dtype)
+            seed = self._seeds.get(key)
+            if seed is None or seed.shape != tuple(metadata.shape):
+                seed = torch.full(tuple(metadata.shape), key[0], dtype=key[1], device=metadata.device)
+                self._seeds[key] = seed
+            if self._scaler is not None:
+                seed = self._scaler.scale(seed).to(metadata.dtype)
+            return state.edges, (seed,)
         return state.roots(gradients)
-
-    def _gradient_of_loss(self, m: int, edge: GradientEdge) -> Tensor:
-        """Of a micro-batch's loss, which enters the graph by `edge`."""
-        metadata = edge.node._input_metadata[edge.output_nr]
-        key = (self._shares[m], metadata.dtype)
-        gradient = self._seeds.get(key)
-        if gradient is None or gradient.shape != tuple(metadata.shape):
-            gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
-            self._seeds[key] = gradient
-        if self._scaler is not None:
-            gradient = self._scaler.scale(gradient).to(metadata.dtype)
-        return gradient
 
 
 def _parameters(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:

@@ -64,14 +64,12 @@ class Kept:
                 watched += [(tensor, tensor._version) for tensor in inputs]
             return inputs
         exits: list[Tensor | None] = [None] * len(self.needs_grad)
-        leaves = [
-            tensor.detach().requires_grad_() if needed else tensor
-            for tensor, needed in zip(inputs, self.needs_grad, strict=True)
-        ]
-        entered = [
-            enter(leaf, exits, position) if leaf.requires_grad else leaf
-            for position, leaf in enumerate(leaves)
-        ]
+        leaves: list[Tensor] = []
+        entered: list[Tensor] = []
+        for position, (tensor, needed) in enumerate(zip(inputs, self.needs_grad, strict=True)):
+            leaf = tensor.detach().requires_grad_() if needed else tensor
+            leaves.append(leaf)
+            entered.append(enter(leaf, exits, position) if needed else leaf)
         if not again:
             self.exits, self.inputs = exits, tuple(leaves)
         if watched is not None:

@@ -74,7 +74,7 @@ class Buffers:
         self._states: dict[Key, State] = {}  # of those that change, before the forward of the moment
         self._learning = True
         self._begun = False
-        self.none = False  # whether there are none, as a step before has found
+        self.known_empty = False  # whether a step before has found none
         self._find_modules()
 
     # A step
@@ -101,13 +101,13 @@ class Buffers:
                     self._changing.remove(key)
                     self._record(key)
         self._learning = self._begun = False
-        self.none = not self._modules
+        self.known_empty = not self._modules
         self._before.clear()
         self._moved.clear()
 
     def forget(self) -> None:
         """Looks again in the next step which buffers change."""
-        self._begun, self._learning, self.none = False, True, False
+        self._begun, self._learning, self.known_empty = False, True, False
         self._before.clear()
         self._moved.clear()
 

@@ -167,7 +167,7 @@ class Stage:
         self._without_graph = torch.inference_mode if inference else torch.no_grad
         if self.statistics.meters:
             self.statistics.begin()
-        if isinstance(loss_fn, nn.Module) or not self._buffers.none:
+        if isinstance(loss_fn, nn.Module) or not self._buffers.known_empty:
             self._buffers.begin(loss_fn)
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
         self._shares, self._scaler, self._losses = shares, scaler, []
@@ -228,7 +228,7 @@ class Stage:
         """Ends a step: the moving averages of batch normalization move once."""
         if self.statistics.meters:
             self.statistics.commit()
-        if not self._buffers.none:
+        if not self._buffers.known_empty:
             self._buffers.end()
         self._release()
 
@@ -268,10 +268,9 @@ class Stage:
         """What the gradients of `trainable` come in on in this step: for a weight that other layers use, too,
         the leaf of each layer.
         """
-        if self._leaves is None:
+        if self._leaves is None or not (leaves := self._leaves.of_layers(self._places)):
             return self.trainable
-        whole = [p for p in self.trainable if not self._leaves.stands_for(p)]
-        return (*whole, *self._leaves.of_layers(self._places))
+        return (*[p for p in self.trainable if not self._leaves.stands_for(p)], *leaves)
 
     @property
     def overwrites_input(self) -> bool:
@@ -306,7 +305,7 @@ class Stage:
             else:  # the first of its kind: any of them may be overwritten, and then it is too late for a copy
                 copied, watched = range(len(state.inputs)), []
             state.versions = tuple([tensor._version for tensor in state.inputs])
-            if not self._buffers.none:
+            if not self._buffers.known_empty:
                 state.buffers = self._buffers.save()
         self._runner.entering = state.needs_grad
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
@@ -331,7 +330,7 @@ class Stage:
             return None
         tensors, structure = self._apart(output)
         del output
-        if not self._buffers.none:
+        if not self._buffers.known_empty:
             tensors = self._buffers.apart(tensors)
         needs_grad = known
         if needs_grad is None:

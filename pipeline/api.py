@@ -566,9 +566,7 @@ class Pipeline(nn.Module):
 
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""
-        if self._ranks is None:
-            return [mine]
-        if self.grid is None:
+        if self._ranks is None or self.grid is None:
             return self.gather(mine)
         with self._ranks.all_together() as together:
             return together.gather(mine)

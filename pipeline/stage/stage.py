@@ -342,7 +342,7 @@ class Stage:
             )
         if graph:
             self._keep_graph(state, tensors, needs_grad)
-        aliases = overlapping(tensors)
+        aliases = overlapping(tensors) if len(tensors) > 1 else ()
         tensors = tuple([t.detach() if t.requires_grad else t for t in tensors])
         return Message(tensors, structure, needs_grad, aliases)
 
@@ -454,7 +454,8 @@ class Stage:
         tensors, structure = flatten(self._feed[m], "the mini-batch")
         # .data: parts of one batch share a version counter, but overwriting one does not change the others.
         tensors = tuple([tensor.data for tensor in tensors])
-        return Message(tensors, structure, (False,) * len(tensors), overlapping(tensors) if again else ())
+        aliases = overlapping(tensors) if again and len(tensors) > 1 else ()
+        return Message(tensors, structure, (False,) * len(tensors), aliases)
 
     def describe_output(self) -> str:
         """What its layers give, for messages."""

@@ -82,6 +82,8 @@ def version(tensor: Tensor) -> int:
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """The positions of those that have an element in common with another one of them."""
+    if len(tensors) < 2:
+        return ()
     found = [local(tensor) if tensor.layout is torch.strided else None for tensor in tensors]
     storages = [None if tensor is None else tensor.untyped_storage()._cdata for tensor in found]
     if len(set(storages)) == len(storages):

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes, pipeline_memory, stage_memory
+from gpipe_bench.pipeline.memory.workers import bytes_of_stages, memories, peak_bytes, pipeline_memory
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
@@ -63,11 +63,9 @@ def test_one_stage_per_worker_is_the_same_model() -> None:
     for schedule in (gpipe(2, 3), gpipe(2, 3, "never"), one_f_one_b(2, 3, "except_last")):
         for optimizer in ("sgd", "adam"):
             footprints = bytes_of_stages(layers, loss, spans)
-            alone = tuple(
-                stage_memory(stage, row, optimizer, is_first=index == 0)
-                for index, (stage, row) in enumerate(zip(footprints, schedule.actions, strict=True))
+            assert memories(footprints, schedule, optimizer, 0) == pipeline_memory(
+                layers, loss, spans, schedule, optimizer
             )
-            assert alone == pipeline_memory(layers, loss, spans, schedule, optimizer)
 
 
 def test_the_stages_of_a_worker_are_not_full_at_the_same_time() -> None:

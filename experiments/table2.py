@@ -184,7 +184,7 @@ def _profile(workload: Workload, microbatch_size: int) -> ModelProfile:
 
 @cache
 def _layer_costs(workload: Workload) -> tuple[float, ...]:
-    from gpipe_bench.pipeline.memory.cost import layer_costs
+    from gpipe_bench.pipeline.memory.profile import layer_costs
 
     return layer_costs(list(workload.build("meta")), workload.example(1, "meta")[0])
 

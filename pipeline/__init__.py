@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.boundary import Boundary as Boundary
     from gpipe_bench.pipeline.memory.cut import StagePeaks as StagePeaks
     from gpipe_bench.pipeline.memory.grids import grid_peak_bytes as grid_peak_bytes
-    from gpipe_bench.pipeline.memory.messages import Transport as Transport
     from gpipe_bench.pipeline.memory.peaks import StageMemory as StageMemory
     from gpipe_bench.pipeline.memory.portals import portal_memory as portal_memory
     from gpipe_bench.pipeline.memory.profile import Profiler as Profiler
+    from gpipe_bench.pipeline.memory.workers import Transport as Transport
     from gpipe_bench.pipeline.memory.workers import bytes_of_stages as bytes_of_stages
     from gpipe_bench.pipeline.memory.workers import peak_bytes as peak_bytes
     from gpipe_bench.pipeline.memory.workers import pipeline_memory as pipeline_memory
@@ -54,52 +54,34 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.stage.rng import run_plain as run_plain
     from gpipe_bench.pipeline.transport import InProcess as InProcess
 
-# Where each name is, sorted by home; a line here and a line above.
-_HOMES = {
-    "Pipeline": "api",
-    "ActionError": "errors",
-    "Boundary": "memory.boundary",
-    "StagePeaks": "memory.cut",
-    "grid_peak_bytes": "memory.grids",
-    "Transport": "memory.messages",
-    "StageMemory": "memory.peaks",
-    "portal_memory": "memory.portals",
-    "Profiler": "memory.profile",
-    "bytes_of_stages": "memory.workers",
-    "peak_bytes": "memory.workers",
-    "pipeline_memory": "memory.workers",
-    "layers_of": "model.layers_of",
-    "split": "model.split",
-    "draw": "plan.files",
-    "from_csv": "plan.files",
-    "to_csv": "plan.files",
-    "generate": "plan.generate",
-    "FREE": "plan.links",
-    "LINKS": "plan.links",
-    "Link": "plan.links",
-    "NAMED": "plan.named",
-    "gpipe": "plan.named",
-    "naive": "plan.named",
-    "named": "plan.named",
-    "one_f_one_b": "plan.named",
-    "partition": "plan.partition",
-    "Action": "plan.schedule",
-    "Kind": "plan.schedule",
-    "Schedule": "plan.schedule",
-    "validate": "plan.schedule",
-    "SLOTS": "plan.simulate",
-    "replay": "plan.simulate",
-    "svg": "plan.svg",
-    "Event": "plan.timeline",
-    "Timeline": "plan.timeline",
-    "launch": "ranks.launch",
-    "start_process": "ranks.launch",
-    "Pop": "stage.portals",
-    "PortalSequential": "stage.portals",
-    "Stash": "stage.portals",
-    "run_plain": "stage.rng",
-    "InProcess": "transport",
+# Where the names are; a line here and a line above.
+_NAMES = {
+    "api": ("Pipeline",),
+    "errors": ("ActionError",),
+    "memory.boundary": ("Boundary",),
+    "memory.cut": ("StagePeaks",),
+    "memory.grids": ("grid_peak_bytes",),
+    "memory.peaks": ("StageMemory",),
+    "memory.portals": ("portal_memory",),
+    "memory.profile": ("Profiler",),
+    "memory.workers": ("Transport", "bytes_of_stages", "peak_bytes", "pipeline_memory"),
+    "model.layers_of": ("layers_of",),
+    "model.split": ("split",),
+    "plan.files": ("draw", "from_csv", "to_csv"),
+    "plan.generate": ("generate",),
+    "plan.links": ("FREE", "LINKS", "Link"),
+    "plan.named": ("NAMED", "gpipe", "naive", "named", "one_f_one_b"),
+    "plan.partition": ("partition",),
+    "plan.schedule": ("Action", "Kind", "Schedule", "validate"),
+    "plan.simulate": ("SLOTS", "replay"),
+    "plan.svg": ("svg",),
+    "plan.timeline": ("Event", "Timeline"),
+    "ranks.launch": ("launch", "start_process"),
+    "stage.portals": ("Pop", "PortalSequential", "Stash"),
+    "stage.rng": ("run_plain",),
+    "transport": ("InProcess",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [*_HOMES]
 

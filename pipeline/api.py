@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import Automatic, Device, backend_of, layout_of
+from gpipe_bench.pipeline.arguments import Automatic, Device, Layout, backend_of
 from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
 from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
+from gpipe_bench.pipeline.plan.auto import Calibration
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
@@ -44,7 +45,7 @@ from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.portals import declarations, runner_of
+from gpipe_bench.pipeline.stage.portals import declarations, portals_of
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Tree, merge
@@ -166,7 +167,7 @@ class Pipeline(nn.Module):
             group = self.grid.group("pp")
         self._divided = divided_over(self.grid, zero)
         network = None if group is None else network_of(group)
-        layout = layout_of(
+        layout = Layout(
             layers,
             network,
             num_stages=num_stages,
@@ -350,7 +351,8 @@ class Pipeline(nn.Module):
             )
         if shared and 0 in self._stages:
             self._keywords.check(shared)
-        self._calibrate()
+        if self._calibration is not None:
+            self._calibrate(self._calibration)
         loss = self._steps.take(
             self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler, sync=sync
         )
@@ -370,12 +372,11 @@ class Pipeline(nn.Module):
         device = next(iter(self._stages.values())).device
         return GradScaler(self, device.type, **options)
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, calibration: Calibration) -> None:
         """Notes what the latest step took, until a schedule can be chosen; all ranks call, and take what the
         first one chooses.
         """
-        calibration = self._calibration
-        if calibration is None or not calibration.is_due or not self._steps.clock.complete:
+        if not calibration.is_due or not self._steps.clock.complete:
             return
         if calibration.note(self.gather_timeline()):
             is_first = self._ranks is None or self._ranks.rank == 0
@@ -499,7 +500,7 @@ class Pipeline(nn.Module):
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
-                runner=runner_of(self._portals, self._partition, self._lines, index),
+                portals=portals_of(self._portals, self._partition, self._lines, index),
                 leaves=leaves,
                 first_microbatch=first_microbatch,
             )
@@ -566,9 +567,7 @@ class Pipeline(nn.Module):
 
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""
-        if self._ranks is None:
-            return [mine]
-        if self.grid is None:
+        if self._ranks is None or self.grid is None:
             return self.gather(mine)
         with self._ranks.all_together() as together:
             return together.gather(mine)

@@ -6,7 +6,6 @@ Whatever does not fit is a `ValueError` that says what would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
-from gpipe_bench.pipeline.memory.cost import layer_costs
+from gpipe_bench.pipeline.memory.profile import layer_costs
 from gpipe_bench.pipeline.model.parts import OwnLayers
 from gpipe_bench.pipeline.plan.auto import Calibration, automatic
 from gpipe_bench.pipeline.plan.named import NAMED, named
@@ -28,7 +27,7 @@ from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.vee import shared_by
 from gpipe_bench.pipeline.ranks.connect import Network
-from gpipe_bench.pipeline.ranks.tied import Tie, find_ties
+from gpipe_bench.pipeline.ranks.tied import find_ties
 from gpipe_bench.pipeline.stage.compiled import BACKEND
 from gpipe_bench.pipeline.stage.trees import Tree
 
@@ -36,31 +35,64 @@ Device = torch.device | str
 _STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
 
 
-@dataclass(frozen=True)
 class Layout:
-    """The layers of the whole model by name, in stages, and what of it is in this process.
+    """The layers of the whole model by name, in stages, and what of it is in this process: the arguments of
+    `Pipeline`, completed. `ValueError` names one that does not fit and what would.
 
-    Args:
-        named: the layers with the names that the plain model's `state_dict` uses
-        schedule: what the first step takes
-        calibration: what finds a better schedule, where that is asked for
-        partition: the layer indices of each stage
-        local: the stages of this process
-        devices: of every stage
-        ties: weights with several places in the model
+    `named` are the layers with the names that the plain model's `state_dict` uses, `schedule` is what the
+    first step takes, and `calibration` finds a better one, where that is asked for. `partition` are the layer
+    indices of each stage, `devices` of every stage, `local` the stages of this process, and `ties` the
+    weights with several places in the model.
     """
 
-    named: Sequence[tuple[str, nn.Module]]
-    schedule: Schedule
-    calibration: Calibration | None
-    partition: Partition
-    local: Sequence[int]
-    devices: tuple[torch.device, ...]
-    ties: tuple[Tie, ...]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [layer for _, layer in self.named]
+    def __init__(
+        self,
+        layers: nn.Module | Iterable[nn.Module],
+        network: Network | None,
+        *,
+        num_stages: int | None,
+        num_microbatches: int,
+        schedule: str | Schedule,
+        automatic: Automatic,
+        num_workers: int | None,
+        remat: Remat,
+        partition: Sequence[int | range] | None,
+        cost: str | Sequence[float] | None,
+        example: Tree | None,
+        devices: Device | Sequence[Device] | None,
+    ) -> None:
+        self.named = named_layers(layers)
+        self.modules = modules = [layer for _, layer in self.named]
+        self.calibration: Calibration | None = None
+        if num_stages is None and partition is not None:
+            num_stages = len(partition)
+        if num_stages is None:
+            num_stages = num_stages_of(schedule, network, num_workers)
+        sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
+        if schedule == "auto":
+            self.schedule, self.calibration = automatic.begin(*sizes)
+        else:
+            automatic.refuse(schedule)
+            self.schedule = schedule_of(schedule, *sizes)
+        if partition is None:
+            self.partition = balanced(costs_of(cost, modules, example), num_stages)
+        elif cost is None:
+            self.partition = cut_of(partition, len(modules), num_stages)
+        else:
+            raise ValueError(
+                "partition and cost are both given; partition says where to cut, cost what to balance instead"
+            )
+        cuts, self.local = self.partition, tuple(range(num_stages))
+        if network is not None:
+            self.local = self.schedule.stages_of(worker_of(network, self.schedule))
+        self.devices = devices_of(devices, num_stages, [modules[i] for k in self.local for i in cuts[k]])
+        refuse_split_statistics(modules, cuts)
+        homes = [self.schedule.worker(stage) for stage in range(num_stages)]
+        if network is None:
+            refuse_split_ties(modules, cuts, self.devices)
+            homes = [0] * num_stages
+        named = [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else self.named
+        self.ties = find_ties(named, cuts, homes)
 
     def layers(self, *, move: bool) -> dict[str, nn.Module]:
         """The layers of this process, by name; moved to the devices of their stages, if asked to."""
@@ -70,60 +102,6 @@ class Layout:
             for name, layer in self.named[span.start : span.stop]:
                 found[name] = layer.to(device) if move else layer
         return found
-
-
-def layout_of(
-    layers: nn.Module | Iterable[nn.Module],
-    network: Network | None,
-    *,
-    num_stages: int | None,
-    num_microbatches: int,
-    schedule: str | Schedule,
-    automatic: Automatic,
-    num_workers: int | None,
-    remat: Remat,
-    partition: Sequence[int | range] | None,
-    cost: str | Sequence[float] | None,
-    example: Tree | None,
-    devices: Device | Sequence[Device] | None,
-) -> Layout:
-    """The arguments of `Pipeline`, completed; `ValueError` names one that does not fit and what would."""
-    named = named_layers(layers)
-    modules = [layer for _, layer in named]
-    calibration: Calibration | None = None
-    if num_stages is None and partition is not None:
-        num_stages = len(partition)
-    if num_stages is None:
-        num_stages = num_stages_of(schedule, network, num_workers)
-    sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
-    if schedule == "auto":
-        schedule, calibration = automatic.begin(*sizes)
-    else:
-        automatic.refuse(schedule)
-        schedule = schedule_of(schedule, *sizes)
-    if partition is None:
-        cuts = balanced(costs_of(cost, modules, example), num_stages)
-    elif cost is None:
-        cuts = cut_of(partition, len(modules), num_stages)
-    else:
-        raise ValueError(
-            "partition and cost are both given; partition says where to cut, cost what to balance instead"
-        )
-    local: Sequence[int] = range(num_stages)
-    if network is not None:
-        local = schedule.stages_of(worker_of(network, schedule))
-    places = devices_of(devices, num_stages, [modules[i] for k in local for i in cuts[k]])
-    refuse_split_statistics(modules, cuts)
-    homes = [schedule.worker(stage) for stage in range(num_stages)]
-    if network is None:
-        refuse_split_ties(modules, cuts, places)
-        homes = [0] * num_stages
-    ties = find_ties(
-        [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else named,
-        cuts,
-        homes,
-    )
-    return Layout(named, schedule, calibration, cuts, local, places, ties)
 
 
 def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -129,26 +129,33 @@ class Steps:
                 count = max(1, min(examples, self._schedule.num_microbatches))
                 if self._joint is not None:
                     count = self._joint.agree(count, training=training, is_own=self._is_own)
-                feed = _feed(batch, count, "the mini-batch")
-                message = flatten_shared(shared) if shared else None
-                plan = Plan(examples, count, training, message)
+                if any(tensor.requires_grad for tensor in tensors_of(batch)):
+                    raise ValueError(
+                        "the batch requires a gradient, which a pipeline does not compute; pass "
+                        "batch.detach()"
+                    )
+                feed = split(batch, count)
+                plan = Plan(examples, count, training, flatten_shared(shared) if shared else None)
                 signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
-            schedule = rows_for(self._schedule, plan, is_own=self._is_own)
+            message = plan.shared
+            versions = None if message is None else shared_versions(message)
+            schedule = self._schedule
+            if plan.num_microbatches != schedule.num_microbatches:
+                schedule = rows_for(schedule, plan, is_own=self._is_own)
             program, clock = self._program(schedule, training=training)
             if schedule is not self._rows:
                 self._rows = schedule
                 for stage in self._stages.values():
-                    stage.lay_out(schedule)
-            if training:
-                self.latest = schedule
-            if training and self._tied is not None:
-                self._tied.begin()
+                    stage.follow(schedule, short=True)
             lengths = sizes(plan.examples, plan.num_microbatches)
             shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
-            if training and self._joint is not None:
-                shares = self._joint.begin(lengths, loss_fn, sync=sync, has_loss=self._has_last)
-            versions = shared_versions(plan.shared)
+            if training:
+                self.latest = schedule
+                if self._tied is not None:
+                    self._tied.begin()
+                if self._joint is not None:
+                    shares = self._joint.begin(lengths, loss_fn, sync=sync, has_loss=self._has_last)
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
                 if stage.is_last and training:
@@ -162,7 +169,7 @@ class Steps:
                     targets=targets,
                     loss_fn=loss_fn,
                     shares=shares,
-                    shared=unflatten_shared(plan.shared, stage.device),
+                    shared=None if message is None else unflatten_shared(message, stage.device),
                     scaler=scaler if stage.is_last else None,
                 )
                 if training and self._elsewhere:
@@ -172,7 +179,7 @@ class Steps:
             if self._on_accelerators:
                 observe = on_their_devices(self._stages, observe)
             run(program, self._transport, clock, observe)
-            if versions != shared_versions(plan.shared):
+            if message is not None and versions != shared_versions(message):
                 raise RuntimeError(
                     "a layer has changed a tensor of shared in place, which all layers and micro-batches "
                     "use; use the out-of-place form of the operation"
@@ -345,14 +352,6 @@ def _outline(message: Message | None) -> Hashable:
     structure = message.structure
     kind = structure.kind() if isinstance(structure, Nested) else structure
     return kind, tuple([(tensor.shape, tensor.dtype) for tensor in message.tensors])
-
-
-def _feed(batch: Tree | None, num_microbatches: int, what: str) -> tuple[Tree, ...]:
-    if any(tensor.requires_grad for tensor in tensors_of(batch, what)):
-        raise ValueError(
-            "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
-        )
-    return split(batch, num_microbatches, what)
 
 
 def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:

@@ -146,7 +146,6 @@ class InProcess:
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
         assert plan is not None
-        self._clear()
         return plan
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
@@ -157,7 +156,7 @@ class InProcess:
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         message = self._activations.pop((stage - 1, microbatch))
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(message.tensors, stage, (stage - 1, microbatch, False))
         return message
 
@@ -168,7 +167,7 @@ class InProcess:
 
     def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
         gradients = self._gradients.pop((stage, microbatch))
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(gradients, stage, (stage, microbatch, True))
         return gradients
 
@@ -185,7 +184,7 @@ class InProcess:
         for name, tensor, before in zip(edge.names, message.tensors, versions, strict=True):
             if version(tensor) != before:
                 raise changed(name)
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(message.tensors, edge.target, (edge.number, microbatch, False))
         return message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
 
@@ -196,7 +195,7 @@ class InProcess:
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         gradients = self._gradients.pop((edge.number, microbatch))
-        if self._transfers is not None:
+        if self._marks:
             self._arrive(gradients, edge.source, (edge.number, microbatch, True))
         return gradients
 
@@ -213,13 +212,10 @@ class InProcess:
         return loss
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        self._clear()
-        self._loss = None
-        return ActionError(action, summary(error))
-
-    def _clear(self) -> None:
         for kept in (self._activations, self._gradients, self._marks, self._versions):
             kept.clear()
+        self._loss = None
+        return ActionError(action, summary(error))
 
     def _move(self, tensors: Sequence[Sent], receiver: int, key: tuple[int, int, bool]) -> tuple[Sent, ...]:
         """The tensors as stage `receiver` gets them."""
@@ -254,6 +250,7 @@ class PortalTransport:
 
     def __init__(self, inner: EdgeTransport, edges: Sequence[Edge]) -> None:
         self.inner = inner
+        self.release, self.send_loss, self.finish = inner.release, inner.send_loss, inner.finish
         self._into: dict[int, list[Edge]] = {}
         self._out: dict[int, list[Edge]] = {}
         for edge in edges:  # by source and target
@@ -267,13 +264,9 @@ class PortalTransport:
         return self.inner.begin(plan, signature)
 
     def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        if stage in self._out:
-            # Before the output, whose sender may be made to wait.
-            message = self._send_portals(stage, microbatch, message)
-        self.inner.send_activation(stage, microbatch, message)
-
-    def _send_portals(self, stage: int, microbatch: int, message: Message) -> Message:
-        """Sends the portals of a message; the output that is left."""
+        if stage not in self._out:
+            self.inner.send_activation(stage, microbatch, message)
+            return
         given, needs_grad = message.tensors, message.needs_grad
         output, *stashed = unflatten(given, message.structure)
         place = {id(tensor): position for position, tensor in enumerate(given)}
@@ -286,12 +279,10 @@ class PortalTransport:
             needed = tuple([needs_grad[i] for i in positions])
             portals = Message(tuple([given[i] for i in positions]), None, needed)
             self.inner.send(edge, microbatch, portals)
-        return Message(
-            tensors,
-            structure,
-            tuple([needs_grad[i] for i in of_output]),
-            tuple([i for i, place in enumerate(of_output) if place in message.aliases]),
-        )
+        # After the portals: who sends an output may be made to wait.
+        needed = tuple([needs_grad[i] for i in of_output])
+        aliases = tuple([i for i, place in enumerate(of_output) if place in message.aliases])
+        self.inner.send_activation(stage, microbatch, Message(tensors, structure, needed, aliases))
 
     def receive_activation(self, stage: int, microbatch: int) -> Message:
         message = self.inner.receive_activation(stage, microbatch)
@@ -324,15 +315,6 @@ class PortalTransport:
         for place, gradient in zip(places.output, gradients, strict=True):
             _add(found, place, gradient)
         return tuple(found)
-
-    def release(self, stage: int, microbatch: int) -> None:
-        self.inner.release(stage, microbatch)
-
-    def send_loss(self, loss: Tensor) -> None:
-        self.inner.send_loss(loss)
-
-    def finish(self) -> Tensor | None:
-        return self.inner.finish()
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         self._places.clear()

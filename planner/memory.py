@@ -20,11 +20,10 @@ from functools import cache
 from itertools import accumulate
 
 from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
-from gpipe_bench.pipeline.memory.messages import Ahead, Transport, places
 from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.workers import summing, without
+from gpipe_bench.pipeline.memory.workers import Ahead, Transport, places, summing, without
 from gpipe_bench.pipeline.plan.remat import Choice
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.planner.candidate import Grid

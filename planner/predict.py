@@ -210,8 +210,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     if layout.costs.profiles is None:
         return (0,) * candidate.num_workers, unsaid
     from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
-    from gpipe_bench.pipeline.memory.messages import Transport
-    from gpipe_bench.pipeline.memory.workers import pipeline_memory
+    from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory
 
     split = any(action.kind is Kind.W for action in layout.schedule)
     profile = layout.costs.profiles(layout.size, split, candidate.tp)

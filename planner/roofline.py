@@ -168,7 +168,7 @@ def layers_noted(
     found = []
     for layer in (*passed_on(list(layers)), None):
         if layer is None:
-            layer, inputs = LossLayer.of(loss_fn, inputs, target), inputs.join(target)
+            layer, inputs = LossLayer(loss_fn, inputs, target), inputs.join(target)
         key = (signature(layer), inputs)
         if key not in known:
             known[key] = noted(layer, inputs, precision, attention, later=later)

@@ -104,7 +104,7 @@ def test_what_is_wrong_is_still_refused() -> None:
                 x.sum().item()  # no data
 
 
-def test_torch_is_asked_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     dispatch = FakeTensorMode.dispatch
 
@@ -114,14 +114,12 @@ def test_torch_is_asked_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(FakeTensorMode, "dispatch", counted)
 
-    def step(channels: int) -> None:
+    def step() -> None:
         with QuickFakeTensors():
-            normalized(torch.empty(2, channels, 3, 3).relu())
+            normalized(torch.empty(2, 29, 3, 3).relu())
 
-    step(29)
-    asked.clear()
-    step(29)
-    assert not asked
-    step(31)
+    step()
     assert asked
-    assert not [func for func in asked if "batch_norm" in func or "relu" in func]
+    asked.clear()
+    step()
+    assert not asked

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpipe_bench.experiments.table1.real_steps import verify
 from gpipe_bench.pipeline.memory.counts import steps as steps_of
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
-from gpipe_bench.pipeline.memory.stage_bytes import Moment, StageBytes
+from gpipe_bench.pipeline.memory.stage_bytes import Bytes, StageBytes
 from gpipe_bench.pipeline.memory.workers import pipeline_memory, stage_memory
 from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -170,10 +170,10 @@ STAGE = StageBytes(
     target_bytes=0,
     output_gradient_bytes=10**6,
     saved_bytes=10**4,
-    free=Moment(transients=0),
-    forward=Moment(transients=0),
-    backward_first=Moment(transients=0),
-    backward=Moment(transients=0),
+    free=Bytes(transients=0),
+    forward=Bytes(transients=0),
+    backward_first=Bytes(transients=0),
+    backward=Bytes(transients=0),
 )
 
 
@@ -251,14 +251,14 @@ def test_what_is_charged_at_the_fullest_moment() -> None:
     assert (found.when, found.boundary, found.transients) == ("0R3", 4 * 10**2, 10**6)
     found = peak_of(always, receive_ahead=1)
     assert (found.when, found.boundary, found.transients) == ("0R3", 4 * 10**2, 2 * 10**6)
-    found = peak_of(always, backward_first=Moment(transients=10**7))
+    found = peak_of(always, backward_first=Bytes(transients=10**7))
     assert (found.when, found.boundary, found.transients) == ("0B3", 3 * 10**2 + 1, 10**7)
-    found = peak_of(always, receive_ahead=3, free=Moment(transients=10**8))
+    found = peak_of(always, receive_ahead=3, free=Bytes(transients=10**8))
     assert (found.when, found.boundary, found.transients) == ("0F0", 10**2, 10**8 + 3 * 10**2)
     never = gpipe(2, 4, "never")
     found = peak_of(never)
     assert (found.when, found.activations, found.boundary) == ("0F3", 3 * 10**4, 10**2 + 3)
-    found = peak_of(never, backward_first=Moment(activations=10**4, transients=10**5))
+    found = peak_of(never, backward_first=Bytes(activations=10**4, transients=10**5))
     assert (found.when, found.activations, found.boundary) == ("0B3", 4 * 10**4, 4)
 
 
@@ -270,12 +270,12 @@ def test_the_first_stage_owns_the_mini_batch_and_receives_nothing() -> None:
 
 def test_gradients_exist_from_the_first_backward_on_and_none_before() -> None:
     always = gpipe(2, 3, "always")
-    growing = Moment(gradients=10**8)
-    found = peak_of(always, gradient_bytes=10**8, forward=Moment(transients=10**7), backward_first=growing)
+    growing = Bytes(gradients=10**8)
+    found = peak_of(always, gradient_bytes=10**8, forward=Bytes(transients=10**7), backward_first=growing)
     assert (found.when, found.gradients) == ("0R1", 10**8)
-    found = peak_of(always, gradient_bytes=10**8, free=Moment(transients=10**9))
+    found = peak_of(always, gradient_bytes=10**8, free=Bytes(transients=10**9))
     assert (found.when, found.gradients) == ("0F2", 0)
-    found = peak_of(always, gradient_bytes=10**8, backward_first=Moment(gradients=10**7, transients=10**9))
+    found = peak_of(always, gradient_bytes=10**8, backward_first=Bytes(gradients=10**7, transients=10**9))
     assert (found.when, found.gradients) == ("0B2", 10**7)
     found = peak_of(gpipe(2, 1, "always"), gradient_bytes=10**8)
     assert (found.when, found.gradients) == ("optimizer", 10**8)

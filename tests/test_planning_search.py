@@ -9,8 +9,7 @@ import pytest
 from planning_models import costs_of, planned
 
 from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
-from gpipe_bench.pipeline.memory.messages import Transport
-from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
+from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory, shared_weights
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.planner import search as search_module

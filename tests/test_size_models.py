@@ -14,9 +14,8 @@ import torch
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.messages import Transport
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
+from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory, shared_weights
 from gpipe_bench.pipeline.plan.named import gpipe, named
 from gpipe_bench.planner import model as size_models
 

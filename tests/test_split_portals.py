@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, Pop, Stash, layers_of, split
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.cost import layer_costs
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.profile import Profiler, layer_costs
 from gpipe_bench.pipeline.transport import InProcess
 
 

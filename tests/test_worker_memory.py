@@ -12,12 +12,7 @@ from torch import nn
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import (
-    bytes_of_stages,
-    memories,
-    peak_bytes,
-    pipeline_memory,
-)
+from gpipe_bench.pipeline.memory.workers import bytes_of_stages, memories, peak_bytes, pipeline_memory
 from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay

@@ -15,8 +15,8 @@ Everything of torch that is private or takes long to import is imported when a l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -72,12 +72,15 @@ def graphs_of(
 
     parameters, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
     num_weights = len(parameters) + len(buffers)
-    values = [inputs.tensors[position] for position in inputs.distinct]
-    leaves = [spec.empty().requires_grad_(spec.requires_grad) for spec in values]
+    leaves = [
+        inputs.tensors[p].empty().requires_grad_(inputs.tensors[p].requires_grad) for p in inputs.distinct
+    ]
     place = {position: index for index, position in enumerate(inputs.distinct)}
     handed_on: list[int | None] = []
     returned: list[int] = []
-    differentiable: list[bool] = []
+    followed: list[int] = []  # of these, what needs a gradient
+    parts: list[fx.Graph] = []
+    num_outputs = 0
 
     def run(weights: list[Tensor], held: list[Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
         names = dict(zip(parameters, weights, strict=True))
@@ -87,87 +90,65 @@ def graphs_of(
         with precision if precision is not None else nullcontext():
             result = functional_call(layer, {**names, **state}, (inputs.build(every),))
         found = {id(t): position for position, t in zip(inputs.distinct, tensors, strict=True)}
-        handed_on.clear()
-        returned.clear()
+        handed_on[:] = [found.get(id(tensor)) for tensor in as_tuple(result)]
         made: dict[int, Tensor] = {}
-        for position, tensor in enumerate(as_tuple(result)):
-            handed_on.append(found.get(id(tensor)))
-            if handed_on[-1] is None and id(tensor) not in made:
+        returned.clear()
+        for position, (tensor, source) in enumerate(zip(as_tuple(result), handed_on, strict=True)):
+            if source is None and id(tensor) not in made:
                 made[id(tensor)] = tensor
                 returned.append(position)
         outputs = [t.detach() if p in unused else t for p, t in zip(returned, made.values(), strict=True)]
-        differentiable[:] = [t.requires_grad for t in outputs]
+        followed[:] = [p for p, t in zip(returned, outputs, strict=True) if t.requires_grad]
         return tuple(outputs)
 
     def cut(joint: fx.GraphModule, traced: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        forward, backward = min_cut_rematerialization_partition(
+        nonlocal num_outputs
+        halves = min_cut_rematerialization_partition(
             joint,
             traced,
             compiler="inductor",
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=list(range(num_weights)),
         )
-        raise _Cut(forward, backward, num_fwd_outputs)
+        parts[:], num_outputs = [half.graph for half in halves], num_fwd_outputs
+        raise _Cut
 
     traced = aot_function(
         run, fw_compiler=nop, bw_compiler=nop, partition_fn=cut, decompositions=select_decomp_table()
     )
-    try:
+    with suppress(_Cut):
         traced(list(parameters.values()), list(buffers.values()), leaves)
-    except _Cut as found:
-        graphs = found
-    else:
+    if not parts:
         return None
-    return _named(layer, inputs, graphs, num_weights, len(parameters), handed_on, returned, differentiable)
-
-
-class _Cut(Exception):  # noqa: N818  # no error: it ends the tracing once the graph is cut
-    """Carries the two graphs out of torch's tracing."""
-
-    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
-        super().__init__()
-        self.forward, self.backward, self.num_outputs = forward, backward, num_outputs
-
-
-def _named(
-    layer: nn.Module,
-    inputs: Boundary,
-    graphs: _Cut,
-    num_weights: int,
-    num_parameters: int,
-    handed_on: list[int | None],
-    returned: list[int],
-    differentiable: list[bool],
-) -> Graphs | None:
-    forward, backward = graphs.forward.graph, graphs.backward.graph
-    results = _results(forward)
-    outputs, kept = results[: graphs.num_outputs], results[graphs.num_outputs :]
-    placeholders = [node for node in forward.nodes if node.op == "placeholder"]
-    taken = [node for node in backward.nodes if node.op == "placeholder"]
+    forward, backward = parts
+    outputs, kept = _results(forward)[:num_outputs], _results(forward)[num_outputs:]
+    placeholders, taken = forward.find_nodes(op="placeholder"), backward.find_nodes(op="placeholder")
     tangents = [node for node in taken if "tangents" in str(node.target)]
-    weights, given = placeholders[:num_weights], placeholders[num_weights:]
+    given, gradients = placeholders[num_weights:], _results(backward)
     if any(_base(node) in given for node in outputs):
         return None
-    followed = [position for position, each in zip(returned, differentiable, strict=True) if each]
     if len(outputs) != len(returned) or len(tangents) != len(followed):
         raise ValueError(
             f"layer {type(layer).__name__} returns several views of one tensor, which the model of compiled "
             "layers cannot follow: let it return copies, or leave it uncompiled"
         )
-    gradients = _results(backward)
     return Graphs(
         forward=forward,
         backward=backward,
-        weights=tuple(weights),
+        weights=tuple(placeholders[:num_weights]),
         inputs=dict(zip(inputs.distinct, given, strict=True)),
         outputs=dict(zip(returned, outputs, strict=True)),
         handed_on=tuple(handed_on),
         kept=tuple(kept),
         taken=tuple(node for node in taken if node not in tangents),
         tangents=dict(zip(followed, tangents, strict=True)),
-        parameter_gradients=tuple(gradients[:num_parameters]),
+        parameter_gradients=tuple(gradients[: len(parameters)]),
         input_gradients=dict(zip(inputs.distinct, gradients[num_weights:], strict=True)),
     )
+
+
+class _Cut(Exception):  # noqa: N818  # no error: it ends the tracing once the graph is cut
+    pass
 
 
 def compiled_traces(
@@ -219,33 +200,50 @@ class _Teller:
     numbers: dict[fx.Node, int | None] = field(default_factory=dict)
 
     def tell(self, *, keeps: bool, accumulates: bool) -> Trace:
-        graphs = self.graphs
-        for node in graphs.weights:
-            self.numbers[node] = None
+        graphs, ends = self.graphs, self.inputs
+        self.numbers.update(dict.fromkeys(graphs.weights))
         given = {position: self.new(node) for position, node in graphs.inputs.items()}
-        inputs = tuple(given[first] for first in self.inputs.same_as)
-        ends = [*graphs.outputs.values(), *(graphs.kept if keeps else ())]
-        forward = tuple(self.follow(graphs.forward, ends, held=set(inputs)))
+        inputs = tuple(given[first] for first in ends.same_as)
+        alive = [*graphs.outputs.values(), *(graphs.kept if keeps else ())]
+        forward = tuple(self.follow(graphs.forward, alive, held=set(inputs)))
         first = {position: self.number(node) for position, node in graphs.outputs.items()}
         outputs = tuple(
             inputs[handed] if handed is not None else first[self.outputs.same_as[position]]
             for position, handed in enumerate(graphs.handed_on)
         )
-        trace = Trace(
-            sizes=(), inputs=inputs, outputs=outputs, kept=frozenset(), gradients=frozenset(),
-            output_gradients=(None,) * len(outputs), input_gradients=(None,) * len(inputs), forward=forward,
-            backward=(), without_gradient=frozenset(),
-        )  # fmt: skip
+        kept = [self.number(node) for node in graphs.kept] if keeps else []
+        sent_back, returned = dict[int, int](), dict[int, int]()  # gradients of outputs, and of inputs
+        trained, backward = set[int](), tuple[int, ...]()
         if keeps:
-            return self.backward(trace, accumulates)
-        return replace(trace, sizes=tuple(self.sizes), shapes=tuple(self.shapes) if self.with_shapes else ())
+            self.numbers.update(zip(graphs.taken, kept, strict=True))
+            backward = tuple(self.back(sent_back, returned, trained))
+        if accumulates:
+            backward += tuple(-number - 1 for number in sorted(trained))
+        return Trace(
+            sizes=tuple(self.sizes),
+            inputs=inputs,
+            outputs=outputs,
+            kept=frozenset(number for number in kept if number is not None),
+            gradients=frozenset() if accumulates else frozenset(trained),
+            output_gradients=tuple(map(sent_back.get, range(len(outputs)))),
+            input_gradients=tuple(
+                returned.get(position) if same == position else None
+                for position, same in enumerate(ends.same_as)
+            ),
+            forward=forward,
+            backward=backward,
+            without_gradient=frozenset(
+                position
+                for position, same in enumerate(ends.same_as)
+                if keeps and ends.tensors[position].requires_grad and same not in returned
+            ),
+            shapes=tuple(self.shapes) if self.with_shapes else (),
+        )
 
-    def backward(self, trace: Trace, accumulates: bool) -> Trace:
+    def back(self, sent_back: dict[int, int], returned: dict[int, int], trained: set[int]) -> Iterator[int]:
+        """The backward; fills in the gradients of outputs, inputs and parameters."""
         graphs = self.graphs
-        kept = [self.number(node) for node in graphs.kept]
-        for node, number in zip(graphs.taken, kept, strict=True):
-            self.numbers[node] = number
-        tangents = {position: self.new(node) for position, node in graphs.tangents.items()}
+        sent_back |= {position: self.new(node) for position, node in graphs.tangents.items()}
         handed = {
             position: self.new_like(graphs.inputs[source])
             for position, source in enumerate(graphs.handed_on)
@@ -254,44 +252,24 @@ class _Teller:
             and self.outputs.tensors[position].requires_grad
             and self.outputs.same_as[position] == position
         }
+        sent_back |= handed
         sent = {position: node for position, node in graphs.input_gradients.items() if node is not None}
-        trained = [node for node in graphs.parameter_gradients if node is not None]
-        events = list(self.follow(graphs.backward, [*sent.values(), *trained], held=set()))
-        gradients = {self.number(node) for node in trained}
-        returned: dict[int, int] = {position: self.number(node) for position, node in sent.items()}
+        gradients = [node for node in graphs.parameter_gradients if node is not None]
+        yield from self.follow(graphs.backward, [*sent.values(), *gradients], held=set())
+        trained.update(map(self.number, gradients))
+        returned |= {position: self.number(node) for position, node in sent.items()}
         for position, tangent in handed.items():
             source = graphs.handed_on[position]
             assert source is not None, "it is handed on"
             if source in returned:  # added up by autograd, outside the graph
                 part = returned[source]
                 returned[source] = self.new_like(graphs.inputs[source])
-                events.append(returned[source] + 1)
+                yield returned[source] + 1
                 if part not in returned.values():
-                    events.append(-part - 1)
-                events.append(-tangent - 1)
+                    yield -part - 1
+                yield -tangent - 1
             else:
                 returned[source] = tangent
-        if accumulates:
-            events += [-number - 1 for number in sorted(gradients)]
-        known = {**tangents, **handed}
-        return replace(
-            trace,
-            sizes=tuple(self.sizes),
-            shapes=tuple(self.shapes) if self.with_shapes else (),
-            kept=frozenset(number for number in kept if number is not None),
-            gradients=frozenset() if accumulates else frozenset(gradients),
-            output_gradients=tuple(known.get(position) for position in range(len(self.outputs.tensors))),
-            input_gradients=tuple(
-                returned.get(position) if first == position else None
-                for position, first in enumerate(self.inputs.same_as)
-            ),
-            backward=tuple(events),
-            without_gradient=frozenset(
-                position
-                for position, first in enumerate(self.inputs.same_as)
-                if self.inputs.tensors[position].requires_grad and first not in returned
-            ),
-        )
 
     def new(self, node: fx.Node) -> int:
         """A number for the storage that the node makes."""

@@ -57,8 +57,12 @@ class StagePeaks:
 
     def memory(self, start: int, stop: int) -> StageMemory:
         """The stage of layers start..stop - 1 at its fullest."""
+        is_last = stop == len(self.layers)
+        key = (self._content(start, stop), is_last)
+        if key not in self._stages:
+            self._stages[key] = stage_bytes(self.layers[start:stop], self.loss if is_last else None)
         return fullest_moment(
-            self._stage(start, stop),
+            self._stages[key],
             self._steps,
             self._num_microbatches,
             self.optimizer,
@@ -73,13 +77,6 @@ class StagePeaks:
         if peak is None:
             peak = self._peaks[key] = self.memory(start, stop).peak
         return peak
-
-    def _stage(self, start: int, stop: int) -> StageBytes:
-        is_last = stop == len(self.layers)
-        key = (self._content(start, stop), is_last)
-        if key not in self._stages:
-            self._stages[key] = stage_bytes(self.layers[start:stop], self.loss if is_last else None)
-        return self._stages[key]
 
     def _content(self, start: int, stop: int) -> int:
         first, last, content = self._latest

@@ -25,12 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.messages import Ahead
-from gpipe_bench.pipeline.memory.stage_bytes import LayerMoment, Moment, Played, StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.stage_bytes import Bytes, LayerBytes, Played, StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import action_bytes, workers_of
+from gpipe_bench.pipeline.memory.workers import Ahead, action_bytes, workers_of
 from gpipe_bench.pipeline.plan.links import bucket_bytes_of
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
@@ -98,16 +96,6 @@ def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
     return HeldStage(whole, whole, (0, 0), (0, 0, 0, 0))
 
 
-class _Pass(NamedTuple):
-    """Bytes of a pass over a stage's layers, beyond the stage's boundary inputs, by layer in the order of the
-    forward: when it begins, at its fullest, and when it is through.
-    """
-
-    before: tuple[int, ...]
-    most: tuple[int, ...]
-    after: tuple[int, ...]
-
-
 class _Layers:
     """Of a stage's layers, the bytes of their parameters and passes; the loss counts to the last layer."""
 
@@ -123,13 +111,14 @@ class _Layers:
         self.later = _pass(played, played.later, back=True)
 
 
-def _pass(played: Played, found: Sequence[LayerMoment], *, back: bool = False) -> _Pass:
-    each = [(one.before, one.fullest.total, one.after) for one in found]
-    *rest, last = each[: len(played.stage)]
-    for loss in each[len(played.stage) :]:
-        most = max(last[1], loss[1])
-        last = (loss[0], most, last[2]) if back else (last[0], most, loss[2])
-    return _Pass(*zip(*rest, last, strict=True))
+def _pass(played: Played, found: Sequence[LayerBytes], *, back: bool = False) -> list[LayerBytes]:
+    """A pass over a stage's layers, in the order of the forward, with the loss in the last of them."""
+    *rest, last = found[: len(played.stage)]
+    for loss in found[len(played.stage) :]:
+        fullest = max(last.fullest, loss.fullest, key=lambda each: each.total)
+        ends = (loss.before, last.after) if back else (last.before, loss.after)
+        last = LayerBytes(ends[0], fullest, ends[1])
+    return [*rest, last]
 
 
 def grid_peak_bytes(
@@ -162,8 +151,8 @@ def _replicated(whole: StageBytes, each: _Layers) -> HeldStage:
     """Buckets are copied while the gradients that they take the place of are there."""
     buckets = _buckets(each.trained_sizes, each.sharing.bucket_bytes)
 
-    def last(found: _Pass, moment: Moment) -> int:
-        most = max((found.after[layer] + size for layer, size in buckets), default=0)
+    def last(found: Sequence[LayerBytes], moment: Bytes) -> int:
+        most = max((found[layer].after + size for layer, size in buckets), default=0)
         return max(most - moment.total, 0)
 
     # W gives autograd the gradients of many layers at once, and buckets leave as it takes them in.
@@ -193,23 +182,23 @@ def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
         gradient_bytes=whole.gradient_bytes,
     )
 
-    def first(found: _Pass, moment: Moment) -> int:
+    def first(found: Sequence[LayerBytes], moment: Bytes) -> int:
         """A layer's message is there until it is copied, and of the layers behind it nothing else."""
-        most = max(before + own for before, own in zip(found.before, parameters, strict=True))
+        most = max(one.before + own for one, own in zip(found, parameters, strict=True))
         return max(most - moment.total, 0)
 
-    def last(found: _Pass, moment: Moment) -> int:
+    def last(found: Sequence[LayerBytes], moment: Bytes) -> int:
         """Of the layers that are through, scattered gradients, and their messages until B ends."""
         most, gone, message = 0, 0, 0
         for layer in range(len(parameters) - 1, -1, -1):
-            most = max(most, found.most[layer] - gone + message)
+            most = max(most, found[layer].fullest.total - gone + message)
             if not parameters[layer]:
                 continue
             gone += parameters[layer]  # given up before the gradients are copied
-            most = max(most, found.after[layer] - gone + message + each.gradients[layer])
+            most = max(most, found[layer].after - gone + message + each.gradients[layer])
             message += each.gradients[layer]
             gone += each.gradients[layer] - each.shards[layer]
-            most = max(most, found.after[layer] - gone + message)
+            most = max(most, found[layer].after - gone + message)
         return most - moment.total
 
     begins = (first(each.free, whole.free), first(each.forward, whole.forward))
@@ -220,26 +209,26 @@ def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
 def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
     parameters, rest = each.parameters, _with_shards(whole, each)
 
-    def ahead(found: _Pass) -> Moment:
+    def ahead(found: Sequence[LayerBytes]) -> Bytes:
         most = 0
-        for before, top, own in zip(found.before, found.most, parameters, strict=True):
-            most = max(most, before + 2 * own, top + own)  # the message beside what it is copied to
-        return Moment(transients=most)
+        for one, own in zip(found, parameters, strict=True):  # the message beside what it is copied to
+            most = max(most, one.before + 2 * own, one.fullest.total + own)
+        return Bytes(transients=most)
 
-    def back(*, first: bool) -> Moment:
+    def back(*, first: bool) -> Bytes:
         """Whole gradients of a layer are there until they are scattered, shards from the first B on."""
         found, most, message = each.first, 0, 0
         gone = 0  # whole gradients of layers that are through
         for layer in range(len(parameters) - 1, -1, -1):
-            most = max(most, found.most[layer] - gone + parameters[layer] + message)
+            most = max(most, found[layer].fullest.total - gone + parameters[layer] + message)
             if not parameters[layer]:
                 continue
-            most = max(most, found.before[layer] - gone + 2 * parameters[layer] + message)
-            most = max(most, found.after[layer] - gone + each.gradients[layer] + message)
+            most = max(most, found[layer].before - gone + 2 * parameters[layer] + message)
+            most = max(most, found[layer].after - gone + each.gradients[layer] + message)
             message += each.gradients[layer]
             gone += each.gradients[layer] - (each.shards[layer] if first else 0)
-            most = max(most, found.after[layer] - gone + message + (0 if first else each.shards[layer]))
-        return Moment(transients=most)
+            most = max(most, found[layer].after - gone + message + (0 if first else each.shards[layer]))
+        return Bytes(transients=most)
 
     step = replace(
         rest,

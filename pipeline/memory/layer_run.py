@@ -2,6 +2,11 @@
 
 What is told of it is a trace: which storages appear and die, and when, from the forward on; with the halves
 of a backward in the place of the whole, what W does, too; and which buffers the forward changes.
+
+In a model a layer's inputs are outputs of the layer before, which takes their gradients and lets them go, and
+its outputs are held by what follows, which sends fresh gradients back. A profile that fed leaves and called
+`backward` on the outputs would see other storages live and die. So both ends are autograd functions that
+compute and keep nothing (`_Source`, `_Tail`).
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec, as_tuple
+from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
 from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, SplitTrace, Trace
 from gpipe_bench.pipeline.memory.tracker import EventLog
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
@@ -92,22 +97,35 @@ class LayerRun:
             trace = self._trace(backward, set())
             self._delivered.clear()
             exits.clear()
-            deferred, last = _tell_weights(log, waiting.single, waiting.shared, waiting.done)
+            # By now nobody else holds what waits in these lists, which are emptied.
+            singles = []
+            while waiting.single:
+                singles.append(_deferred(log, [waiting.single.pop()], [], is_single=True))
+            last = None
+            if waiting.shared or waiting.done:
+                last = _deferred(log, waiting.shared, waiting.done, is_single=False)
         # What W makes is counted there.
-        return SplitTrace(False, replace(trace, sizes=tuple(log.sizes)), deferred, last)
+        return SplitTrace(False, replace(trace, sizes=tuple(log.sizes)), tuple(singles), last)
 
     def _forward(self) -> Tensor | None:
         """Returns where the backward begins; None without a graph."""
         log, inputs = self._log, self._inputs
+        differentiates = torch.is_grad_enabled()
         values = [
-            _enter(leaf, spec, position, self._delivered)
+            _Source.apply(leaf.requires_grad_(), position, self._delivered)
+            if spec.requires_grad and differentiates
+            else torch.empty_like(leaf)
             for position, (leaf, spec) in enumerate(zip(self._leaves, inputs.tensors, strict=True))
         ]
         values = [values[first] for first in inputs.same_as]
         self._input_storages = _serials(log, values)
         log.events.clear()
         versions = [value._version for value in values]
-        buffers = _buffers_of(self._layer)
+        buffers = {
+            (path, name): (module, State.of(buffer))
+            for path, module in self._layer.named_modules()
+            for name, buffer in module._buffers.items()
+        }
         with self._precision:
             result = self._layer(inputs.build(values))
         self.overwritten = frozenset(
@@ -122,7 +140,13 @@ class LayerRun:
         self._forward_events = tuple(log.events)
         self.outputs = Boundary.of(result)
         self._output_storages = _serials(log, as_tuple(result))
-        root = _follow(result, self._unused, log, self._sent_back) if torch.is_grad_enabled() else None
+        root: Tensor | None = None
+        if differentiates:
+            # The graph of an output that nothing differentiates goes with the output, and its backward never
+            # runs.
+            given = [t.detach() if i in self._unused else t for i, t in enumerate(as_tuple(result))]
+            root = _Tail.apply(log, self._sent_back, *given)
+            del given
         self._hidden = log.serial_of(root) if root is not None else None
         del result, values
         if root is not None:
@@ -170,26 +194,6 @@ def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(serial for serial in map(log.serial_of, tensors) if serial is not None)
 
 
-# What stands before and after a layer in place of the rest of the model. In a model a layer's inputs are
-# outputs of the layer before, which takes their gradients and lets them go, and its outputs are held by what
-# follows, which sends fresh gradients back. A profile that fed leaves and called `backward` on the outputs
-# would see other storages live and die. Both ends are autograd functions that compute and keep nothing.
-
-
-def _enter(leaf: Tensor, spec: TensorSpec, position: int, delivered: dict[int, Tensor]) -> Tensor:
-    if not (spec.requires_grad and torch.is_grad_enabled()):
-        return torch.empty_like(leaf)
-    made: Tensor = _Source.apply(leaf.requires_grad_(), position, delivered)
-    return made
-
-
-def _follow(result: Any, unused: frozenset[int], log: EventLog, sent_back: list[int | None]) -> Tensor:
-    # The graph of an output that nothing differentiates goes with the output, and its backward never runs.
-    followed = [t.detach() if position in unused else t for position, t in enumerate(as_tuple(result))]
-    root: Tensor = _Tail.apply(log, sent_back, *followed)
-    return root
-
-
 class _Source(torch.autograd.Function):
     """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
 
@@ -227,26 +231,12 @@ class _Tail(torch.autograd.Function):
 _SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inputs enter its graph
 
 
-# Which buffers of a layer its forward changes, and what a recomputation copies of each. A forward may change
-# a buffer in place or put another tensor under its name. The other tensor takes the place of the one before,
-# so that a step holds one of them; in a profile the new one would count as kept by the graph. So the buffers
-# are put back as they were.
+def _moved(buffers: Mapping[tuple[str, str], tuple[nn.Module, State]]) -> dict[str, BufferRole]:
+    """The buffers that a forward has changed, of those by path and name, with what a recomputation copies.
 
-_Buffers = dict[tuple[str, str], tuple[nn.Module, State]]
-"""By the module's path and the buffer's name."""
-
-
-def _buffers_of(layer: nn.Module) -> _Buffers:
-    return {
-        (path, name): (module, State.of(buffer))
-        for path, module in layer.named_modules()
-        for name, buffer in module._buffers.items()
-    }
-
-
-def _moved(buffers: _Buffers) -> dict[str, BufferRole]:
-    """Those that have changed, by their names. One that was replaced by another of its size is put back; a
-    table that was made or has grown stays.
+    A forward may put another tensor under a buffer's name, which takes the place of the one before, so that a
+    step holds one of them; in a profile the new one would count as kept by the graph. So one that was
+    replaced by another of its size is put back; a table that was made or has grown stays.
     """
     moved = {}
     for (path, name), (module, state) in buffers.items():
@@ -280,37 +270,11 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
     return tuple(found)
 
 
-# W of a layer on fake tensors: what the engine's own split leaves for it, watched.
-
-_Done = list[tuple[GradientEdge, Tensor]]
-
-
 @torch.no_grad()
-def _tell_weights(
-    log: EventLog, single: list[Waiting], shared: list[Waiting], done: _Done
-) -> tuple[tuple[Deferred, ...], Deferred | None]:
-    """W, operation by operation; by now nobody else holds what waits in the lists, which are emptied."""
-    found = []
-    while single:
-        waiting = [single.pop()]
-        deferred = _deferred(log, waiting, [], is_single=True)
-        log.events.clear()
-        waiting.clear()
-        found.append(_releasing(deferred, log))
-    if not shared and not done:
-        return tuple(found), None
-    last = _deferred(log, shared, done, is_single=False)
-    log.events.clear()
-    shared.clear()
-    done.clear()
-    return tuple(found), _releasing(last, log)
-
-
-def _releasing(deferred: Deferred, log: EventLog) -> Deferred:
-    return replace(deferred, releases=tuple(-event - 1 for event in log.events if event < 0))
-
-
-def _deferred(log: EventLog, waiting: list[Waiting], done: _Done, *, is_single: bool) -> Deferred:
+def _deferred(
+    log: EventLog, waiting: list[Waiting], done: list[tuple[GradientEdge, Tensor]], *, is_single: bool
+) -> Deferred:
+    """What W does of an operation, or at its end of all the rest, on fake tensors; empties both lists."""
     before = log.alive
     log.events.clear()
     gradients = [gradient for each in waiting for gradient in each.gradients()]
@@ -320,7 +284,7 @@ def _deferred(log: EventLog, waiting: list[Waiting], done: _Done, *, is_single: 
     entering = sum(_entering(edge, gradient) for edge, gradient in zip(edges, given, strict=True))
     keeps = {serial for each in given if (serial := log.serial_of(each)) in before}
     counted = sum(gradient.nbytes for gradient in given)
-    del gradients, given
+    del gradients, given, edges
     passes = []
     for _ in range(2):  # the parameters have no gradients, then they do
         log.events.clear()
@@ -330,8 +294,11 @@ def _deferred(log: EventLog, waiting: list[Waiting], done: _Done, *, is_single: 
         peak, _ = _rise(log, log.events[num_formula:])
         passes.append((peak, _rise(log, log.events)[1]))
     (first_peak, made), (later_peak, _) = passes
+    log.events.clear()
+    waiting.clear()
+    done.clear()
     return Deferred(
-        releases=(),
+        releases=tuple(-event - 1 for event in log.events if event < 0),
         keeps=tuple(sorted(serial for serial in keeps if serial is not None)),
         formula_peak=formula_peak,
         result=result,

@@ -26,14 +26,13 @@ buffer of the ring holds what was received until the end of B, and the copy come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add, mul
 from typing import NamedTuple
 
 from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step, Way
-from gpipe_bench.pipeline.memory.stage_bytes import Moment as Bytes
-from gpipe_bench.pipeline.memory.stage_bytes import StageBytes
+from gpipe_bench.pipeline.memory.stage_bytes import Bytes, StageBytes
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 
@@ -207,7 +206,8 @@ class Placed:
 
     def rest(self, counts: Counts) -> Parts:
         """By category."""
-        return _sum([self._fixed, *map(_times, counts, self._per_count)])
+        times = zip(counts, self._per_count, strict=True)
+        return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
 
     def step(self, step: Step) -> Parts:
         """By category."""
@@ -228,24 +228,25 @@ class Placed:
                 "with Profiler(split_backward=True)"
             )
         if step.alike not in self._own:
-            stage, moment = self._stage, self._moment(step)
+            stage, found = self._stage, self._fullest(step)
             buffers, copied = 0, 0
             if step.kind is Kind.R:
                 buffers, copied = stage.changing_buffer_bytes, stage.copied_input_bytes
                 if not (self._is_apart or self._stays):
                     # The copy takes the place of what was received once it is made, before the first layer.
-                    copied = max(copied - moment.total, 0)
+                    copied = max(copied - found.total, 0)
             own = _parts(
                 buffers=buffers,
-                gradients=moment.gradients,
+                gradients=found.gradients,
                 boundary=self._own_kept if step.kind in (Kind.B, Kind.I) else 0,
-                activations=moment.activations,
-                transients=moment.transients + copied,
+                activations=found.activations,
+                transients=found.transients + copied,
             )
             self._own[step.alike] = sum(own), own
         return self._own[step.alike]
 
-    def _moment(self, step: Step) -> Bytes:
+    def _fullest(self, step: Step) -> Bytes:
+        """What the layers hold in an action."""
         stage, halves, counts = self._stage, self._halves, step.counts
         if step.kind is Kind.F:
             return stage.free if step.recomputed else stage.forward
@@ -256,9 +257,7 @@ class Placed:
                 return Bytes()
             is_later = counts.after_inputs if self._is_whole else counts.after_backward
             found = stage.backward if is_later else stage.backward_first
-            if self._place.gradients_there:
-                found = found.without(stage.sent.received_bytes)
-            return found
+            return found.without(stage.sent.received_bytes) if self._place.gradients_there else found
         assert halves is not None, "it was looked at"
         if step.kind is Kind.I:
             return halves.inputs
@@ -267,11 +266,7 @@ class Placed:
         return halves.weights(first=not counts.after_backward, own=own)
 
 
-def _times(count: int, parts: Parts) -> Parts:
-    return tuple([count * each for each in parts])  # type: ignore[return-value]
-
-
-def _sum(all_parts: Iterable[Parts]) -> Parts:
+def _sum(all_parts: Iterable[Sequence[int]]) -> Parts:
     return tuple(map(sum, zip(*all_parts, strict=True)))  # type: ignore[return-value]
 
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
@@ -40,7 +41,8 @@ from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_thi
 from gpipe_bench.pipeline.plan.portals import Declared
 from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.portals import declarations
+from gpipe_bench.pipeline.stage.portals import Carried, declarations
+from gpipe_bench.pipeline.stage.trees import Tree, change, tensors_of
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Of the activations, for `autocast`; parameters, gradients and optimizer state stay float32."""
@@ -120,8 +122,15 @@ class Profiler:
         twice.
         """
         modules, profiles = list(layers), list[LayerProfile]()
-        if not self.ties_apart:
-            _refuse_ties(modules)
+        owners: dict[nn.Parameter, int] = {}
+        for index, module in enumerate(() if self.ties_apart else modules):
+            for name, parameter in module.named_parameters():
+                if owners.setdefault(parameter, index) != index:
+                    raise ValueError(
+                        f"layers {owners[parameter]} and {index} share the parameter {name!r}, which "
+                        "profiles would count twice: put both layers into one module, give each its own, or "
+                        "profile with Profiler(ties_apart=True)"
+                    )
         for module in modules:
             profiles.append(self.layer(module, inputs))
             inputs = profiles[-1].outputs
@@ -153,7 +162,7 @@ class Profiler:
         self, loss_fn: Callable[[Any, Tensor], Tensor], outputs: Boundary, target: Boundary
     ) -> LayerProfile:
         """The loss as one more layer, which takes the outputs and the target."""
-        return self.layer(LossLayer.of(loss_fn, outputs, target), outputs.join(target))
+        return self.layer(LossLayer(loss_fn, outputs, target), outputs.join(target))
 
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
         def run_of(layer: nn.Module) -> LayerRun:
@@ -223,44 +232,17 @@ class Profiler:
 
 
 class LossLayer(nn.Module):
-    """A loss function as a layer that takes ``(*outputs, target)``, or the tensors of both, each in its turn,
-    where one of them is another pytree.
+    """A loss function as a layer that takes the tensors of the outputs and of the target, one after the
+    other.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Tensor],
-        is_tuple: bool,
-        nested: tuple[Boundary, Boundary] | None = None,
-    ) -> None:
+    def __init__(self, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> None:
         super().__init__()
-        self.loss_fn, self.is_tuple, self.nested = loss_fn, is_tuple, nested
-
-    @classmethod
-    def of(cls, loss_fn: Callable[..., Tensor], outputs: Boundary, target: Boundary) -> LossLayer:
-        """For what the last layer passes and such a target."""
-        plain = outputs.nested is None and target.nested is None and not target.is_tuple
-        return cls(loss_fn, outputs.is_tuple, None if plain else (outputs, target))
+        self.loss_fn, self.outputs, self.target = loss_fn, outputs, target
 
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
-        if self.nested is not None:
-            outputs, target = self.nested
-            count = len(outputs.tensors)
-            return self.loss_fn(outputs.build(values[:count]), target.build(values[count:]))
-        *given, last = values
-        return self.loss_fn(tuple(given) if self.is_tuple else given[0], last)
-
-
-def _refuse_ties(layers: Iterable[nn.Module]) -> None:
-    owners: dict[nn.Parameter, int] = {}
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            if owners.setdefault(parameter, index) != index:
-                raise ValueError(
-                    f"layers {owners[parameter]} and {index} share the parameter {name!r}, which profiles "
-                    "would count twice: put both layers into one module, give each its own, or profile with "
-                    "Profiler(ties_apart=True)"
-                )
+        count = len(self.outputs.tensors)
+        return self.loss_fn(self.outputs.build(values[:count]), self.target.build(values[count:]))
 
 
 def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:
@@ -276,6 +258,38 @@ def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.
     for buffer in layer.buffers():
         stand_ins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     return copy.deepcopy(layer, stand_ins).train()
+
+
+# A CPU core and a GPU alike do about ten floating-point operations in the time in which they move a byte.
+FLOPS_PER_BYTE = 10
+
+
+def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]:
+    """An estimate of what each layer costs, the same on every machine: forward on one micro-batch, in
+    floating-point operations or what takes as long.
+
+    Stages are balanced before anything has run, and all processes of a pipeline must come to the same cut, so
+    measured times will not do. The layers are run on fake tensors and charged for their multiplications and
+    for the bytes they move. `example` is a micro-batch; only its shapes and dtypes count, so it may be on the
+    meta device.
+    """
+
+    def num_bytes(*tensors: Tensor) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    costs, carried = [], Carried(declarations(layers))
+    with QuickFakeTensors(), torch.no_grad():
+        value: Tree = change(
+            example, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), "the example"
+        )
+        for index, layer in enumerate(layers):
+            fake = fake_copy(layer)
+            moved = num_bytes(*fake.parameters(), *tensors_of(value))
+            with FlopCounterMode(display=False) as counter:
+                value = carried.through(index, fake, value)
+            moved += num_bytes(*tensors_of(value, f"the output of {type(layer).__name__}"))
+            costs.append(float(counter.get_total_flops() + FLOPS_PER_BYTE * moved))
+    return tuple(costs)
 
 
 # Layers with portals as layers without: what is carried past a layer is part of what it takes and gives. That

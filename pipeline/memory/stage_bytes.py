@@ -37,7 +37,7 @@ from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
 
 
 @dataclass(frozen=True)
-class Moment:
+class Bytes:
     """What one action of one micro-batch holds at its fullest, beyond the boundary inputs of the stage."""
 
     activations: int = 0  # bytes held by the graph
@@ -48,7 +48,7 @@ class Moment:
     def total(self) -> int:
         return self.activations + self.gradients + self.transients
 
-    def without(self, num_bytes: int) -> Moment:
+    def without(self, num_bytes: int) -> Bytes:
         """The same where so many bytes of what passes are held elsewhere."""
         return replace(self, transients=self.transients - num_bytes)
 
@@ -66,16 +66,16 @@ class StageBytes:
     target_bytes: int
     output_gradient_bytes: int
     saved_bytes: int  # held by the graph from the end of F or R to the end of B
-    free: Moment  # F without a graph
-    forward: Moment  # F with a graph, and R
-    backward_first: Moment  # B that creates the parameter gradients
-    backward: Moment  # every later B
+    free: Bytes  # F without a graph
+    forward: Bytes  # F with a graph, and R
+    backward_first: Bytes  # B that creates the parameter gradients
+    backward: Bytes  # every later B
     summed_gradient_bytes: int = 0  # of the gradients, those added to another layer's before the update
     copied_input_bytes: int = 0  # of the boundary inputs, what a forward that runs twice copies
     kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
     changing_buffer_bytes: int = 0  # copied for each micro-batch that waits for its R
     shadow_buffer_bytes: int = 0  # copied once where anything is recomputed
-    again: Moment | None = None  # R, where it holds more than F with a graph
+    again: Bytes | None = None  # R, where it holds more than F with a graph
     halves: Halves | None = None  # where the layers' profiles have them
     played: Played | None = field(default=None, repr=False, compare=False)  # what else the layers say
 
@@ -111,7 +111,14 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
     inputs, last = layers[0].inputs, layers[-1]
     targets = loss.inputs.tensors[len(last.outputs.tensors) :] if loss is not None else ()
     kept = [i for i in inputs.distinct if inputs.tensors[i].requires_grad or i in played.holders]
-    changing, shadows = _buffer_copies(played.layers)
+    changing = shadows = 0  # bytes of buffers that are copied for each micro-batch, and once
+    for layer in played.layers:
+        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
+            small = size * (size <= SMALL_BYTES)
+            if role is BufferRole.STILL:
+                shadows += small
+            elif role is not BufferRole.STATISTICS:
+                changing += small if role is BufferRole.BESIDE else size
     again = played.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
     return StageBytes(
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
@@ -137,22 +144,7 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
     )
 
 
-def _buffer_copies(layers: Sequence[LayerProfile]) -> tuple[int, int]:
-    """Bytes of a stage's buffers that are copied for each micro-batch, and once."""
-    changing = once = 0
-    for layer in layers:
-        for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
-            small = size if size <= SMALL_BYTES else 0
-            if role is BufferRole.CHANGING or role is BufferRole.REPLACED:
-                changing += size
-            elif role is BufferRole.BESIDE:
-                changing += small
-            elif role is BufferRole.STILL:
-                once += small
-    return changing, once
-
-
-class LayerMoment(NamedTuple):
+class LayerBytes(NamedTuple):
     """One layer in a pass over its stage, beyond the stage's boundary inputs; the ends in bytes.
 
     On a grid, what is gathered, copied into a bucket or scattered comes on top of whichever layer runs:
@@ -162,11 +154,11 @@ class LayerMoment(NamedTuple):
     """
 
     before: int
-    fullest: Moment
+    fullest: Bytes
     after: int
 
 
-def _fullest(layers: Iterable[LayerMoment]) -> Moment:
+def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
     """Of all layers, the first one of equals."""
     return max([each.fullest for each in layers], key=lambda moment: moment.total)
 
@@ -230,28 +222,28 @@ class Played:
         return dict(zip(trace.inputs + trace.outputs, ends, strict=True))
 
     @cached_property
-    def free(self) -> list[LayerMoment]:
+    def free(self) -> list[LayerBytes]:
         """A forward without a graph."""
-        found, lingers, boundary = list[LayerMoment](), 0, self.boundary - self.copied
+        found, lingers, boundary = list[LayerBytes](), 0, self.boundary - self.copied
         for layer, inputs in zip(self.layers, self._inputs, strict=True):
             passing = lingers + sum([self.sizes[name] for name in inputs - boundary])
-            found.append(LayerMoment(passing, Moment(transients=passing + layer.free.forward_peak), passing))
+            found.append(LayerBytes(passing, Bytes(transients=passing + layer.free.forward_peak), passing))
             lingers += layer.replaced_bytes  # what they replace is looked at last (`stage.buffers`)
         return found
 
-    def forward(self, *, again: bool = False) -> list[LayerMoment]:
+    def forward(self, *, again: bool = False) -> list[LayerBytes]:
         """A forward with a graph; finds what the graph holds.
 
         With ``again``, of R: what was in the place of a replaced buffer is looked at when all layers are
         through.
         """
         saved = lingers = 0
-        holders, found = dict[int, int](), list[LayerMoment]()
+        holders, found = dict[int, int](), list[LayerBytes]()
         for index, layer in enumerate(self.layers):
             trace, names = layer.first, self._names[index]
             loose = self._inputs[index] - self.boundary - holders.keys()
             passing = lingers + sum([self.sizes[name] for name in loose])
-            before, fullest = saved + passing, Moment(saved, 0, passing + trace.forward_peak)
+            before, fullest = saved + passing, Bytes(saved, 0, passing + trace.forward_peak)
             lingers += layer.replaced_bytes * again
             saved += trace.kept_inside
             for storage in trace.kept_ends:
@@ -259,12 +251,12 @@ class Played:
                 if name not in holders and name not in self.boundary:
                     saved += self.sizes[name]
                 holders[name] = holders.get(name, 0) + 1
-            found.append(LayerMoment(before, fullest, saved + lingers))
+            found.append(LayerBytes(before, fullest, saved + lingers))
         self.saved_bytes, self.holders = saved, holders
         return found
 
     @cached_property
-    def first(self) -> list[LayerMoment]:
+    def first(self) -> list[LayerBytes]:
         """A backward that makes the gradients of the parameters; those are in it."""
         return self.backward(_FIRST)[0]
 
@@ -273,7 +265,7 @@ class Played:
         trace_of: Callable[[LayerProfile], Trace],
         stays: Iterable[int] = (),
         left: _Left | None = None,
-    ) -> tuple[list[LayerMoment], int]:
+    ) -> tuple[list[LayerBytes], int]:
         """A backward, or I, from the last layer to the first.
 
         Args:
@@ -287,7 +279,7 @@ class Played:
         holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
         for name in chain(self.boundary, stays):
             holders[name] = holders.get(name, 0) + 1
-        last, found = trace_of(self.layers[-1]), list[LayerMoment]()
+        last, found = trace_of(self.layers[-1]), list[LayerBytes]()
         received: list[_Gradient | None] = [
             None if storage is None else ((_RECEIVED, position), last.sizes[storage])
             for position, storage in enumerate(last.output_gradients)
@@ -324,8 +316,8 @@ class Played:
                     holders[name] = holders.get(name, 0) - 1
                     if holders[name] == 0:
                         saved -= self.sizes[name]
-            moment = Moment() if fullest is None else Moment(*fullest)
-            found.append(LayerMoment(before, moment, saved + gradients + other))
+            moment = Bytes() if fullest is None else Bytes(*fullest)
+            found.append(LayerBytes(before, moment, saved + gradients + other))
             known = dict(zip(trace.output_gradients, received, strict=True))
             if left is not None:
                 held |= left.leave(index, names, known, self.sizes)
@@ -438,13 +430,13 @@ class Halves:
     """What a stage holds in I, in W and in between, for one micro-batch."""
 
     whole: bool = False  # I does all of a backward, and W has nothing to do
-    inputs: Moment = Moment()  # I
+    inputs: Bytes = Bytes()  # I
     kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
     received_bytes: int = 0  # of gradients, which are held throughout I
     parts: Sequence[_Part] = ()
     sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
     inputs_of_stage: frozenset[_Name] = frozenset()
-    _known: dict[tuple[bool, bool], Moment] = field(default_factory=dict)
+    _known: dict[tuple[bool, bool], Bytes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, played: Played) -> Halves | None:
@@ -484,7 +476,7 @@ class Halves:
         inputs = self.inputs.without(self.received_bytes)
         return replace(self, inputs=inputs, received_bytes=0, sizes=sizes, _known={})
 
-    def weights(self, *, first: bool, own: bool = False) -> Moment:
+    def weights(self, *, first: bool, own: bool = False) -> Bytes:
         """W at its fullest, with what waited for it.
 
         Args:
@@ -506,7 +498,7 @@ class _Weights:
         self._live = sum([sizes[name] for name in self._users])
         self._made = self._results = 0
         self._group: list[_Part] = []
-        self.fullest = Moment()
+        self.fullest = Bytes()
         self._note(0)
         before: list[_Part] = []  # the operation at hand, then all that W does at its end
         for part in parts:
@@ -524,7 +516,7 @@ class _Weights:
 
     def _note(self, extra: int) -> None:
         if self._live + self._made + self._results + extra > self.fullest.total:
-            self.fullest = Moment(self._live, self._made, self._results + extra)
+            self.fullest = Bytes(self._live, self._made, self._results + extra)
 
     def _kept(self) -> frozenset[_Name]:
         """What is a gradient that is yet to be added."""

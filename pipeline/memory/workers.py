@@ -1,19 +1,53 @@
-"""Peak bytes of every worker of any schedule, where a worker may hold several stages."""
+"""Peak bytes of every worker of any schedule, where a worker may hold several stages.
+
+Where each worker is a process of its own, messages take memory by the rules that the engine goes by:
+
+    received    buffers of the rings of `plan.edges`, which stay from step to step: their bytes are
+                there at every moment, and no input or gradient that a stage works on adds to them
+    sent        outputs and gradients until their sender has waited for them: the latest of each way
+                between two workers, or all of a step's where they are small
+
+Counted is what a worker's device holds. Between CPUs of one host the buffers lie in memory that two processes
+map; that is counted with the worker that receives, who made it, and with nobody else.
+
+Profiles are of layers by themselves, so each counts a weight that several layers share as its own. In a step
+each of these layers does gather a gradient of its own (`stage.tied`); but there is one weight, one state of
+the optimizer, and when the optimizer steps one gradient. Workers in processes of their own have a weight
+each, and for a moment at the end of a step one gradient more: the sum that another owner has sent
+(`ranks.tied`).
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from gpipe_bench.pipeline.memory.counts import Moment, Step, Way, moments, steps
-from gpipe_bench.pipeline.memory.messages import Ahead, Sends, Transport, places
-from gpipe_bench.pipeline.memory.peaks import Optimizer, Placed, StageMemory, Worker
+from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.edges import Edge, is_one_too_many, rings_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Messages between workers in processes of their own.
+
+    Args:
+        accelerated: whether from device to device, as over NCCL; between hosts' memories otherwise.
+    """
+
+    accelerated: bool = False
+
+
+Ahead = int | Transport | None
+"""How messages are counted: with a number of receives posted ahead, whichever transport there is; with those
+that the transport posts, and what it has sent; or as in one process, where each waits from when it is sent.
+"""
 
 
 def pipeline_memory(
@@ -34,15 +68,16 @@ def pipeline_memory(
     ``receive_ahead`` is a `Transport` over processes and None in one. There gpipe and naive use every message
     as it comes, as 0 has it; under 1f1b one may wait, and the peak is between that for 0 and that for 1.
     """
-    check_number(stages, schedule)
+    if len(stages) != schedule.num_stages:
+        raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
     found = _counted_once(bytes_of_stages(layers, loss, stages), stages, schedule, ties)
-    if not isinstance(receive_ahead, int) or schedule.placement:
-        memory = memories(found, schedule, optimizer, receive_ahead)
-    else:
+    if isinstance(receive_ahead, int) and not schedule.placement:  # ten times as fast
         memory = tuple(
             stage_memory(stage, row, optimizer, is_first=index == 0, receive_ahead=receive_ahead)
             for index, (stage, row) in enumerate(zip(found, schedule.actions, strict=True))
         )
+    else:
+        memory = memories(found, schedule, optimizer, receive_ahead)
     if not receive_ahead or not ties:
         return memory
     return _with_sums(memory, found, stages, schedule, optimizer, receive_ahead, ties)
@@ -148,7 +183,8 @@ def workers_of(
     """The workers with their stages; arguments and errors as of `peak_bytes`. ``between_steps`` there are no
     copies for what is recomputed.
     """
-    check_number(stages, schedule)
+    if len(stages) != schedule.num_stages:
+        raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
     rule, all_places = Optimizer.named(optimizer), places(stages, schedule, receive_ahead)
     placed = [
         Placed(
@@ -166,12 +202,6 @@ def workers_of(
         Worker({stage: placed[stage] for stage in schedule.stages_of(number)}, messages=messages)
         for number in range(schedule.num_workers)
     ]
-
-
-def check_number(stages: Sequence[object], schedule: Schedule) -> None:
-    """`ValueError` for another number of stages."""
-    if len(stages) != schedule.num_stages:
-        raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
 
 
 def _moments(
@@ -222,11 +252,90 @@ def fullest_moment(
     return Worker({0: placed}).fullest([Moment(0, step, (), ()) for step in found])
 
 
-# Weights that several layers of a worker share, counted once. Profiles are of layers by themselves, so each
-# counts the weight as its own. In a step each of these layers does gather a gradient of its own
-# (`stage.tied`); but there is one weight, one state of the optimizer, and when the optimizer steps one
-# gradient. Workers in processes of their own have a weight each, and for a moment at the end of a step one
-# gradient more: the sum that another owner has sent (`ranks.tied`).
+# Messages between processes
+
+
+def places(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead) -> list[Place]:
+    """Where the messages of each stage come into: over processes what other workers send comes into buffers
+    that stay.
+    """
+    if not isinstance(receive_ahead, Transport):
+        return [NOWHERE] * len(stages)
+    found, rings = [], rings_of(schedule, accelerated=receive_ahead.accelerated)
+    for index, stage in enumerate(stages):
+        comes, num_bytes = [False, False], 0
+        for back, size in enumerate((stage.input_bytes, stage.output_gradient_bytes)):
+            other = index + 1 if back else index - 1
+            if 0 <= other < len(stages) and schedule.worker(other) != schedule.worker(index):
+                ring = rings[index if back else index - 1, bool(back)]
+                comes[back] = True
+                num_bytes += ring.of(size).num_slots * size
+        inputs, gradients = comes
+        if not inputs and index and not any(action.kind is Kind.R for action in schedule.row(index - 1)):
+            # The stage before may have the input in its graph, which outlives this one's.
+            inputs = stages[index - 1].sent.of_graph_bytes == stage.input_bytes > 0
+        found.append(Place(inputs, gradients, num_bytes))
+    return found
+
+
+@dataclass
+class _Message:
+    """A message on its way: its bytes as the sender counts them, and those that its worker holds for it."""
+
+    message_bytes: int
+    held_bytes: int
+
+
+class Sends:
+    """What one worker has sent and not waited for, as its actions go by. How long a message is waited for
+    depends on its size, so that no numbers of micro-batches say it.
+    """
+
+    def __init__(self, schedule: Schedule, worker: int, stages: Sequence[StageBytes]) -> None:
+        self._schedule, self._worker, self._stages = schedule, worker, stages
+        self._ways: dict[tuple[int, bool], deque[_Message]] = {}
+        self._with_graph: dict[tuple[int, int], _Message] = {}  # by stage and micro-batch
+        self._held_bytes = 0
+
+    def take(self, action: Action, step: Step) -> int:
+        """What is held for messages in an action, beyond what its own moment says and graphs hold."""
+        key, kind = (action.stage, action.microbatch), action.kind
+        found, sent = self._held_bytes, self._stages[action.stage].sent
+        if kind is Kind.B or kind is Kind.I:
+            message = self._with_graph.pop(key, None)
+            if message is not None:  # from here on nobody else holds it
+                first, later, half = sent.longer
+                found += half if kind is Kind.I else later if step.counts.after_backward else first
+                message.held_bytes += sent.of_graph_bytes
+                self._held_bytes += sent.of_graph_bytes
+            self._send(action.stage - 1, True, sent.sent_back_bytes)
+        elif kind is Kind.F:
+            held = sent.sent_bytes - (0 if step.recomputed else sent.of_graph_bytes)
+            message = self._send(action.stage + 1, False, held)
+            if message is not None and not step.recomputed:
+                self._with_graph[key] = message
+        return found
+
+    def _send(self, stage: int, gradients: bool, held_bytes: int) -> _Message | None:
+        """To another worker, if the stage is one of another worker."""
+        if not 0 <= stage < self._schedule.num_stages:
+            return None
+        target = self._schedule.worker(stage)
+        if target == self._worker:
+            return None
+        received = self._stages[stage]
+        message = _Message(received.output_gradient_bytes if gradients else received.input_bytes, held_bytes)
+        way = self._ways.setdefault((target, gradients), deque())
+        way.append(message)
+        self._held_bytes += held_bytes
+        if is_one_too_many(len(way), way[0].message_bytes):
+            gone = way.popleft()
+            self._held_bytes -= gone.held_bytes
+            self._with_graph = {key: each for key, each in self._with_graph.items() if each is not gone}
+        return message
+
+
+# Weights that several layers of a worker share, counted once
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class DividedStage(Stage):
             return None
         if any(map(is_divided, message.tensors)):
             raise TypeError(
-                f"{self._runner.describe_output(self.index)} is a DTensor, and messages between stages are "
+                f"{self.describe_output()} is a DTensor, and messages between stages are "
                 "plain tensors; let the plan of that layer end with use_local_output=True"
             )
         return message._replace(tensors=tuple(map(here, message.tensors)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.portals import Carried, declarations
+from gpipe_bench.pipeline.stage.portals import run_through
 
 
 class Part(nn.Module):
@@ -71,7 +71,13 @@ class OwnLayers(nn.Module):
         self._parts = dict(parts)
         _take_over(self, model)
         layers = list(self._parts.values())
-        _refuse_hooks(model, layers)
+        inside = {module for part in layers for module in part.modules()}
+        for name, module in model.named_modules():
+            if module not in inside and (module._forward_hooks or module._forward_pre_hooks):
+                raise ValueError(
+                    f"{name or 'the model'} ({type(module).__name__}) has hooks on its forward, which would "
+                    "not be called, because its modules are called one by one; remove them"
+                )
         known = {name for part in layers for name, _ in _all_tensors(part)}
         holders = {id(tensor): part for part in reversed(layers) for _, tensor in _all_tensors(part)}
         for name, tensor in _all_tensors(model):
@@ -93,11 +99,7 @@ class OwnLayers(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """The layers one after the other."""
-        parts = tuple(self)
-        carried = Carried(declarations(parts))
-        for index, part in enumerate(parts):
-            value = carried.through(index, part, value)
-        return value
+        return run_through(tuple(self), value)
 
     def train(self, mode: bool = True) -> OwnLayers:
         super().train(mode)
@@ -146,17 +148,6 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by all of their names: one that is tied has several."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _refuse_hooks(model: nn.Module, parts: Sequence[Part]) -> None:
-    """What is taken apart is not called, and neither are its hooks."""
-    inside = {module for part in parts for module in part.modules()}
-    for name, module in model.named_modules():
-        if module not in inside and (module._forward_hooks or module._forward_pre_hooks):
-            raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has hooks on its forward, which would not "
-                "be called, because its modules are called one by one; remove them"
-            )
 
 
 # A tree of modules, some or all of which are the model's

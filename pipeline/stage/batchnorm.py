@@ -35,25 +35,22 @@ class Statistics:
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         refuse_unsupported(modules)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        self._meters = [_Meter(module, self) for module in tracked]
+        self.meters = [_Meter(module, self) for module in tracked]
         self._blocks: list[_Block] = []
         self._gather = gather
         self.recording = False
 
-    def __bool__(self) -> bool:
-        return bool(self._meters)
-
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose averages are looked after here."""
-        return tuple([meter.module for meter in self._meters])
+        return tuple([meter.module for meter in self.meters])
 
     def begin(self) -> None:
         """Prepares a step: anew at first, and when the averages have moved or changed their precision."""
-        if all(m.kind == (m.scratch_mean.dtype, m.scratch_mean.device) for m in self._meters):
+        if all(m.kind == (m.scratch_mean.dtype, m.scratch_mean.device) for m in self.meters):
             return
         kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
-        for meter in self._meters:
+        for meter in self.meters:
             kinds.setdefault(meter.kind, []).append(meter)
         self._blocks = [_Block(meters, *kind) for kind, meters in kinds.items()]
 
@@ -62,13 +59,13 @@ class Statistics:
         statistics.
         """
         self.recording = recording
-        for meter in self._meters:
+        for meter in self.meters:
             if meter.module.training:
                 meter.module.__dict__["forward"] = meter.forward
 
     def release(self) -> None:
         """Ends `redirect`, and folds in what was recorded."""
-        for meter in self._meters:
+        for meter in self.meters:
             meter.module.__dict__.pop("forward", None)
         if self.recording:
             self.fold()
@@ -83,9 +80,17 @@ class Statistics:
     @torch.no_grad()
     def commit(self) -> None:
         """Moves the averages once, by the statistics of the whole mini-batch, and starts the next one."""
-        if self._gather is not None:
-            self._gather_replicas(self._gather)
         for block in self._blocks:
+            if self._gather is not None:  # merged in the order of the ranks: all replicas get the same bits
+                counts = torch.tensor(
+                    [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
+                )
+                everywhere = self._gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
+                block.forget()
+                lengths = [len(counts), len(block.mean), len(block.squares)]
+                for replica in everywhere:
+                    found, mean, squares = replica.split(lengths)
+                    block.merge(mean, squares, [int(count) for count in found.tolist()])
             if any(meter.count for meter in block.meters):
                 block.commit()
                 block.forget()
@@ -95,19 +100,6 @@ class Statistics:
         """Drops what the current mini-batch has recorded, as after an error."""
         for block in self._blocks:
             block.forget()
-
-    def _gather_replicas(self, gather: Gather) -> None:
-        """Merges the statistics of all replicas in the order of their ranks: all get the same bits."""
-        for block in self._blocks:
-            counts = torch.tensor(
-                [meter.count for meter in block.meters], dtype=torch.float64, device=block.mean.device
-            )
-            everywhere = gather(torch.cat([counts, block.mean.double(), block.squares.double()]))
-            block.forget()
-            lengths = [len(counts), len(block.mean), len(block.squares)]
-            for replica in everywhere:
-                found, mean, squares = replica.split(lengths)
-                block.merge(mean, squares, [int(count) for count in found.tolist()])
 
 
 def refuse_unsupported(modules: Iterable[nn.Module]) -> None:
@@ -225,7 +217,11 @@ class _Block:
         self.weigh(self.squares, [1.0 / max(m.count - 1, 1) for m in meters])
         by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for meter in seen:
-            averages, values = by_factor.setdefault(_update_factor(meter.module), ([], []))
+            factor, tracked = meter.module.momentum, meter.module.num_batches_tracked
+            if factor is None:  # the cumulative average over mini-batches
+                assert tracked is not None
+                factor = 1.0 / float(tracked)
+            averages, values = by_factor.setdefault(float(factor), ([], []))
             for name, value in (("running_mean", meter.mean), ("running_var", meter.squares)):
                 average = meter.module._buffers[name]
                 assert average is not None
@@ -251,10 +247,3 @@ class _Block:
         else:
             parts = values.split([sum(size for _, size in run) for _, run in runs])
             torch._foreach_mul_(parts, [weight for weight, _ in runs])
-
-
-def _update_factor(module: _BatchNorm) -> float:
-    if module.momentum is not None:
-        return float(module.momentum)
-    assert module.num_batches_tracked is not None
-    return 1.0 / float(module.num_batches_tracked)  # momentum None: the cumulative average over mini-batches

@@ -5,18 +5,17 @@ it is called twice for every micro-batch, the second time when later micro-batch
 So what a forward is about to change is copied before, and the recomputation works on the copy, which stands
 in its place while it runs. The copies live as long as the inputs that are kept for the recomputation.
 
-Which buffers change nobody announces. In the first step all are copied and compared, forward by forward, and
-the copies of those that have stayed the same are dropped again; from then on only those that change are
-copied, and the small ones beside them. A change shows in torch's count of in-place operations or in another
-tensor under the same name; one made behind torch's back, through `.data`, shows in the comparison, if it is
-made in the first step. Of small buffers that do not change one copy is kept, so that they may begin to at any
-time; for a larger one that begins to change in place that is an error, which says what to do. Batch
-normalization's averages are left to `batchnorm`. Where a forward changes a buffer of a module, the
-recomputation also finds the module's attributes as that forward did, such as the length that a table was made
-for. No large tensors, though; what a layer keeps there or elsewhere is its own affair.
+Which buffers change nobody announces. In the first step all are copied and compared, forward by forward;
+from then on only those that change are copied, and the small ones beside them. A change shows in torch's
+count of in-place operations or in another tensor under the same name; one made behind torch's back, through
+`.data`, shows in the comparison, if it is made in the first step. Of small buffers that do not change one
+copy is kept, so that they may begin to at any time; for a larger one that begins to change in place that is
+an error, which says what to do. Where a forward changes a buffer of a module, the recomputation also finds
+the module's attributes as that forward did, such as the length that a table was made for; no large tensors,
+though. Batch normalization's averages are left to `batchnorm`.
 
-Beside the buffers themselves that is, on a stage, the changing ones once for every micro-batch that waits for
-its recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
+Beside the buffers themselves a stage so holds the changing ones once for every micro-batch that waits for its
+recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
 runs. The memory model (`memory.peaks`) counts the same in a step that is not the first.
 """
 
@@ -38,7 +37,7 @@ Key = tuple[nn.Module, str]
 
 
 class Absent:
-    """Stands for a buffer that had not been registered yet."""
+    """Stands for a buffer, or an attribute, that is not there."""
 
 
 ABSENT = Absent()
@@ -67,7 +66,7 @@ class Buffers:
         self._training: list[bool] = []  # whether each of them was in training mode when we looked
         self._changing: set[Key] = set()
         self._still: dict[Key, State] = {}
-        self._shadows: dict[Key, Tensor | None] = {}  # values of the small ones that have not changed
+        self._shadows: dict[Key, Tensor | None] = {}  # values of the small ones that are still
         self._silent: set[Key] = set()  # change behind torch's back
         self._moved: set[Key] = set()  # have changed in this step
         # Of those that began to change in this step: the value until then.
@@ -75,6 +74,7 @@ class Buffers:
         self._states: dict[Key, State] = {}  # of those that change, before the forward of the moment
         self._learning = True
         self._begun = False
+        self.known_empty = False  # whether a step before has found none
         self._find_modules()
 
     # A step
@@ -92,15 +92,22 @@ class Buffers:
         """The step is over: by now it is known which buffers change."""
         if not self._begun:
             return
-        if not self._learning:
-            self._settle()
+        if not self._learning:  # what no longer changes, as a table that the first forward has made
+            changing = self._moved | self._silent
+            modules = {module for module, _ in changing}
+            for key in self._changing - changing:
+                tensor = buffer_of(key)
+                if key[0] not in modules or (tensor is not None and tensor.nbytes > SMALL_BYTES):
+                    self._changing.remove(key)
+                    self._record(key)
         self._learning = self._begun = False
+        self.known_empty = not self._modules
         self._before.clear()
         self._moved.clear()
 
     def forget(self) -> None:
         """Looks again in the next step which buffers change."""
-        self._begun, self._learning = False, True
+        self._begun, self._learning, self.known_empty = False, True, False
         self._before.clear()
         self._moved.clear()
 
@@ -109,7 +116,18 @@ class Buffers:
     def save(self) -> Saved | None:
         """Before a forward that will be recomputed. None if there are no buffers."""
         if not self._begun:
-            self._begin()
+            self._begun = True
+            training = [module.training for module in self._modules]
+            if training != self._training:
+                self._learning, self._training = True, training
+            if self._learning:
+                for known in (self._changing, self._silent, self._still, self._shadows):
+                    known.clear()
+                self._find()
+            else:
+                for key, state in self._still.items():  # what the user has changed between two steps
+                    if state.has_moved(buffer_of(key)):
+                        self._record(key)
         if not self._modules and not self._learning:
             return None
         self._notice()
@@ -136,7 +154,16 @@ class Buffers:
                 if saved.copies.get(key) is not ABSENT:
                     saved.copies.pop(key, None)
         saved.moved = frozenset(moved)
-        saved.attributes = {m: _changed(saved.attributes[m], m.__dict__) for m, _ in moved}
+        saved.attributes = {
+            module: {
+                name: before
+                for name in {**saved.attributes[module], **module.__dict__}
+                if (before := saved.attributes[module].get(name, ABSENT))
+                is not module.__dict__.get(name, ABSENT)
+                and not (isinstance(before, Tensor) and before.nbytes > SMALL_BYTES)  # would take memory
+            }
+            for module, _ in moved
+        }
         self._moved |= moved
 
     @contextmanager
@@ -193,20 +220,6 @@ class Buffers:
         return tuple([t.clone() if t.untyped_storage()._cdata in storages else t for t in tensors])
 
     # Parts
-
-    def _begin(self) -> None:
-        self._begun = True
-        training = [module.training for module in self._modules]
-        if training != self._training:
-            self._learning, self._training = True, training
-        if self._learning:
-            for known in (self._changing, self._silent, self._still, self._shadows):
-                known.clear()
-            self._find()
-            return
-        for key, state in self._still.items():  # what the user has changed between two steps
-            if state.has_moved(buffer_of(key)):
-                self._record(key)
 
     def _find_modules(self) -> None:
         places = [(f"layer {self._first_layer + i}", layer) for i, layer in enumerate(self._layers)]
@@ -265,40 +278,17 @@ class Buffers:
 
     def _begins_to_change(self, key: Key, value: Value) -> None:
         """From now on it is copied before each forward, and so are the small buffers of the same module."""
-        self._before[key] = value
         module, _ = key
         siblings = [(module, name) for name in module._buffers if (module, name) in self._shadows]
-        for each in (key, *siblings):
+        for each in (*siblings, key):
             self._changing.add(each)
             self._still.pop(each, None)
-            shadow = self._shadows.pop(each, ABSENT)
-            if each != key:
-                self._before[each] = shadow
-
-    def _settle(self) -> None:
-        """Stops to copy what no longer changes, such as a table that the first forward has made."""
-        changing = self._moved | self._silent
-        modules = {module for module, _ in changing}
-        for key in self._changing - changing:
-            tensor = buffer_of(key)
-            if key[0] not in modules or (tensor is not None and tensor.nbytes > SMALL_BYTES):
-                self._changing.remove(key)
-                self._record(key)
+            self._before[each] = self._shadows.pop(each, ABSENT)
+        self._before[key] = value
 
     def _name(self, key: Key) -> str:
         module, name = key
         return f"buffer {name!r} of {self._modules[module]}"
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What was in the place of attributes that are others now; no large tensors, which would take memory."""
-    found = {name: before.get(name, ABSENT) for name in {**before, **now}}
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not now.get(name, ABSENT)
-        and not (isinstance(value, Tensor) and value.nbytes > SMALL_BYTES)
-    }
 
 
 class State(NamedTuple):

@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from gpipe_bench.pipeline.signature import signature
+from gpipe_bench.pipeline.stage.graph import enter
 
 BACKEND = "inductor"
 
@@ -90,21 +91,9 @@ class Compiled:
         return output
 
 
-class _Entrance(torch.autograd.Function):
-    """The beginning of a graph that is not a leaf, which a layer may overwrite."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
-
-
 def _enter(tensor: Tensor) -> Tensor:
-    entered: Tensor = _Entrance.apply(tensor) if tensor.requires_grad else tensor
-    return entered
+    """The beginning of a graph that is not a leaf, which a layer may overwrite."""
+    return enter(tensor, [None], 0) if tensor.requires_grad else tensor
 
 
 def without_graph(value: Any) -> Any:

@@ -64,14 +64,12 @@ class Kept:
                 watched += [(tensor, tensor._version) for tensor in inputs]
             return inputs
         exits: list[Tensor | None] = [None] * len(self.needs_grad)
-        leaves = [
-            tensor.detach().requires_grad_() if needed else tensor
-            for tensor, needed in zip(inputs, self.needs_grad, strict=True)
-        ]
-        entered = [
-            _enter(leaf, exits, position) if leaf.requires_grad else leaf
-            for position, leaf in enumerate(leaves)
-        ]
+        leaves: list[Tensor] = []
+        entered: list[Tensor] = []
+        for position, (tensor, needed) in enumerate(zip(inputs, self.needs_grad, strict=True)):
+            leaf = tensor.detach().requires_grad_() if needed else tensor
+            leaves.append(leaf)
+            entered.append(enter(leaf, exits, position) if needed else leaf)
         if not again:
             self.exits, self.inputs = exits, tuple(leaves)
         if watched is not None:
@@ -97,18 +95,19 @@ class Kept:
         """Keeps where the gradients enter the graph, and of the inputs only the leaves that take gradients
         out.
         """
-        self.places = tuple([i for i, tensor in enumerate(outputs) if tensor.requires_grad])
-        self.edges = tuple([_edge(outputs[i]) for i in self.places])
+        places, edges = [], []
+        for place, tensor in enumerate(outputs):
+            if tensor.requires_grad:
+                places.append(place)
+                node = tensor.grad_fn
+                # `get_gradient_edge` takes longer, to find what is special of leaves and Python's nodes.
+                special = node is None or isinstance(node, torch._C._FunctionBase)
+                edges.append(
+                    get_gradient_edge(tensor) if special else GradientEdge(node, tensor.output_nr)  # type: ignore[arg-type]
+                )
+        self.places, self.edges = tuple(places), tuple(edges)
         if not all(self.needs_grad):
             self.inputs = tuple([t for t in self.inputs if t.requires_grad])
-
-
-def _edge(output: Tensor) -> GradientEdge:
-    """As `get_gradient_edge`, which takes longer to find what is special of leaves and Python's nodes."""
-    node = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
 
 
 class _Entry(torch.autograd.Function):
@@ -131,4 +130,4 @@ class _Entry(torch.autograd.Function):
 
 
 # `Function.apply` without what it does for functorch, which takes as long as the rest.
-_enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply
+enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply

@@ -73,14 +73,12 @@ def flatten_shared(shared: Mapping[str, Any]) -> Message:
     return Message(tensors, structure, (False,) * len(tensors))
 
 
-def unflatten_shared(message: Message | None, device: torch.device) -> Mapping[str, Any] | None:
+def unflatten_shared(message: Message, device: torch.device) -> Mapping[str, Any]:
     """The arguments on the device of a stage."""
-    if message is None:
-        return None
     tensors = [tensor.to(device, non_blocking=True) for tensor in message.tensors]
     return unflatten(tensors, message.structure)  # type: ignore[no-any-return]
 
 
-def shared_versions(message: Message | None) -> tuple[int, ...]:
+def shared_versions(message: Message) -> tuple[int, ...]:
     """How often each tensor has been changed in place, of those that count it."""
-    return () if message is None else tuple([t._version for t in message.tensors if not t.is_inference()])
+    return tuple([t._version for t in message.tensors if not t.is_inference()])

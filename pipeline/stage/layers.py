@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.keywords import Keywords
+from gpipe_bench.pipeline.stage.portals import StagePortals
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, loss_may_draw, may_draw, mix
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Structure, Tree, flatten, tensors_of, unflatten
@@ -33,7 +34,8 @@ class LayerRunner:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys them too. `statistics` are those of these layers. With a `backend` of
-    `torch.compile` the layers are compiled (`compiled`). `leaves` are of the tied weights.
+    `torch.compile` the layers are compiled (`compiled`). `leaves` are of the tied weights, `portals` those of
+    layers that stash or pop.
     """
 
     def __init__(
@@ -46,17 +48,18 @@ class LayerRunner:
         statistics: Statistics,
         backend: str | None = None,
         leaves: Leaves | None = None,
+        portals: StagePortals | None = None,
         first_microbatch: int = 0,
     ) -> None:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch
         self.device, self.seed, self.statistics = device, seed, statistics
-        self._normalizes = bool(statistics)
+        self._normalizes = bool(statistics.meters)
         self._generators = Generators(device)
         self._draws = (False,) * len(layers)
         self.drew: int | None = None  # a layer that drew in training mode without a loss
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
         self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
-        self._leaves = leaves
+        self._leaves, self._portals = leaves, portals
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
@@ -85,6 +88,8 @@ class LayerRunner:
             calls = [self._watched(i, call) for i, call in enumerate(calls)]
         if self._leaves is not None:
             calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
+        if self._portals is not None:
+            calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
         each = zip(calls, self._draws, self._keywords, strict=True)
         self._calls = tuple(
             [
@@ -96,6 +101,8 @@ class LayerRunner:
                 for i, (layer, draws, keywords) in enumerate(each)
             ]
         )
+        if self._portals is not None:
+            self._calls = ((self._portals.enter, None, None), *self._calls, (self._portals.leave, None, None))
         draws = targets != () and loss_fn is not None and loss_may_draw(loss_fn)
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers)) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
@@ -104,6 +111,8 @@ class LayerRunner:
         """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
         self._targets, self._loss_fn = (), None
         self._calls = tuple([(layer, key, None) for layer, key, _ in self._calls])
+        if self._portals is not None:
+            self._portals.drop()
 
     def run(self, m: int, value: Tree, *, recording: bool) -> Tree:
         """The layers in order, each with its own random stream; the user's generators are given back
@@ -199,11 +208,6 @@ class LayerRunner:
         finally:
             if self._normalizes:
                 self.statistics.release()
-
-    def describe_output(self, stage: int) -> str:
-        """What the layers of stage number `stage` give, for messages."""
-        last = self.first_layer + len(self.layers) - 1
-        return f"the output of layer {last} ({type(self.layers[-1]).__name__}), the last of stage {stage},"
 
 
 class Arriving:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.portals import Declared, arriving, check, leaving
-from gpipe_bench.pipeline.stage.layers import LayerRunner, LossFn
 from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Tree
 
@@ -59,11 +57,15 @@ class PortalSequential(nn.Sequential):
     """The plain model of layers with portals: runs them one after another, without a pipeline."""
 
     def forward(self, value: Tree) -> Tree:
-        layers = tuple(self)
-        carried = Carried(declarations(layers))
-        for index, layer in enumerate(layers):
-            value = carried.through(index, layer, value)
-        return value
+        return run_through(tuple(self), value)
+
+
+def run_through(layers: Sequence[nn.Module], value: Tree) -> Tree:
+    """What layers make of `value` one after another, with their portals."""
+    carried = Carried(declarations(layers))
+    for index, layer in enumerate(layers):
+        value = carried.through(index, layer, value)
+    return value
 
 
 def declarations(layers: Iterable[nn.Module]) -> tuple[Declared, ...]:
@@ -150,40 +152,27 @@ def changed(name: str) -> RuntimeError:
     )
 
 
-class PortalRunner(LayerRunner):
-    """Layers of a stage, some of which stash or pop; `declared` is what each declares.
+class StagePortals:
+    """The portals of a stage while its layers run; `declared` is what each of these declares.
 
-    The input is a tuple where portals are `arriving` from other stages, the output where they are `leaving`:
-    the value between the stages, and a tensor for each name.
+    The input of the stage is a tuple where portals are `arriving` from other stages, its output where they
+    are `leaving`: the value between the stages, and a tensor for each name.
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        declared: Sequence[Declared],
-        arriving: tuple[str, ...],
-        leaving: tuple[str, ...],
-        **options: Any,
+        self, declared: Sequence[Declared], arriving: tuple[str, ...], leaving: tuple[str, ...]
     ) -> None:
-        super().__init__(*arguments, **options)
         self._declared, self._arriving, self._leaving = declared, arriving, leaving
         self._carried = Carried(())
 
-    def begin(
-        self, step: int, targets: Any, loss_fn: LossFn | None, shared: Mapping[str, Any] | None = None
-    ) -> None:
-        super().begin(step, targets, loss_fn, shared)
-        calls = [
-            (self._through(index, call) if any(self._declared[index]) else call, key, keywords)
-            for index, (call, key, keywords) in enumerate(self._calls)
-        ]
-        self._calls = ((self._enter, None, None), *calls, (self._leave, None, None))
+    def around(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of a layer, with what it pops and stashes."""
+        if not any(self._declared[index]):
+            return call
+        return lambda value, **shared: self._carried.through(index, call, value, shared)
 
-    def release(self) -> None:
-        super().release()
-        self._carried = Carried(())
-
-    def _enter(self, value: Tree) -> Tree:
+    def enter(self, value: Tree) -> Tree:
+        """Before the first layer."""
         self._carried = Carried(self._declared, self._leaving)
         if not self._arriving:
             return value
@@ -192,21 +181,21 @@ class PortalRunner(LayerRunner):
             self._carried.put(name, tensor)
         return main
 
-    def _through(self, index: int, call: Callable[..., Any]) -> Callable[..., Tree]:
-        return lambda value, **shared: self._carried.through(index, call, value, shared)
-
-    def _leave(self, value: Tree) -> Tree:
+    def leave(self, value: Tree) -> Tree:
+        """Behind the last layer."""
         carried, self._carried = self._carried, Carried(())
         return (value, *[carried.take(name) for name in self._leaving]) if self._leaving else value
 
+    def drop(self) -> None:
+        """What is held, as after an error."""
+        self._carried = Carried(())
 
-def runner_of(
+
+def portals_of(
     declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Edge], stage: int
-) -> Callable[..., LayerRunner]:
-    """What calls the layers of a stage; `declared` and `lines` are those of the whole model."""
+) -> StagePortals | None:
+    """Those of a stage, None if it has none; `declared` and `lines` are those of the whole model."""
     mine = [declared[layer] for layer in spans[stage]]
     if not any(map(any, mine)):
-        return LayerRunner
-    return partial(
-        PortalRunner, declared=mine, arriving=arriving(lines, stage), leaving=leaving(lines, stage)
-    )
+        return None
+    return StagePortals(mine, arriving(lines, stage), leaving(lines, stage))

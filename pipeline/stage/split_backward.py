@@ -268,7 +268,7 @@ def _hooks_set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
             active.update(all_of_them)
 
 
-def _defer(node: Any, kind: Kind, following: Sequence[tuple[Any, int]]) -> Waiting | None:
+def _defer(node: Any, kind: Operation, following: Sequence[tuple[Any, int]]) -> Waiting | None:
     """What is needed to compute the gradients of a node's weights later; None if they cannot wait."""
     weight_at, bias_at = kind.weight, kind.bias
     weight = _leaf(following[weight_at][0])
@@ -310,7 +310,7 @@ def _arrive_in_turn(edges: list[GradientEdge]) -> bool:
     return True
 
 
-class Kind(NamedTuple):
+class Operation(NamedTuple):
     """A kind of node of the autograd graph.
 
     `weight` and `bias` are the places of its weight and bias among `next_functions`. `prepare`, given a node
@@ -397,12 +397,12 @@ def _embedding(node: Any, bias: bool) -> tuple[tuple[Tensor, ...], Formula] | No
     return (indices,), lambda gradient: (aten.embedding_dense_backward(gradient, indices, *options),)
 
 
-KINDS: dict[str, Kind] = {
-    "AddmmBackward0": Kind(weight=2, bias=0, prepare=_addmm),
-    "MmBackward0": Kind(weight=1, bias=None, prepare=_mm),
-    "BmmBackward0": Kind(weight=1, bias=None, prepare=_bmm),
-    "ConvolutionBackward0": Kind(weight=1, bias=2, prepare=_convolution),
-    "EmbeddingBackward0": Kind(weight=0, bias=None, prepare=_embedding),
+KINDS: dict[str, Operation] = {
+    "AddmmBackward0": Operation(weight=2, bias=0, prepare=_addmm),
+    "MmBackward0": Operation(weight=1, bias=None, prepare=_mm),
+    "BmmBackward0": Operation(weight=1, bias=None, prepare=_bmm),
+    "ConvolutionBackward0": Operation(weight=1, bias=2, prepare=_convolution),
+    "EmbeddingBackward0": Operation(weight=0, bias=None, prepare=_embedding),
 }
 
 # What may stand between a parameter and the operation that it is the weight of: other shapes, copies and

@@ -26,6 +26,7 @@ from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
 from gpipe_bench.pipeline.stage.graph import Kept
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
+from gpipe_bench.pipeline.stage.portals import StagePortals
 from gpipe_bench.pipeline.stage.split_backward import Weights, run_engine
 from gpipe_bench.pipeline.stage.tensors import is_divided, overlapping, separate, version
 from gpipe_bench.pipeline.stage.tied import Leaves
@@ -75,9 +76,9 @@ class Stage:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
-    `torch.compile`, for layers that shall be compiled; `runner` is what calls them; `leaves` are of weights
-    that other layers use, too. `first_microbatch` is the number of micro-batch 0 among those of all replicas,
-    which keys the random streams, too. `reduction` makes what is told of the backwards.
+    `torch.compile`, for layers that shall be compiled; `portals` are those of the layers, `leaves` are of
+    weights that other layers use, too. `first_microbatch` is the number of micro-batch 0 among those of all
+    replicas, which keys the random streams, too. `reduction` makes what is told of the backwards.
     """
 
     def __init__(
@@ -91,27 +92,26 @@ class Stage:
         seed: int = 0,
         gather: Gather | None = None,
         backend: str | None = None,
-        runner: Callable[..., LayerRunner] = LayerRunner,
+        portals: StagePortals | None = None,
         leaves: Leaves | None = None,
         first_microbatch: int = 0,
         reduction: Callable[[Any], Reduction] | None = None,
     ) -> None:
-        self.index, self.device, self.seed = index, device, seed
+        self.index, self.device = index, device
         self.is_first, self.is_last = index == 0, is_last
         self.layers = tuple(layers)
-        self.first_layer = first_layer
         self.statistics = Statistics(self.layers, gather)
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         # Those of the layers and, on the last stage, of a loss that is a module, each once, as last seen.
         self.parameters = _parameters(self.layers)
         self._loss_module: nn.Module | None = None
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
-        self._runner = runner(
+        self._runner = LayerRunner(
             self.layers, first_layer,
             device=device, seed=seed, statistics=self.statistics, backend=backend,
-            leaves=leaves, first_microbatch=first_microbatch,
+            leaves=leaves, first_microbatch=first_microbatch, portals=portals,
         )  # fmt: skip
-        self._leaves = leaves
+        self._leaves, self._places = leaves, range(first_layer, first_layer + len(self.layers))
         # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite.
         self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
         self._overwritten: dict[Hashable, tuple[int, ...]] = {}
@@ -131,17 +131,15 @@ class Stage:
         self._last: tuple[Kind, int] | None = None  # the action that gives parameters their last gradients
         self._is_new = True  # the graphs of the first step with a reduction are looked through
 
-    def follow(self, schedule: Schedule) -> None:
-        """The steps take this schedule from now on."""
-        self.lay_out(schedule)
-        if self.reduction is not None:
-            self.reduction.refresh()  # a W makes gradients in another order than a B
-
-    def lay_out(self, schedule: Schedule) -> None:
-        """The same for a step with fewer micro-batches, of which other replicas may have all."""
+    def follow(self, schedule: Schedule, *, short: bool = False) -> None:
+        """The steps take this schedule from now on, or the next one does, which is `short`: it has fewer
+        micro-batches, and other replicas may have all.
+        """
         if self.reduction is not None:
             row = schedule.row(self.index)
             self._last = next((a.kind, a.microbatch) for a in reversed(row) if a.kind in (Kind.B, Kind.W))
+            if not short:
+                self.reduction.refresh()  # a W makes gradients in another order than a B
 
     # A step begins and ends
 
@@ -167,8 +165,10 @@ class Stage:
         """
         self._training = training
         self._without_graph = torch.inference_mode if inference else torch.no_grad
-        self.statistics.begin()
-        self._buffers.begin(loss_fn)
+        if self.statistics.meters:
+            self.statistics.begin()
+        if isinstance(loss_fn, nn.Module) or not self._buffers.known_empty:
+            self._buffers.begin(loss_fn)
         self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
         self._shares, self._scaler, self._losses = shares, scaler, []
         self.outputs = [None] * (num_microbatches if self.is_last else 0)
@@ -207,7 +207,8 @@ class Stage:
         calls it again before the first backward.
         """
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
-        self._without_grad += [leaf for leaf in self._own_leaves() if leaf.grad is None]
+        if self._leaves is not None:
+            self._without_grad += [p for p in self._leaves.of_layers(self._places) if p.grad is None]
 
     def refresh(self) -> None:
         """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
@@ -225,8 +226,10 @@ class Stage:
 
     def finish(self) -> None:
         """Ends a step: the moving averages of batch normalization move once."""
-        self.statistics.commit()
-        self._buffers.end()
+        if self.statistics.meters:
+            self.statistics.commit()
+        if not self._buffers.known_empty:
+            self._buffers.end()
         self._release()
 
     def reset(self) -> None:
@@ -234,14 +237,12 @@ class Stage:
         self.statistics.forget()
         self._buffers.forget()
         self._release()
-        self._losses = []
-        self.outputs = []
+        self._losses, self.outputs = [], []
 
     def _release(self) -> None:
         self._microbatches.clear()
         self._weights.clear()
-        self._feed = ()
-        self._scaler = None
+        self._feed, self._scaler = (), None
         self._runner.release()
 
     def loss(self) -> Tensor | None:
@@ -267,16 +268,9 @@ class Stage:
         """What the gradients of `trainable` come in on in this step: for a weight that other layers use, too,
         the leaf of each layer.
         """
-        leaves = self._own_leaves()
-        if not leaves:
+        if self._leaves is None or not (leaves := self._leaves.of_layers(self._places)):
             return self.trainable
-        assert self._leaves is not None
         return (*[p for p in self.trainable if not self._leaves.stands_for(p)], *leaves)
-
-    def _own_leaves(self) -> list[nn.Parameter]:
-        if self._leaves is None:
-            return []
-        return self._leaves.of_layers(range(self.first_layer, self.first_layer + len(self.layers)))
 
     @property
     def overwrites_input(self) -> bool:
@@ -311,7 +305,8 @@ class Stage:
             else:  # the first of its kind: any of them may be overwritten, and then it is too late for a copy
                 copied, watched = range(len(state.inputs)), []
             state.versions = tuple([tensor._version for tensor in state.inputs])
-            state.buffers = self._buffers.save()
+            if not self._buffers.known_empty:
+                state.buffers = self._buffers.save()
         self._runner.entering = state.needs_grad
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
         with torch.set_grad_enabled(graph or (known is None and not self.is_last)):
@@ -329,14 +324,14 @@ class Stage:
                 self._losses.append(loss.detach() * self._shares[m])
                 if graph:
                     state.keep_graph((loss,))
-                if state.buffers is not None:
-                    self._buffers.look(state.buffers)
-                return None
         if state.buffers is not None:
             self._buffers.look(state.buffers)
+        if self.is_last:
+            return None
         tensors, structure = self._apart(output)
         del output
-        tensors = self._buffers.apart(tensors)
+        if not self._buffers.known_empty:
+            tensors = self._buffers.apart(tensors)
         needs_grad = known
         if needs_grad is None:
             needs_grad = self._needs_grad[kind] = tuple([tensor.requires_grad for tensor in tensors])
@@ -347,7 +342,7 @@ class Stage:
             )
         if graph:
             self._keep_graph(state, tensors, needs_grad)
-        aliases = overlapping(tensors)
+        aliases = overlapping(tensors) if len(tensors) > 1 else ()
         tensors = tuple([t.detach() if t.requires_grad else t for t in tensors])
         return Message(tensors, structure, needs_grad, aliases)
 
@@ -374,10 +369,9 @@ class Stage:
                 "be recomputed; call Pipeline.refresh() on every rank before the first step in which it "
                 "does, or use the out-of-place form of the operation (inplace=False) in the first layer"
             )
-        buffers: AbstractContextManager[None] = (
-            _AS_THEY_ARE if state.buffers is None else self._buffers.as_saved(state.buffers)
-        )
-        state.buffers = None
+        saved, state.buffers = state.buffers, None
+        buffers = _AS_THEY_ARE if saved is None else self._buffers.as_saved(saved)
+        del saved
         with buffers, torch.set_grad_enabled(True):
             copied = self._overwritten[state.kind]
             output = self._runner.run(m, unflatten(state.enter(copied), state.structure), recording=False)
@@ -393,11 +387,11 @@ class Stage:
         The last stage takes none in; it starts from its loss. Inputs, graph and gradients are dropped at
         once.
         """
-        if self.reduction is not None:
-            self._tell_before(Kind.B, m)
+        if self.reduction is None:
+            return self._whole_backward(m, gradients)
+        self._tell_before(Kind.B, m)
         gradients = self._whole_backward(m, gradients)
-        if self.reduction is not None:
-            self.reduction.after(Kind.B, m, last=self._last == (Kind.B, m))
+        self.reduction.after(Kind.B, m, last=self._last == (Kind.B, m))
         return gradients
 
     def _whole_backward(self, m: int, gradients: Gradients) -> Gradients:
@@ -460,13 +454,19 @@ class Stage:
         tensors, structure = flatten(self._feed[m], "the mini-batch")
         # .data: parts of one batch share a version counter, but overwriting one does not change the others.
         tensors = tuple([tensor.data for tensor in tensors])
-        return Message(tensors, structure, (False,) * len(tensors), overlapping(tensors) if again else ())
+        aliases = overlapping(tensors) if again and len(tensors) > 1 else ()
+        return Message(tensors, structure, (False,) * len(tensors), aliases)
+
+    def describe_output(self) -> str:
+        """What its layers give, for messages."""
+        last = f"layer {self._places[-1]} ({type(self.layers[-1]).__name__})"
+        return f"the output of {last}, the last of stage {self.index},"
 
     def _apart(self, output: Tree) -> tuple[tuple[Tensor, ...], Structure]:
         """What leaves the layers; the message for what cannot is made only where there is need of it."""
         if isinstance(output, Tensor):
             return (output,), None
-        return flatten(output, self._runner.describe_output(self.index))
+        return flatten(output, self.describe_output())
 
     def _keep_graph(self, state: Kept, outputs: tuple[Tensor, ...], announced: tuple[bool, ...]) -> None:
         """Of outputs of which the next stage was told which need a gradient."""
@@ -534,20 +534,16 @@ class Stage:
                 raise RuntimeError(
                     "the loss depends on no parameter that requires a gradient; there is nothing to train"
                 )
-            return state.edges, (self._gradient_of_loss(m, state.edges[0]),)
+            metadata = state.edges[0].node._input_metadata[state.edges[0].output_nr]
+            key = (self._shares[m], metadata.dtype)
+            seed = self._seeds.get(key)
+            if seed is None or seed.shape != tuple(metadata.shape):
+                seed = torch.full(tuple(metadata.shape), key[0], dtype=key[1], device=metadata.device)
+                self._seeds[key] = seed
+            if self._scaler is not None:
+                seed = self._scaler.scale(seed).to(metadata.dtype)
+            return state.edges, (seed,)
         return state.roots(gradients)
-
-    def _gradient_of_loss(self, m: int, edge: GradientEdge) -> Tensor:
-        """Of a micro-batch's loss, which enters the graph by `edge`."""
-        metadata = edge.node._input_metadata[edge.output_nr]
-        key = (self._shares[m], metadata.dtype)
-        gradient = self._seeds.get(key)
-        if gradient is None or gradient.shape != tuple(metadata.shape):
-            gradient = torch.full(tuple(metadata.shape), key[0], dtype=metadata.dtype, device=metadata.device)
-            self._seeds[key] = gradient
-        if self._scaler is not None:
-            gradient = self._scaler.scale(gradient).to(metadata.dtype)
-        return gradient
 
 
 def _parameters(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:

@@ -14,7 +14,6 @@ number of stages, and outside of a step there is but one parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,27 +37,46 @@ class Leaves:
             for parameter in layer.parameters():
                 users.setdefault(parameter, set()).add(index)
         tied = {p for p, found in users.items() if len(found) > 1 or p in self._elsewhere}
-        self._users = {
-            index: _User(layer, tied)
+        # Where each layer has such weights: a module's parameters, and a name.
+        self._places = {
+            index: [
+                (module._parameters, name)
+                for module in layer.modules()
+                for name, parameter in module._parameters.items()
+                if parameter in tied
+            ]
             for index, layer in layers.items()
-            if any(parameter in tied for parameter in layer.parameters())
+            if not tied.isdisjoint(layer.parameters())
         }
+        # In a step: what stands there for what, by layer.
+        self._stands: dict[int, list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]]] = {}
         self._held: dict[nn.Parameter, Tensor | None] = {}
         self._left: dict[nn.Parameter, dict[int, nn.Parameter]] = {}
         self._own = False  # what is in .grad is of this replica alone
 
     def __bool__(self) -> bool:
-        return bool(self._users)
+        return bool(self._places)
 
     def around(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which calls layer `index`, with the layer's leaves in the place of its tied weights."""
-        user = self._users.get(index)
-        return call if user is None else partial(user.call, call)
+        if index not in self._places:
+            return call
+
+        def with_leaves(value: Any, **shared: Any) -> Any:
+            stands = self._stands.get(index, ())
+            for parameters, name, _, leaf in stands:
+                parameters[name] = leaf
+            try:
+                return call(value, **shared)
+            finally:
+                for parameters, name, parameter, _ in stands:
+                    parameters[name] = parameter
+
+        return with_leaves
 
     def of_layers(self, indices: Collection[int]) -> list[nn.Parameter]:
         """The leaves that these layers work with in the step."""
-        users = [self._users[index] for index in indices if index in self._users]
-        return [leaf for user in users for leaf in user.leaves.values()]
+        return list(dict.fromkeys(leaf for i in indices for *_, leaf in self._stands.get(i, ())))
 
     def stands_for(self, parameter: nn.Parameter) -> bool:
         """Whether there are leaves of the parameter in this step."""
@@ -69,9 +87,10 @@ class Leaves:
         replica alone goes on in a leaf instead, unless another process counts the parameter (`copies`).
         """
         found: dict[nn.Parameter, list[int]] = {}
-        for index, user in self._users.items():
-            for parameter in user.parameters():  # another one may stand there since the last step
-                found.setdefault(parameter, []).append(index)
+        for index, places in self._places.items():
+            for parameter in dict.fromkeys(parameters[name] for parameters, name in places):
+                if parameter is not None:  # another one may stand there since the last step
+                    found.setdefault(parameter, []).append(index)
         for parameter, indices in found.items():
             if not parameter.requires_grad or (len(indices) == 1 and parameter not in self._elsewhere):
                 continue
@@ -83,7 +102,10 @@ class Leaves:
             self._held[parameter] = held
             self._left[parameter] = leaves
             for index, leaf in leaves.items():
-                self._users[index].take(parameter, leaf)
+                stands = self._stands.setdefault(index, [])
+                for parameters, name in self._places[index]:
+                    if parameters[name] is parameter:
+                        stands.append((parameters, name, parameter, leaf))
 
     def take(self, parameter: nn.Parameter, index: int) -> Tensor | None:
         """What layer `index` gave the parameter in the step; it is let go of."""
@@ -136,50 +158,7 @@ class Leaves:
                 # Of who calls layers where nobody sees it, as a reentrant checkpoint does in a backward.
                 total = plus(total, parameter.grad)
             parameter.grad = plus(held, total)
-        self._held, self._left = {}, {}
-        for user in self._users.values():
-            user.release()
-
-
-class _User:
-    """One layer, and where it has tied weights."""
-
-    def __init__(self, layer: nn.Module, tied: Collection[nn.Parameter]) -> None:
-        self._places = [
-            (module, name)
-            for module in layer.modules()
-            for name, parameter in module._parameters.items()
-            if parameter in tied
-        ]
-        self.leaves: dict[nn.Parameter, nn.Parameter] = {}
-        self._stands: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-
-    def parameters(self) -> list[nn.Parameter]:
-        """What stands at the places now."""
-        found = [module._parameters[name] for module, name in self._places]
-        return list(dict.fromkeys(parameter for parameter in found if parameter is not None))
-
-    def take(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
-        """In this step the layer works with `leaf` where it has `parameter`."""
-        self.leaves[parameter] = leaf
-        self._stands += [
-            (module, name, parameter, leaf)
-            for module, name in self._places
-            if module._parameters[name] is parameter
-        ]
-
-    def release(self) -> None:
-        self.leaves, self._stands = {}, []
-
-    def call(self, call: Callable[..., Any], value: Any, **shared: Any) -> Any:
-        """`call` with the leaves in their places."""
-        for module, name, _, leaf in self._stands:
-            module._parameters[name] = leaf
-        try:
-            return call(value, **shared)
-        finally:
-            for module, name, parameter, _ in self._stands:
-                module._parameters[name] = parameter
+        self._held, self._left, self._stands = {}, {}, {}
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:

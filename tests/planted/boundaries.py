@@ -96,8 +96,8 @@ LIFETIMES = (
     Mutant(
         name="outputs kept by the graph's owner",
         file="pipeline/stage/graph.py",
-        old="        self.places = tuple(",
-        new="        self.outputs = tuple(outputs)\n        self.places = tuple(",
+        old="        self.places, self.edges = ",
+        new="        self.outputs = tuple(outputs)\n        self.places, self.edges = ",
         why="an output lives on only if a layer saved it",
         tests=("tests/test_stage.py::test_graphs_and_inputs_alive_at_every_action[never-gpipe]",),
     ),

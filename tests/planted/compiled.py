@@ -16,7 +16,7 @@ COMPILED = (
     Mutant(
         name="compiled gradients stay after they are added",
         file="pipeline/memory/compiled.py",
-        old="            events += [-number - 1 for number in sorted(gradients)]\n",
+        old="            backward += tuple(-number - 1 for number in sorted(trained))\n",
         new="            pass\n",
         why="every layer would leave a second copy of its gradients behind",
         tests=("tests/test_compiled_memory.py::test_every_trace_ends_with_gradients_and_nothing_else",),

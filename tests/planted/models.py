@@ -98,7 +98,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="one mode for both",
-        file="pipeline/model/traced.py",
+        file="pipeline/model/split.py",
         old="program = self._programs[self.training]",
         new="program = self._programs[True]",
         why="a functional dropout between modules would go on in evaluation",
@@ -106,7 +106,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="values kept to the end",
-        file="pipeline/model/traced.py",
+        file="pipeline/model/split.py",
         old="            for index in done:\n                values[index] = None\n",
         new="",
         why="without a graph a part would hold all that its modules gave",

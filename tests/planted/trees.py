@@ -64,8 +64,8 @@ TREES = (
     Mutant(
         name="ties by the layers' names",
         file="pipeline/arguments.py",
-        old="if isinstance(layers, OwnLayers) else named,\n",
-        new="if not modules else named,\n",
+        old="if isinstance(layers, OwnLayers) else self.named\n",
+        new="if not modules else self.named\n",
         why="checkpoints would not find a tied weight of a model that is no sequence",
         tests=(
             "tests/test_distributed.py::test_case[a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph]",

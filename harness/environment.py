@@ -164,13 +164,21 @@ def _numerics(torch: Any) -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn_allow_tf32": cudnn.allow_tf32,
-        "cudnn_version": cudnn.version() if cudnn.is_available() else None,
+        "cudnn_version": _cudnn_version(cudnn),
         "cudnn_enabled": cudnn.enabled,
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl(torch) else None,
     }
+
+
+def _cudnn_version(cudnn: Any) -> int | None:
+    with contextlib.suppress(
+        RuntimeError
+    ):  # another version than torch was built with; that is not our error
+        return int(cudnn.version()) if cudnn.is_available() else None
+    return None
 
 
 def _has_nccl(torch: Any) -> bool:

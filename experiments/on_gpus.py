@@ -369,9 +369,11 @@ def _text(records: Sequence[Record], found: Sequence[Record], table: str) -> str
             f"M=1 is 1\n  links of {min(rates):.1f} GB/s or more, measured; replayed: from the step's own "
             "actions over them"
         )
-    refused = {
-        f"  ScheduleGPipe did not run: {why}" for each in done for why in each.details["refused"].values()
-    }
+    refused = [
+        f"  K={each.case['K']} M={each.case['M']}: {name} did not run: {why}"
+        for each in done
+        for name, why in each.details["refused"].items()
+    ]
     return Grid(
-        title=title, columns=columns, lines=lines, notes=sorted(refused), right=number_columns(columns)
+        title=title, columns=columns, lines=lines, notes=refused, right=number_columns(columns)
     ).text()

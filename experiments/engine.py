@@ -5,6 +5,7 @@ Transformer at almost twice the speed of one; small micro-batches cost a fractio
 machine should have nothing else to do:
 
     python -m experiments run engine
+    python -m experiments run engine --device cuda    the same on GPUs, a process for each
 
 The variants of a case take turns in the same processes, one thread each, every process on a core of its own
 (`side_by_side.py`). Before and after, the real layers are counted: that all micro-batches ran, that stages
@@ -13,7 +14,7 @@ were recomputed, that gradients agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +50,10 @@ WAIT_S = 0.02  # of a waiting stage, per action
 TRANSFORMER: dict[str, Any] = {
     "num_layers": 8, "vocab_size": 64, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "seq_len": 64,
 }  # fmt: skip
+LARGE: dict[str, Any] = {
+    "num_layers": 8, "vocab_size": 32_000, "d_model": 2048, "ffn_dim": 8192, "num_heads": 32, "seq_len": 512,
+}  # fmt: skip
+"""The same on GPUs, which the small one would keep waiting."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -61,6 +66,8 @@ def cases(options: RunOptions) -> list[Case]:
         }  # fmt: skip
         return Case(key, START_S + estimate_s * ROUNDS[options.profile][part])
 
+    if options.device == "cuda":
+        return _on_gpus(case)
     if options.profile == "smoke":
         return [
             case("overlap", 4, 8, "never", 2.5),
@@ -85,18 +92,32 @@ def cases(options: RunOptions) -> list[Case]:
     ]
 
 
+def _on_gpus(case: Callable[..., Case]) -> list[Case]:
+    """The cases that a GPU makes others; what waits instead of computing is the host's everywhere."""
+    return [
+        *(case("in process", 4, 8, remat, 0.4, against=peer, device="cuda")
+          for peer in ("bare layers", "torchgpipe") for remat in ("never", "except_last")),
+        *(case("transformer", 2, m, "always", 0.5, device="cuda") for m in (1, 4, 16)),
+        case("transformer", 2, 16, "never", 0.5, device="cuda"),
+        case("small", 2, 64, "never", 0.5, transport="NCCL", device="cuda"),
+    ]  # fmt: skip
+
+
 def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.engine_turns import work
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
     from gpipe_bench.experiments.timed.steps import run_processes
+    from gpipe_bench.pipeline import devices
 
     if case.key.get("against") == "torchgpipe" and (reason := why_no_torchgpipe()):
         return Outcome(status="skipped", reason=reason)
     part = str(case.key["part"])
     job = job_of(**case.key)  # type: ignore[arg-type]
-    # The processes measure the host's side, and there may be more of them than GPUs.
+    if job.device != "cpu" and (found := devices.count(job.device)) < job.num_processes:
+        return Outcome(status="skipped", reason=f"needs {job.num_processes} GPUs; torch sees {found}")
+    # Without GPUs of their own the processes measure the host's side, and there may be more of them.
     return side_by_side(
-        partial(run_processes, work, job.num_processes, job), partial(numbers, part, job),
+        partial(run_processes, work, job.num_processes, job, device=job.device), partial(numbers, part, job),
         ROUNDS[options.profile][part], again=options.profile != "smoke",
     )  # fmt: skip
 
@@ -107,14 +128,15 @@ def job_of(
     num_microbatches: int,
     remat: str,
     against: str = "",
-    transport: str = "memory",  # shared by neighbours, or "gloo"
+    transport: str = "memory",  # shared by neighbours, or "gloo"; GPUs have "NCCL"
+    device: str = "cpu",
 ) -> Job:
     """What the processes of a case do."""
     from gpipe_bench.experiments.engine_turns import BARE, OVER_NETWORK, PLAIN, PLAIN_ALONE, Job
 
     ours = {"ours": (OVER_NETWORK if transport == "gloo" else "ours", remat)}
     bare, torchs = {"bare layers": (BARE, "never")}, {"ScheduleGPipe": ("torch-gpipe", remat)}
-    make = partial(Job, num_stages=num_stages, num_microbatches=num_microbatches)
+    make = partial(Job, num_stages=num_stages, num_microbatches=num_microbatches, device=device)
     match part:
         case "overlap":
             return make("waiting", {"num_layers": num_stages, "wait_s": WAIT_S}, 1, engines=ours | bare)
@@ -127,7 +149,7 @@ def job_of(
             return make("linear", {"num_layers": 2 * num_stages}, 1, engines=engines, in_process=True)
     plain = {"sequential": (PLAIN_ALONE, "never"), "sequential on every core": (PLAIN, "never")}
     engines = ours | torchs | (plain if remat == "never" else {})
-    return make("transformer-lm", TRANSFORMER, 2, engines=engines)
+    return make("transformer-lm", TRANSFORMER if device == "cpu" else LARGE, 2, engines=engines)
 
 
 # What the processes found, as numbers
@@ -267,7 +289,9 @@ TARGETS = _targets()
 
 
 def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
-    """The targets, then everything else that was measured."""
+    """The targets, which are for processors, then everything else that was measured."""
+    if records and all(record.case.get("device") == "cuda" for record in records):
+        return _everything(records)
     table = Grid(
         title="The engine's own cost, side by side (measured)",
         columns=["", "target", "median [95 % interval]", "holds?"],
@@ -279,17 +303,23 @@ def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
             "chance. The machine changed while it measured, so nothing is judged; measure again.\n"
             "contaminated: so it was twice, the second time with more rounds."
         )
+    return f"{table}\n\n{_everything(records)}"
+
+
+def _everything(records: Sequence[Record]) -> str:
     lines = [
         [record.label if number == 0 else "", quantity.label, measured(quantity)]
         for record in records
         for number, quantity in enumerate(record.quantities)
     ]
-    everything = Grid(columns=["case", "quantity", "median [95 % interval]"], lines=lines).text()
-    return f"{table}\n\n{everything}"
+    skipped = [record for record in records if "device" in record.case and not record.quantities]
+    lines += [[record.label, record.status, record.reason] for record in skipped]
+    return Grid(columns=["case", "quantity", "median [95 % interval]"], lines=lines).text()
 
 
 def _line(target: Target, records: Sequence[Record]) -> list[str]:
-    record = next((each for each in records if target.case.items() <= each.case.items()), None)
+    of_target = (each for each in records if target.case.items() <= each.case.items())
+    record = next((each for each in of_target if "device" not in each.case), None)
     if record is None:
         return [target.what, f"{target.sign} {target.bound:g}", "-", "not run"]
     quantity = record.quantity(target.quantity)

@@ -25,6 +25,7 @@ from gpipe_bench.experiments.side_by_side import Found, take_turns
 from gpipe_bench.experiments.timed.replay import samples_of
 from gpipe_bench.experiments.timed.steps import layer_seconds
 from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -51,6 +52,7 @@ class Job(NamedTuple):
     seed: int = 1811
     cut_by_time: bool = False
     with_peaks: bool = False
+    device: str = "cpu"
 
     @property
     def num_processes(self) -> int:
@@ -91,7 +93,7 @@ def work(job: Job, rounds: int) -> Found:
         name: None if is_idle(engine) else partial(engine.step, batch, target, loss)
         for name, engine in engines.items()
     }
-    measured = take_turns(steps, layers, rounds, job.seed)
+    measured = take_turns(steps, layers, rounds, job.seed, devices.current(job.device))
     actions_s = mean_actions_s(ours.timeline)
     checked()  # still right after all rounds
     peaks = {
@@ -143,19 +145,21 @@ def tried(tell: Tell, job: Job, name: str) -> None:
 def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
     """Layers, mini-batch, targets and loss; the same in every process."""
     torch.manual_seed(job.seed)
-    size = job.microbatch_size * job.num_microbatches
+    size, device = job.microbatch_size * job.num_microbatches, devices.current(job.device)
     if job.model in MADE_UP:
         layers, mse = MADE_UP[job.model](**job.options), nn.functional.mse_loss
-        return layers, torch.randn(size, WIDTH), torch.randn(size, WIDTH), mse
-    layers = list(MODELS[job.model](**job.options))
+        batch, target = torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+        return [layer.to(device) for layer in layers], batch.to(device), target.to(device), mse
+    layers = [layer.to(device) for layer in MODELS[job.model](**job.options)]
     loss: LossFn = loss_fn(job.model, **job.options)
-    return layers, *example_batch(job.model, size, **job.options), loss
+    batch, target = example_batch(job.model, size, **job.options)
+    return layers, batch.to(device), target.to(device), loss
 
 
 def setup_of(job: Job, layers: Sequence[nn.Module], spans: Partition, remat: str) -> Setup:
     """What an engine is built from in this process."""
     group = None if job.in_process else dist.group.WORLD
-    return Setup(layers, spans, job.num_microbatches, remat, torch.device("cpu"), group)
+    return Setup(layers, spans, job.num_microbatches, remat, devices.current(job.device), group)
 
 
 def _cut(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Partition:

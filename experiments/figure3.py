@@ -30,10 +30,11 @@ from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims, cuts, real_steps
 from gpipe_bench.experiments.timed.replay import results
-from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
+from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
-from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Comparison
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
 ROW = "normalized throughput"
+RECOMPUTATION = "recomputation"
 COLORS = {
     "paper (TPU)": "#0173b2",
     "torchgpipe (P40)": "#949494",
@@ -61,6 +63,8 @@ COLORS = {
 
 def cases(options: RunOptions) -> list[Case]:
     steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
+    if options.device == "cuda":  # first what a minute on one GPU decides
+        steps.insert(0, Case({"part": RECOMPUTATION, "model": "resnet101"}, 40.0))
     others = real_steps.cases(VERSION1, REAL_ESTIMATES_S, options) + cuts.cases(["amoebanet"])
     return steps + others + predictions.cases("figure3", options)
 
@@ -77,6 +81,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         case cuts.PART:
             paper_size = cuts.paper_size("figure3", name, options)
             return cuts.run(f"figure3-{name}", workload, paper_size, STAGES[1:])
+        case part if part == RECOMPUTATION:
+            return with_and_without(workload, name, options)
         case real_steps.PART:
             size = max(1, workload.batch_size // 2)
             return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)
@@ -84,6 +90,29 @@ def run(case: Case, options: RunOptions) -> Outcome:
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
     quantities, details = results(job, measure(job))
+    return Outcome(tuple(quantities), details)
+
+
+def with_and_without(workload: Workload, name: str, options: RunOptions) -> Outcome:
+    """Steps of one stage with re-materialization and without, for real and in turns: nothing is laid out."""
+    from gpipe_bench.experiments.timed.steps import measure
+
+    plan = configurations(name, workload.batch_size, (1,), 0)
+    job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
+    found = measure(job)
+    quantities, details = results(job, found)
+    rates = {}
+    for index, each in enumerate(plan):
+        samples = [s for process in found for s in process.steps[index].in_process_s]
+        if samples:
+            key = {"configuration": each.label}
+            rates[each.label] = [each.batch_size / s for s in samples]
+            quantities.append(from_samples("whole step", [1e3 * s for s in samples], "ms", key=key))
+    if len(rates) == len(plan):
+        naive, pipeline = rates.values()
+        ratio = [ours / one for ours, one in zip(pipeline, naive, strict=True)]
+        note = "examples per second with re-materialization over those without"
+        quantities.append(from_samples("with over without", ratio, "ratio", note=note))
     return Outcome(tuple(quantities), details)
 
 
@@ -161,9 +190,23 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         claims.throughput_text(record, _title(record), _places(model, record))
         for model, record in _done(records).items()
     ]
-    parts += [claims.replay_errors(timed(records)), prediction_text(records)]
+    parts += [_recomputation(records), claims.replay_errors(timed(records)), prediction_text(records)]
     parts.append(text_table(comparisons) if comparisons else "")
     return "\n\n".join(part for part in parts if part)
+
+
+def _recomputation(records: Sequence[Record]) -> str:
+    """What re-materialization costs on one device, beside the figure's bar of it."""
+    lines = []
+    for record in of_case(records, part=RECOMPUTATION):
+        cells: Mapping[str, Mapping[str, str]] = record.details.get("cells", {})
+        lost = "; ".join(facts["out_of_memory"] for facts in cells.values() if facts["out_of_memory"])
+        ratio = record.quantity("with over without")
+        printed = claims.published(f"figure3-{record.case['model']}")["paper", ROW, "pipeline-1"].printed
+        said = claims.interval(ratio, record.reason or lost)
+        lines.append([record.details.get("title", record.case["model"]), printed, said])
+    title = "One device: throughput with re-materialization over that without (measured)"
+    return claims.table_text(title, ["", "paper", "ours"], lines)
 
 
 def _title(record: Record) -> str:

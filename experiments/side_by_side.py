@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
@@ -34,6 +35,7 @@ from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.units import show
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 MORE_ROUNDS = 2
@@ -56,8 +58,11 @@ class Found(NamedTuple):
     details: dict[str, Any]
 
 
-def take_turns(steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed: int) -> Found:
-    """In each process of a case: times all variants, which train the same `layers`.
+def take_turns(
+    steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed: int, device: torch.device | None = None
+) -> Found:
+    """In each process of a case: times all variants, which train the same `layers` on `device`, by default
+    the CPU.
 
     All processes must call; each begins every turn with the others and keeps its own times, of which the
     slowest process's count. Every variant has warmed up.
@@ -66,7 +71,10 @@ def take_turns(steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed:
     from torch import distributed as dist
 
     from gpipe_bench.pipeline.clock import conditions
-    from gpipe_bench.planner.timing import settle, time_step
+    from gpipe_bench.planner.timing import CPU, settle
+    from gpipe_bench.planner.timing import time_step as time_on
+
+    time_step = partial(time_on, device=device or CPU)
 
     def repeats(step: Callable[[], object] | None) -> int:
         """Steps per sample, in every process as many as the slowest needs to fill a sample."""

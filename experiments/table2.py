@@ -23,6 +23,7 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpipe_bench.experiments import on_gpus
 from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
@@ -35,7 +36,7 @@ from gpipe_bench.experiments.predicted.records import (
 )
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims, cuts, real_steps
+from gpipe_bench.experiments.timed import claims, cuts, layers, real_steps
 from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
@@ -92,7 +93,17 @@ def cases(options: RunOptions) -> list[Case]:
     if smoke or options.engine not in (None, "ours"):
         shared = []
     others = real_steps.cases(TABLE2, REAL_ESTIMATES_S, options) + cuts.cases([*TABLE2])
-    return steps + shared + others + predictions.cases("table2", options)
+    return _on_gpus(options) + steps + shared + others + predictions.cases("table2", options)
+
+
+def _on_gpus(options: RunOptions) -> list[Case]:
+    """What only GPUs run: pipelines over as many as there are, then what a micro-batch's size is worth."""
+    if options.device != "cuda":
+        return []
+    models = ("transformer", "amoebanet")  # the more even one first
+    several = [k for k in STAGES[options.profile] if k <= options.gpus]
+    of_layers = layers.cases("amoebanet") if options.profile == "full" else []
+    return on_gpus.cases(models, several, MICROBATCHES[options.profile], options.profile) + of_layers
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -105,11 +116,15 @@ def run(case: Case, options: RunOptions) -> Outcome:
             model = str(case.key["model"])
             paper_size = cuts.paper_size("table2", model, options)
             return cuts.run(TABLES[model], workload, paper_size, stages)
+        case on_gpus.PART:
+            return on_gpus.run(workload, case.key, options.engine or "ours", options.profile, options.device)
+        case layers.PART:
+            return layers.run(workload, int(str(case.key["examples"])), options.device)
         case real_steps.PART:
             return real_steps.run(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])
-    if batch == SHARED_CORES:
-        return run_on_shared_cores(workload)
+    if batch == SHARED_CORES:  # of four processes on a few cores, which the paper's size would keep for hours
+        return run_on_shared_cores(sizes["short"])
     from gpipe_bench.experiments.timed.steps import measure
 
     configurations, facts = _configurations(workload, batch, options)
@@ -285,6 +300,9 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each (K, M) of each model on record, and for the sentences about them."""
     fitted, fixed = (_of_models(records, batch) for batch in (AS_THE_PAPER, JUDGED))
     found = [cell for model, record in fitted.items() for cell in _cells(records, model, record)]
+    for model, table in TABLES.items():
+        if model not in fitted:
+            found += on_gpus.answers(records, table, model)
     for model, record in fixed.items():
         found += _speed_ups(records, model, record, fitted.get(model))
     return [
@@ -429,6 +447,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         for batch in BATCHES
         for model, record in _of_models(records, batch).items()
     ]
+    parts += [on_gpus.text(records, TABLES), layers.text(records)]
     parts += [claims.replay_errors(records), shared_cores(records), partition_rules(records)]
     parts += [prediction_text(records), text_table(comparisons) if comparisons else ""]
     return "\n\n".join(part for part in parts if part)
@@ -660,6 +679,7 @@ EXPERIMENT = Experiment(
     timelines=kept_timelines,
     hypotheses=hypotheses_of,
     walks=_walks,
+    on_gpus=on_gpus.PART,
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

@@ -38,8 +38,8 @@ _VARIABLES = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "CI")
 # Differences in these make two numbers hard to compare; load and free memory differ between any two runs. So
 # does the digest of all sources: what of them a result depends on is said by the experiment's revision.
 COMPARABLE_FIELDS = (
-    "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "torch_threads",
-    "python", "versions", "variables",
+    "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "gpu_numerics",
+    "gpu_driver", "torch_threads", "python", "versions", "variables",
 )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch knows, if it is loaded: its threads and build, and the GPUs it sees."""
+    """What torch knows, if it is loaded: its threads and build, the GPUs it sees, and how these compute."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):
         return {"torch_threads": None, "gpus": None, "cuda": None}
@@ -153,7 +153,47 @@ def _torch() -> dict[str, Any]:
         }
         for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
-    return {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
+    known = {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
+    return {**known, "gpu_numerics": _numerics(torch), "gpu_driver": _driver()} if gpus else known
+
+
+def _numerics(torch: Any) -> dict[str, Any]:
+    """What decides how fast and how exactly a GPU multiplies: an H100 is eight times as fast in TF32."""
+    cudnn = torch.backends.cudnn
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_allow_tf32": cudnn.allow_tf32,
+        "cudnn_version": _cudnn_version(cudnn),
+        "cudnn_enabled": cudnn.enabled,
+        "cudnn_benchmark": cudnn.benchmark,
+        "cudnn_deterministic": cudnn.deterministic,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if _has_nccl(torch) else None,
+    }
+
+
+def _cudnn_version(cudnn: Any) -> int | None:
+    with contextlib.suppress(
+        RuntimeError
+    ):  # another version than torch was built with; that is not our error
+        return int(cudnn.version()) if cudnn.is_available() else None
+    return None
+
+
+def _has_nccl(torch: Any) -> bool:
+    return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())
+
+
+@functools.cache
+def _driver() -> list[dict[str, str]] | None:
+    """Of each GPU, what the driver says of itself and of the highest clocks that it allows."""
+    asked = "driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit"
+    said = _said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader")
+    if said is None:
+        return None
+    lines = said.decode(errors="replace").strip().splitlines()
+    return [dict(zip(asked, map(str.strip, line.split(",")), strict=False)) for line in lines]
 
 
 def _now() -> dict[str, Any]:

@@ -27,6 +27,7 @@ class RunOptions:
     Args:
         profile: "smoke", "short" or "full"
         device: "auto", "cpu" or "cuda"
+        gpus: how many GPUs a pipeline may take, a process for each; 0 where none are used
         engine: the engine under test, for experiments that run one
         seed: of whatever is random
         data: path of the user's own images, for experiments that train on some
@@ -39,6 +40,7 @@ class RunOptions:
 
     profile: str = "short"
     device: str = "auto"
+    gpus: int = 0
     engine: str | None = None
     seed: int = 0
     data: str | None = None
@@ -105,6 +107,8 @@ class Experiment:
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
         options: the run options its results depend on; a case is run again for each of their values
+        on_gpus: the `part` of its cases that run one pipeline over several GPUs, which `--gpus` chooses;
+            empty where there are none
         engines: the engine names it accepts, empty if it runs none
         several_engines: `--engine` may name several of the user's, with commas between them
         untimed: no result depends on how long anything takes, so cases may run beside each other, in
@@ -130,6 +134,7 @@ class Experiment:
     docs: str = ""
     revision: int = 1
     options: tuple[str, ...] = ("device", "engine", "seed")
+    on_gpus: str = ""
     engines: tuple[str, ...] = ()
     several_engines: bool = False
     untimed: bool = False

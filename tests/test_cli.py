@@ -15,7 +15,7 @@ from fake_experiment import steps
 from records import quantity, record
 
 import gpipe_bench
-from gpipe_bench.experiments import gpu
+from gpipe_bench.experiments import lacking
 from gpipe_bench.experiments.commands.cli import VERBS, main, parser
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, load, program, spelled_out
 from gpipe_bench.harness.store import Store
@@ -369,7 +369,29 @@ def test_torch_is_asked_for_a_device_unless_it_is_built_for_none(
     monkeypatch.setattr("importlib.metadata.version", lambda name: build)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert main(["run", "fake", "--only", "step=1", "--json", "--results", str(tmp_path)]) == 0
-    assert json.loads(capsys.readouterr().out)["options"]["device"] == device
+    made = json.loads(capsys.readouterr().out)
+    assert made["options"]["device"] == device
+    # The short profile is scaled to two cores, on which a GPU is kept waiting for work and nothing else.
+    assert made["profile"] == ("full" if device == "cuda" else "short")
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "message"),
+    [
+        (["--gpus", "4"], 1, "--gpus 4: torch sees one GPU here"),
+        (["--gpus", "4"], 2, "--gpus 4: torch sees 2 here; give --gpus 2"),
+        (["--gpus", "1"], 8, "--gpus 1: a pipeline over GPUs has two stages or more"),
+        (["--gpus", "2", "--device", "cpu"], 2, "--gpus 2 and --device cpu exclude each other"),
+    ],
+)
+def test_more_gpus_than_there_are_is_bad_usage(tmp_path, capsys, monkeypatch, options, found, message):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
+    assert main(["run", "table2", *options, "--results", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["run", "table3", "--gpus", "2", "--results", str(tmp_path)]) == 2
+    assert "table3 runs no pipeline over several GPUs" in capsys.readouterr().err
 
 
 def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, capsys, monkeypatch):
@@ -531,8 +553,8 @@ def test_the_doctor_survives_a_torch_that_does_not_and_a_folder_that_is_none(tmp
 
 
 def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu, "ask_torch", lambda: "is not asked here")
-    monkeypatch.setattr(gpu, "declared", lambda: ["msgspec", "no-such-package"])
+    monkeypatch.setattr(lacking, "ask_torch", lambda: "is not asked here")
+    monkeypatch.setattr(lacking, "declared", lambda: ["msgspec", "no-such-package"])
     assert main(["doctor", "--results", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert re.search(

@@ -138,6 +138,24 @@ def test_a_missed_target_is_shown_as_missed_and_a_skipped_one_with_its_reason() 
     assert EXPERIMENT.cells([]) == []
 
 
+def test_on_gpus_there_are_cases_of_their_own_and_too_few_are_a_reason(monkeypatch: Any) -> None:
+    """Records of processors stay what they are; targets are theirs alone."""
+    options = RunOptions(profile="full", device="cuda")
+    cases = EXPERIMENT.cases(options)
+    assert {case.key["part"] for case in cases} == {"in process", "transformer", "small"}
+    assert all(case.key["device"] == "cuda" for case in cases)
+    assert all("device" not in case.key for case in EXPERIMENT.cases(RunOptions(profile="full")))
+    assert all(job_of(**case.key).device == "cuda" for case in cases)  # type: ignore[arg-type]
+    monkeypatch.setattr("gpipe_bench.pipeline.devices.count", lambda kind: 1)
+    case = next(case for case in cases if case.key["part"] == "small")
+    outcome = EXPERIMENT.run(case, options)
+    assert (outcome.status, outcome.reason) == ("skipped", "needs 2 GPUs; torch sees 1")
+    skipped: Any = {"status": outcome.status, "reason": outcome.reason, "quantities": ()}
+    text = tables([record(case=case.key, **skipped)], [])
+    assert "needs 2 GPUs; torch sees 1" in text
+    assert "target" not in text
+
+
 # For real, as little as possible
 
 

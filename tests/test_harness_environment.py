@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 from gpipe_bench.harness import environment as module
 from gpipe_bench.harness.environment import code_state, differences, environment
@@ -104,3 +106,30 @@ def test_differences_name_what_numbers_depend_on_and_leave_out_what_always_chang
     assert differences([one, two, one]) == {"cpu_model": ["one", "two"]}
     assert differences([one, one]) == differences([]) == {}
     assert differences([one, {**one, "torch_threads": None, "gpus": None, "code_sha256": "another"}]) == {}
+
+
+def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
+    """What torch holds to be so, and what the driver says; a machine without a GPU has neither."""
+    gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
+    assert "gpu_numerics" not in environment(load_torch=True) or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(module, "_said", lambda *command: b"580.65.06, 1980 MHz, 2619 MHz, 700.00 W\n")
+    module._driver.cache_clear()
+    here = environment()
+    module._driver.cache_clear()
+    assert here["gpu_driver"] == [
+        {
+            "driver_version": "580.65.06",
+            "clocks.max.sm": "1980 MHz",
+            "clocks.max.memory": "2619 MHz",
+            "power.limit": "700.00 W",
+        }
+    ]
+    numerics = here["gpu_numerics"]
+    assert numerics["float32_matmul_precision"] == torch.get_float32_matmul_precision()
+    assert {"matmul_allow_tf32", "cudnn_allow_tf32", "cudnn_version", "cudnn_benchmark"} <= set(numerics)
+    assert msgspec.json.decode(msgspec.json.encode(here)) == here
+    other = {**here, "gpu_numerics": {**numerics, "cudnn_allow_tf32": not numerics["cudnn_allow_tf32"]}}
+    assert "gpu_numerics" in differences([here, other])
+    assert "gpu_numerics" not in differences([here, {**here, "gpu_numerics": None}])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from records import record
 
 from gpipe_bench.experiments.table1 import real_steps
+from gpipe_bench.experiments.table1.experiment import EXPERIMENT
 from gpipe_bench.experiments.table1.largest import Placement, Setting
+from gpipe_bench.experiments.table1.shown import LARGEST
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.record import decode, encode
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models import paper as paper_models
 from gpipe_bench.pipeline.memory.boundary import Boundary
@@ -112,6 +118,80 @@ def test_equal_stages_are_run_once(small: tuple[str, Setting, Placement]) -> Non
     eight = dataclasses.replace(placement, partition=one_layer_each, stages=placement.stages[:1] * 8)
     parts = real_steps.distinct_parts(dataclasses.replace(setting, num_stages=8), eight)
     assert [part.index for part in parts] == [0, 1, 7]
+
+
+class Accelerator:
+    """A CPU that is said to be an accelerator of 64 GiB, whose `set_per_process_memory_fraction` is noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fractions: list[float] = []
+        module = SimpleNamespace(
+            set_per_process_memory_fraction=lambda share, _: self.fractions.append(share)
+        )
+        monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+        monkeypatch.setattr(real_steps.devices, "total_memory_bytes", lambda device: 64 * 2**30)
+        monkeypatch.setattr(real_steps.devices, "peak_bytes", lambda device: 7 * 2**30)
+
+
+NO_ROOM = "CUDA out of memory. Tried to allocate 1.53 GiB. GPU 0 has a capacity of 79.1 GiB"
+
+
+def records_of(monkeypatch: pytest.MonkeyPatch, *runs: dict[str, Any], limit: int) -> list[Any]:
+    """Records of device cases on an accelerator that holds no stage whose modelled peak is above `limit`."""
+
+    def measured(part: real_steps.Part, *_: Any, **__: Any) -> real_steps.Peak:
+        if part.memory.peak > limit:
+            raise torch.OutOfMemoryError(f"{NO_ROOM}\nadvice")
+        return real_steps.Peak(part.memory.peak, 2**20)
+
+    monkeypatch.setattr(real_steps, "measure", measured)
+    options = RunOptions(profile="full", device="cuda")
+    outcomes = [(key, EXPERIMENT.run(Case(key), options)) for key in runs]
+    return [
+        decode(encode(record(experiment="table1", case=key, profile="full", quantities=found.quantities,
+                             details=found.details)))
+        for key, found in outcomes
+    ]  # fmt: skip
+
+
+def test_a_model_that_does_not_fit_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As naive-1 on a GPU, with what it held and asked for; the others keep their numbers."""
+    fake = Accelerator(monkeypatch)
+    key = {"part": "device", "half": "transformer", "precision": "float32"}
+    found = records_of(
+        monkeypatch, {**key, "column": "naive-1"}, {**key, "column": "pipeline-8"}, limit=16 * 2**30
+    )
+    assert fake.fractions == [0.25, 1.0] * 2
+    naive, pipeline = found
+    assert (naive.status, naive.details["fits"], naive.details["cap_gib"]) == ("done", False, 16)
+    assert naive.quantity("measured peak").value is None
+    assert naive.quantity("measured peak").note == f"stage 0: {NO_ROOM}"
+    assert naive.quantity("modelled peak").value > 16 * 2**30 > pipeline.quantity("measured peak").value
+    assert [stage["ran_out"] for stage in pipeline.details["stages"]] == [""] * 3
+    text = EXPERIMENT.tables(found, [])  # type: ignore[misc]
+    line = next(line for line in text.splitlines() if "naive-1" in line)
+    assert f"does not fit 16 GiB: stage 0 held 7 GiB; {NO_ROOM.partition('. GPU')[0]}  " in line
+    assert "not as in the paper, where it fits" in line
+    assert "as in the paper" in next(line for line in text.splitlines() if "pipeline-8" in line)
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "said"),
+    [(16.0, 0, "as modelled"), (15.5, -8, "8 smaller than modelled"), (1.0, None, "none of 4 sizes fits")],
+)
+def test_the_largest_model_is_the_first_that_fits_from_above(
+    monkeypatch: pytest.MonkeyPatch, limit: float, more: int | None, said: str
+) -> None:
+    Accelerator(monkeypatch)
+    key = {"part": LARGEST, "half": "transformer", "column": "pipeline-8"}
+    (found,) = records_of(monkeypatch, key, limit=int(limit * 2**30))
+    tried = found.details["tried"]
+    assert [each["more"] for each in tried if each["fits"]] == ([] if more is None else [more])
+    assert [each["more"] for each in tried] == [1, 0, -8, -16][: 4 if more is None else 2 - more // 8]
+    modelled, measured = (found.quantity(f"{how} parameters").value for how in ("modelled", "measured"))
+    assert (measured is None) == (more is None)
+    assert more is None or (measured == modelled) == (more == 0)
+    assert said in EXPERIMENT.tables([found], [])  # type: ignore[misc]
 
 
 @pytest.mark.gpu

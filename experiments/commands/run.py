@@ -42,13 +42,18 @@ def options(verb: argparse.ArgumentParser) -> None:
     """Of the verb."""
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument(
-        "--profile", choices=PROFILES, default="short",
+        "--profile", choices=PROFILES,
         help="smoke: that it runs, in seconds; short: minutes, no GPU needed; full: the paper's sizes, for "
-        "GPUs; default: %(default)s",
+        "GPUs; default: full on a GPU, else short",
     )  # fmt: skip
     verb.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
     )
+    verb.add_argument(
+        "--gpus", type=int, metavar="N",
+        help="only pipelines over several GPUs, one for each stage, with every number of stages up to N, "
+        "beside torch's; where an experiment has them (table2)",
+    )  # fmt: skip
     verb.add_argument(
         "--engine", metavar="NAME",
         help="the engine under test, by its name or as module:attribute, where an experiment runs one",
@@ -137,10 +142,16 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
         if not (key and equals):
             raise ValueError(f"--only {text!r} is not KEY=VALUE")
         only[key] = (*only.get(key, ()), value)
+    device = _device("cuda" if arguments.gpus is not None else arguments.device, experiment)
+    gpus = _gpus(arguments, experiment, device)
+    if arguments.gpus is not None:
+        only.setdefault("part", (experiment.on_gpus,))
+    # Models that are scaled to two cores keep a GPU waiting for its host, and nothing else is timed.
+    profile = arguments.profile or ("full" if device == "cuda" else "short")
     return replace(
-        usual_options(experiment, arguments.profile, arguments.device, arguments.engine),
-        only=only, scratch=arguments.results / "unfinished" / experiment.name, fresh=arguments.fresh,
-        **own,
+        usual_options(experiment, profile, device, arguments.engine),
+        only=only, gpus=gpus, scratch=arguments.results / "unfinished" / experiment.name,
+        fresh=arguments.fresh, **own,
     )  # fmt: skip
 
 
@@ -161,6 +172,33 @@ def _device(asked: str, experiment: Experiment) -> str:
             "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
         )
     return "cpu"
+
+
+def _gpus(arguments: argparse.Namespace, experiment: Experiment, device: str) -> int:
+    """GPUs that a pipeline of the experiment may take: as many as are asked for, else all."""
+    asked = arguments.gpus
+    if asked is not None:
+        if not experiment.on_gpus:
+            raise ValueError(
+                f"--gpus {asked}: {experiment.name} runs no pipeline over several GPUs; leave the option out"
+            )
+        if arguments.device == "cpu":
+            raise ValueError(f"--gpus {asked} and --device cpu exclude each other; leave one out")
+        if asked < 2:
+            raise ValueError(f"--gpus {asked}: a pipeline over GPUs has two stages or more; give 2 or more")
+    if device != "cuda" or not experiment.on_gpus:
+        return 0
+    import torch
+
+    found = torch.cuda.device_count()
+    if asked is not None and found < asked:
+        raise ValueError(
+            f"--gpus {asked}: torch sees {found} here; give --gpus {found}, or make more of them visible "
+            "(CUDA_VISIBLE_DEVICES)" if found > 1 else
+            f"--gpus {asked}: torch sees one GPU here; without --gpus stages take turns on it and are laid "
+            "out on several"
+        )  # fmt: skip
+    return found if asked is None else asked
 
 
 def _engine(asked: str | None, experiment: Experiment) -> str | None:

@@ -5,6 +5,7 @@ steps on this machine are those of the replay; of all grids of an accelerator's,
 The machine should have nothing else to do:
 
     python -m experiments run grid
+    python -m experiments run grid --device cuda    steps of two GPUs alone
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ MARKERS = {1: "o", 2: "s", 4: "^", 8: "D"}
 
 
 def cases(options: RunOptions) -> list[Case]:
-    return machine.cases(options.profile) + accelerators.cases(options.profile)
+    on_machine = machine.cases(options.profile, options.device)
+    return on_machine if options.device == "cuda" else on_machine + accelerators.cases(options.profile)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -152,7 +154,8 @@ def _steps(records: Sequence[Record]) -> tuple[str, list[str], list[list[str]]]:
             behind = found.get(("replayed step, sums behind the last backward",))
             lines.append(
                 [
-                    f"dp {record.case['dp']} x pp {record.case['pp']}",
+                    f"dp {record.case['dp']} x pp {record.case['pp']}"
+                    + " on GPUs" * ("device" in record.case),
                     of,
                     f"{found['step',]:.1f}",
                     f"{found['replayed step',]:.1f}",

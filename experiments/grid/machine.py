@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Provenance, Quantity
@@ -33,6 +33,9 @@ from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.collectives import data_parallel
+
+if TYPE_CHECKING:
+    import torch
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
 STEPS, WAITING = "steps", "waiting stages"
@@ -85,17 +88,26 @@ SIZES: dict[str, dict[str, Any]] = {
     "short": {
         "num_layers": 6, "d_model": 256, "ffn_dim": 1024, "num_heads": 4, "vocab_size": 1000, "seq_len": 64,
     },
+    "GPUs": {
+        "num_layers": 12, "d_model": 2048, "ffn_dim": 8192, "num_heads": 32, "vocab_size": 32_000,
+        "seq_len": 512,
+    },
 }  # fmt: skip
-EXAMPLES = {"smoke": 8, "short": 16}  # of all replicas
-NUM_STEPS = {"smoke": 3, "short": 15}
+EXAMPLES = {"smoke": 8, "short": 16, "GPUs": 32}  # of all replicas
+NUM_STEPS = {"smoke": 3, "short": 15, "GPUs": 15}
+GPUS = 2  # of a grid
 BEFORE = 3
 BUCKET_BYTES = 4 * 2**20
 SUM_BYTES = (2**16, 2**24)
 """A sum that is all latency, and one that is all bytes."""
 
 
-def cases(profile: str) -> list[Case]:
+def cases(profile: str, device: str = "cpu") -> list[Case]:
+    """On GPUs the steps alone: bytes are the same everywhere, and what waits does not compute."""
     smoke = profile == "smoke"
+    if device == "cuda":
+        grids = [(dp, GPUS // dp) for dp in (GPUS, 1)]
+        return [Case({"part": STEPS, "dp": dp, "pp": pp, "device": device}, 60.0) for dp, pp in grids]
     shapes = ("AmoebaNet-D (3, 32)",) if smoke else tuple(SUBJECTS)
     counted = ("Transformer-6",) if smoke else tuple(SMALL)
     return [
@@ -114,7 +126,9 @@ def run(key: Mapping[str, Any], profile: str, seed: int) -> Outcome:
         return _counted(SMALL[key["model"]])
     if key["part"] == WAITING:
         return _waiting()
-    return _steps(Job(key["dp"], key["pp"], "smoke" if profile == "smoke" else "short", seed))
+    device, size = str(key.get("device", "cpu")), "smoke" if profile == "smoke" else "short"
+    size = "GPUs" if (device, profile) == ("cuda", "full") else size
+    return _steps(Job(key["dp"], key["pp"], size, seed, device))
 
 
 def _modelled(subject: Subject) -> Outcome:
@@ -234,6 +248,7 @@ class Job(NamedTuple):
     pp: int
     size: str
     seed: int
+    device: str = "cpu"
 
 
 class Ran(NamedTuple):
@@ -247,12 +262,16 @@ class Ran(NamedTuple):
     gradient_bytes: list[list[list[int]]]
     boundary_bytes: int
     sums_s: Sequence[float]
+    messages: Link = LINKS["loopback"]  # what carries those of a pipeline
 
 
 def _steps(job: Job) -> Outcome:
     from gpipe_bench.experiments.timed.steps import run_processes
+    from gpipe_bench.pipeline import devices
 
-    found: list[Ran] = run_processes(work, job.dp * job.pp, job)
+    if job.device != "cpu" and (count := devices.count(job.device)) < job.dp * job.pp:
+        return Outcome(status="skipped", reason=f"needs {job.dp * job.pp} GPUs; torch sees {count}")
+    found: list[Ran] = run_processes(work, job.dp * job.pp, job, device=job.device)
     link = link_of(found[0].sums_s, "measured before the steps")
     measured = from_samples("step", [1e3 * each for each in found[0].steps_s], "ms")
     facts = {
@@ -304,7 +323,7 @@ def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:
         timeline = replay(
             gpipe(job.pp, MICROBATCHES, "never"),
             {(stage, Kind(kind), m): seconds for (stage, kind, m), seconds in actions_s.items()},
-            LINKS["loopback"],
+            ran.messages,
             activation_bytes=[ran.boundary_bytes] * (job.pp - 1),
             reductions=[
                 data_parallel(sizes, job.dp, link, bucket_bytes=BUCKET_BYTES) for sizes in ran.gradient_bytes
@@ -323,21 +342,26 @@ def work(job: Job) -> Ran:
     from torch.distributed.device_mesh import init_device_mesh
 
     from gpipe_bench.experiments.grid.overlap import timed_steps
+    from gpipe_bench.experiments.timed.link import measured as measured_link
     from gpipe_bench.models import MODELS, example_batch, loss_fn
-    from gpipe_bench.pipeline import Pipeline
+    from gpipe_bench.pipeline import Pipeline, devices
 
     torch.manual_seed(job.seed)
-    options = SIZES[job.size]
-    layers = MODELS[LANGUAGE](**options)
+    options, device = SIZES[job.size], devices.current(job.device)
+    layers = MODELS[LANGUAGE](**options).to(device)
     sizes = [[p.nbytes for p in layer.parameters()] for layer in layers]
     share = EXAMPLES[job.size] // job.dp
-    batch, target = example_batch(LANGUAGE, share, **options)
+    batch, target = (each.to(device) for each in example_batch(LANGUAGE, share, **options))
     loss = loss_fn(LANGUAGE, **options)
-    mesh = init_device_mesh("cpu", (job.dp, job.pp), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(job.device, (job.dp, job.pp), mesh_dim_names=("dp", "pp"))
     pipeline = Pipeline(
         layers, mesh=mesh, num_microbatches=MICROBATCHES, remat="never", bucket_bytes=BUCKET_BYTES
     )
-    sums_s = [_median_s(partial(dist.all_reduce, torch.zeros(size // 4))) for size in SUM_BYTES]
+    sums_s = [
+        _median_s(partial(dist.all_reduce, torch.zeros(size // 4, device=device)), device)
+        for size in SUM_BYTES
+    ]
+    messages = LINKS["loopback"] if job.device == "cpu" else measured_link(device)
     steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
     steps = timed_steps(pipeline, batch, target, loss)
     for step in islice(steps, BEFORE, BEFORE + NUM_STEPS[job.size]):
@@ -348,18 +372,22 @@ def work(job: Job) -> Ran:
     pipeline.close()
     gradient_bytes = [[sizes[layer] for layer in span] for span in cut]
     boundary_bytes = 4 * share // MICROBATCHES * options["seq_len"] * options["d_model"]
-    return Ran(steps_s, actions_s, gradient_bytes, boundary_bytes, sums_s)
+    return Ran(steps_s, actions_s, gradient_bytes, boundary_bytes, sums_s, messages)
 
 
-def _median_s(collective: Callable[[], object], repeats: int = 9) -> float:
+def _median_s(collective: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
     """Of a sum over all processes, which all call."""
     from torch import distributed as dist
+
+    from gpipe_bench.pipeline import devices
 
     found = []
     for _ in range(repeats):
         dist.barrier()
+        devices.synchronize(device)
         start_s = time.perf_counter()
         collective()
+        devices.synchronize(device)
         found.append(time.perf_counter() - start_s)
     return median(found[2:])
 

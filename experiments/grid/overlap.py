@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.experiments.schedules.waiting import Waiting, slow_sums
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.links import Bucket
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
@@ -66,10 +66,13 @@ def timed_steps(
     pipeline: Pipeline, batch: Any, target: Any, loss: Callable[..., torch.Tensor]
 ) -> Iterator[Found]:
     """Step after step on a grid; all ranks take as many."""
+    device = pipeline.stages[0].device
     while True:
         dist.barrier()
+        devices.synchronize(device)
         start_s = time.perf_counter()
         pipeline.step(batch, target, loss)
+        devices.synchronize(device)
         step_s = torch.tensor(time.perf_counter() - start_s)
         dist.all_reduce(step_s, dist.ReduceOp.MAX)
         found = Found(float(step_s), pipeline.gather_timeline())

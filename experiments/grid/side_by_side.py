@@ -2,6 +2,7 @@
 
     python -m gpipe_bench.experiments.grid.side_by_side --rounds 20
     python -m gpipe_bench.experiments.grid.side_by_side --rounds 20 --zero 2 3
+    python -m gpipe_bench.experiments.grid.side_by_side --rounds 20 --replicas 4 --device cuda
 
 Both train a copy each of one Transformer on the same shares of a batch, a step without its optimizer:
 forward, backward and the sum of the gradients over the replicas. With several micro-batches torch's adds up
@@ -33,7 +34,7 @@ from gpipe_bench.experiments.timed.steps import run_processes
 from gpipe_bench.harness.rounds import against_itself, ratios, slowest
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, devices
 
 OURS, TORCHS = "pipeline", "torch"
 MODEL = "transformer-lm"
@@ -56,15 +57,18 @@ class Job(NamedTuple):
     bucket_bytes: int | None = None
     zero: int | None = None
     sizes: dict[str, Any] = SIZES
+    device: str = "cpu"
 
 
 def work(job: Job) -> Found:
     """What each process does. `RuntimeError` where the two do not compute the same."""
     torch.manual_seed(job.seed)
-    model = MODELS[MODEL](**job.sizes)
+    device = devices.current(job.device)
+    model = MODELS[MODEL](**job.sizes).to(device)
     twin = copy.deepcopy(model)
     size = job.replicas * job.examples
-    batch, target = example_batch(MODEL, size, generator=torch.Generator().manual_seed(1), **job.sizes)
+    generator = torch.Generator().manual_seed(1)
+    batch, target = (each.to(device) for each in example_batch(MODEL, size, generator=generator, **job.sizes))
     rank = dist.get_rank()
     own = slice(rank * job.examples, (rank + 1) * job.examples)
     steps = {
@@ -79,13 +83,13 @@ def work(job: Job) -> Found:
         raise RuntimeError(
             f"the gradients of the two differ by {difference:.1e} of the largest; nothing was timed"
         )
-    found = take_turns(steps, [model, twin], job.num_rounds, job.seed)
+    found = take_turns(steps, [model, twin], job.num_rounds, job.seed, device)
     return found._replace(details={"difference": difference})
 
 
 def _ours(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Callable[[], object]:
     names = ("dp" if job.zero is None else "fsdp", "pp")
-    mesh = init_device_mesh("cpu", (job.replicas, 1), mesh_dim_names=names)
+    mesh = init_device_mesh(job.device, (job.replicas, 1), mesh_dim_names=names)
     pipeline = Pipeline(
         model, mesh=mesh, num_microbatches=job.num_microbatches, schedule="1f1b", remat="never",
         bucket_bytes=job.bucket_bytes, zero=job.zero,
@@ -107,7 +111,7 @@ def _torchs(job: Job, model: nn.Sequential, batch: Tensor, target: Tensor) -> Ca
         parallel = DistributedDataParallel(model)
     else:
         layers = [layer for layer in model if any(True for _ in layer.parameters())]
-        mesh = init_device_mesh("cpu", (job.replicas,))
+        mesh = init_device_mesh(job.device, (job.replicas,))
         for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
         divided = [layer for layer in layers if isinstance(layer, FSDPModule)]
@@ -174,15 +178,16 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--zero", type=int, nargs="+", choices=(2, 3), help="beside FSDP2 instead of DDP")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each")
     parser.add_argument("--bucket-mib", type=float, help="of ours; torch's have its default")
     options = parser.parse_args()
     for zero, num_microbatches in product(options.zero or [None], options.microbatches):
         bucket_bytes = None if options.bucket_mib is None else int(options.bucket_mib * 2**20)
         job = Job(
             options.replicas, options.examples, num_microbatches, options.rounds, bucket_bytes=bucket_bytes,
-            zero=zero,
+            zero=zero, device=options.device,
         )  # fmt: skip
-        print("\n".join(lines(job, run_processes(work, job.replicas, job))), flush=True)
+        print("\n".join(lines(job, run_processes(work, job.replicas, job, device=job.device))), flush=True)
 
 
 if __name__ == "__main__":

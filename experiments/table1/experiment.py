@@ -18,7 +18,7 @@ from typing import Any
 
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.settings import hypotheses, walks
-from gpipe_bench.experiments.table1.shown import figures, tables
+from gpipe_bench.experiments.table1.shown import LARGEST, figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.models.paper import COLUMNS, HALVES, column
@@ -90,9 +90,27 @@ def cases(options: RunOptions) -> list[Case]:
                         Case({"part": "verify", **step, "num_microbatches": count}, estimate_s, group)
                     )
     if options.profile == "full":
-        for half, columns in COLUMNS.items():
-            found += [Case({"part": "device", "half": half, "column": each.name}, 30.0) for each in columns]
+        found += _on_a_gpu()
     return found
+
+
+def _on_a_gpu() -> list[Case]:
+    """What says most first: the model without GPipe beside the same with it, of which the paper's factors of
+    25 and 3.8 are made.
+    """
+    every = [(half, each) for half, columns in COLUMNS.items() for each in columns]
+    of_one = [(half, each) for half, each in every if each.num_stages == 1]
+    runs = [(half, each, precision) for precision in PRECISIONS for half, each in of_one]
+    runs += [(half, each, "float32") for half, each in every if each.num_stages > 1]
+    columns = [
+        Case({"part": "device", "half": half, "column": each.name, "precision": precision}, 30.0)
+        for half, each, precision in runs
+    ]
+    return columns + [
+        Case({"part": LARGEST, "half": half, "column": each.name}, 60.0)
+        for half, each in every
+        if not each.is_naive
+    ]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -200,12 +218,14 @@ def _run_verify(key: dict[str, Any]) -> Outcome:
 
 
 def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
-    """Every distinct stage of a column alone on a real GPU, under the paper's cap."""
+    """Stages by themselves on a real GPU, under the paper's cap: of the paper's model, or of the largest."""
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.table1.real_steps import run_column
+    from gpipe_bench.experiments.table1.real_steps import run_column, run_largest
 
-    return run_column(key["half"], key["column"])
+    if key["part"] == LARGEST:
+        return run_largest(key["half"], key["column"])
+    return run_column(key["half"], key["column"], key["precision"])
 
 
 def _modelled(name: str, value: float | None, unit: str, note: str = "") -> Quantity:

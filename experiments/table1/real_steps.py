@@ -5,8 +5,9 @@ models: the engine, RMSProp with momentum, every stage owning its boundary tenso
 
 K accelerators are not needed to see what one of them must hold. A stage alone gets made-up boundary tensors
 of the right shape where its neighbours would send theirs, and drops what it would send. Every distinct stage
-of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU. On a
-CPU the same code counts storages instead (used by tests).
+of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU, and
+so does the largest model that fits. What a stage would receive is made when it is used, where the memory
+model has a receive posted ahead. On a CPU the same code counts storages instead (used by tests).
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ import torch
 from torch import nn
 
 from gpipe_bench.experiments.paper_profiles import meta_model
-from gpipe_bench.experiments.table1.largest import Placement, Setting, place_anyhow
+from gpipe_bench.experiments.table1.largest import (
+    FILTERS_STEP,
+    Placement,
+    Setting,
+    largest,
+    place_anyhow,
+)
+from gpipe_bench.experiments.timed.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.record import Provenance, Quantity
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, Column, column
@@ -42,6 +50,7 @@ from gpipe_bench.pipeline.stage.trees import Message, split
 from gpipe_bench.pipeline.step import prepare, run
 from gpipe_bench.pipeline.transport import InProcess
 
+MOST_SMALLER = 2  # sizes below the modelled largest that are tried
 NUM_STEPS = 2  # the optimizer's state exists from the second step on
 
 
@@ -173,12 +182,14 @@ def warm_up(device: torch.device) -> None:
 
 def measure(
     part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
-    device: torch.device, counter: Storages | Allocator | None = None,
+    device: torch.device, counter: Storages | Allocator | None = None, precision: str = "float32",
 ) -> Peak:  # fmt: skip
-    """A steady training step of one stage with RMSProp, one parameter updated at a time."""
+    """A steady training step of one stage with RMSProp, one parameter updated at a time. In bfloat16 the
+    activations are, by autocast.
+    """
     if counter is None:
         counter = Allocator(device) if devices.is_accelerator(device) else Storages()
-    layers = [_materialized(model[layer], device) for layer in part.layers]
+    layers = [materialized(model[layer], device) for layer in part.layers]
     is_last = part.index == schedule.num_stages - 1
     stage = Stage(part.index, layers, part.layers.start, device=device, is_last=is_last)
     inputs, target = example_batch(HALVES[half].model, batch_size, device=device, **options)
@@ -204,93 +215,142 @@ def measure(
                 step, count, training=True, feed=feed, targets=targets,
                 loss_fn=compute_loss if is_last else None, shares=(1 / count,) * count if is_last else (),
             )  # fmt: skip
-            run(program, transport, clock)
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                run(program, transport, clock)
             stage.finish()
             optimizer.step()
             optimizer.zero_grad()
     return counter.peak()
 
 
-def _materialized(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A layer of the meta model with real memory and harmless values."""
-    layer = layer.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
-            else:
-                parameter.fill_(1.0)
-        for name, buffer in layer.named_buffers():
-            buffer.fill_(1) if name.endswith("running_var") else buffer.zero_()
-    return layer.train()
-
-
 def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
-def run_column(half: str, name: str) -> Outcome:
+def run_column(half: str, name: str, precision: str = "float32") -> Outcome:
     """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap.
 
-    The cap holds for the caching allocator, fragmentation and the libraries' workspaces included; a stage
-    that runs out of memory is a result. Modelled peaks are of the same placement, without receives posted
-    ahead.
+    That a stage finds no room is a result: with the models without GPipe it is what the table is about.
     """
     size: Column = column(half, name)
-    data = HALVES[half]
-    setting = Setting(
-        half, size.num_stages, size.is_naive, "float32", "fused" if half == "transformer" else "none"
-    )
+    setting = setting_of(half, size, precision)
     placement = place_anyhow(setting, size.num_layers, size.num_filters, setting.microbatch_counts()[-1])
+    found = under_cap(setting, placement)
+    return Outcome(_peaks_of(found["stages"]), found)
+
+
+def run_largest(half: str, name: str) -> Outcome:
+    """The largest model of a column's family that fits on this GPU under the paper's cap.
+
+    The modelled largest should fit, and one that is a layer deeper (AmoebaNet: a step wider) should not.
+    What is larger is tried first. ValueError where no model fits by the memory model.
+    """
+    setting = setting_of(half, column(half, name))
+    modelled, microbatches = largest(setting), setting.microbatch_counts()[-1]
+    # A layer less leaves the fullest of several stages as it is; one less in each does not.
+    less = setting.num_stages if half == "transformer" else 1
+    tried: list[dict[str, Any]] = []
+    for more in (1, 0, *(-less * number for number in range(1, MOST_SMALLER + 1))):
+        layers, filters = modelled.num_layers, modelled.num_filters
+        if half == "transformer":
+            layers += more
+        else:
+            filters += more * FILTERS_STEP
+        placement = place_anyhow(setting, layers, filters, microbatches)
+        tried.append({"more": more, **under_cap(setting, placement, until_full=True)})
+        if tried[-1]["fits"]:
+            break
+    last = tried[-1]
+    counts: dict[Provenance, int | None] = {
+        "measured": last["num_parameters"] if last["fits"] else None, "modelled": modelled.num_parameters,
+    }  # fmt: skip
+    quantities = [
+        Quantity(
+            name=f"{how} parameters", value=count, unit="parameters", provenance=how, higher_is_better=True,
+            note="" if count is not None else f"not even {MOST_SMALLER} sizes below the modelled largest",
+        )
+        for how, count in counts.items()
+    ]  # fmt: skip
+    return Outcome((*quantities, *_peaks_of(last["stages"])), {**last, "tried": tried})
+
+
+def setting_of(half: str, size: Column, precision: str = "float32") -> Setting:
+    """Of a column on a GPU."""
+    attention = "fused" if half == "transformer" else "none"
+    return Setting(half, size.num_stages, size.is_naive, precision, attention)
+
+
+def under_cap(setting: Setting, placement: Placement, *, until_full: bool = False) -> dict[str, Any]:
+    """Each distinct stage of a placement by itself on this GPU, under the setting's cap: for a record.
+
+    The cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
+    stage by the memory model comes first; with `until_full` it ends with the first stage that finds no room.
+    """
+    data = HALVES[setting.half]
     schedule = setting.schedule(placement.num_microbatches)
+    shape = {"num_layers": placement.num_layers}
+    if placement.num_filters:
+        shape["num_filters"] = placement.num_filters
     device = devices.current(devices.default_type())
     limit = torch.get_device_module(device).set_per_process_memory_fraction
-    limit(min(1.0, data.cap_gib * GIB / devices.total_memory_bytes(device)), device)
+    limit(min(1.0, setting.cap_bytes / devices.total_memory_bytes(device)), device)
     stages: list[dict[str, Any]] = []
     try:
-        for part in distinct_parts(setting, placement):
-            shape = {"num_layers": size.num_layers}
-            if half == "amoebanet":
-                shape["num_filters"] = size.num_filters
-            model = meta_model(half, **shape)
-            found: Peak | None = None
+        parts = distinct_parts(setting, placement)
+        for part in sorted(parts, key=lambda part: -part.memory.peak):
+            model, found, ran_out = meta_model(setting.half, **shape), None, ""
+            options = dict(data.options)
             try:
-                found = measure(part, model, half, schedule, dict(data.options), data.batch_size, device)
+                found = measure(
+                    part, model, setting.half, schedule, options, data.batch_size, device,
+                    precision=setting.precision,
+                )  # fmt: skip
             except RuntimeError as error:
-                if memory_error(error) is None:
+                if (memory := memory_error(error)) is None:
                     raise
+                ran_out = (str(memory).splitlines() or [type(memory).__name__])[0]
             stages.append(
                 {
                     "stage": part.index,
                     "measured": None if found is None else found.num_bytes,
                     "workspace": None if found is None else found.workspace_bytes,
                     "modelled": part.memory.peak,
+                    "at_most": devices.peak_bytes(device),
+                    "ran_out": ran_out,
                 }
             )
             del model
             gc.collect()
             devices.empty_cache(device)
+            if ran_out and until_full:
+                break
     finally:
         limit(1.0, device)
-    fits = all(stage["measured"] is not None for stage in stages)
-    fullest = max(stages, key=lambda stage: stage["modelled"])
-    peaks = [stage["measured"] for stage in stages if stage["measured"] is not None]
-    workspaces = [stage["workspace"] for stage in stages if stage["workspace"] is not None]
-    return Outcome(
-        (
-            Quantity(
-                name="measured peak", value=max(peaks, default=None), unit="bytes", provenance="measured"
-            ),
-            Quantity(
-                name="workspace", value=max(workspaces, default=None), unit="bytes", provenance="measured",
-                note="taken by the device's libraries at their first use; not part of the measured peak",
-            ),
-            Quantity(name="modelled peak", value=fullest["modelled"], unit="bytes", provenance="modelled"),
+    return {
+        "fits": not any(stage["ran_out"] for stage in stages), "cap_gib": setting.cap_bytes / GIB,
+        "num_layers": placement.num_layers, "num_filters": placement.num_filters,
+        "num_parameters": placement.num_parameters, "num_microbatches": placement.num_microbatches,
+        "precision": setting.precision, "stages": stages, "device": devices.name(device),
+    }  # fmt: skip
+
+
+def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Quantity, ...]:
+    """Of the fullest stage, as it was measured and modelled; no measured one where a stage found no room."""
+
+    def most(name: str) -> int | None:
+        known = [stage[name] for stage in stages]
+        return None if None in known else max(known)
+
+    out = "; ".join(f"stage {stage['stage']}: {stage['ran_out']}" for stage in stages if stage["ran_out"])
+    return (
+        Quantity(
+            name="measured peak", value=most("measured"), unit="bytes", provenance="measured", note=out
         ),
-        {
-            "fits": fits, "cap_gib": data.cap_gib, "stages": stages,
-            "num_microbatches": placement.num_microbatches, "device": devices.name(device),
-        },
+        Quantity(
+            name="workspace", value=most("workspace"), unit="bytes", provenance="measured",
+            note="taken by the device's libraries at their first use; not part of the measured peak",
+        ),
+        Quantity(name="modelled peak", value=most("modelled"), unit="bytes", provenance="modelled"),
     )  # fmt: skip
 
 

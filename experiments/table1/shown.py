@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.experiments.table1.cells import JUDGED_ATTENTION
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import PaperNumber, load_paper
-from gpipe_bench.harness.record import Record, find
+from gpipe_bench.harness.record import Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.units import convert, show
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+LARGEST = "largest on a GPU"
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
 
@@ -33,7 +34,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
             str(r.case["attention"]) for r in records if r.case.get("half") == half and "attention" in r.case
         ):
             parts += [_memory_table(records, half, attention), _largest_table(records, half, attention)]
-    parts += [_verification(records), _devices(records)]
+    parts += [_verification(records), _devices(records), _largest_on_a_gpu(records)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -193,24 +194,57 @@ def _verification(records: Sequence[Record]) -> str:
 
 
 def _devices(records: Sequence[Record]) -> str:
-    """Real stages on a GPU, where they ran."""
-    found = [r for r in records if r.case.get("part") == "device"]
+    """Real stages on a GPU, where they ran, beside what the paper says of them: its models ran there, so by
+    the paper every one fits.
+    """
     lines = []
-    for record in found:
-        key = [record.case["half"], record.case["column"]]
-        measured, modelled = record.quantity("measured peak"), record.quantity("modelled peak")
-        if record.status != "done" or measured is None or modelled is None:
-            lines.append([*key, record.status, "", "", record.reason])
+    for record in of_case(records, part="device"):
+        name = [record.case["half"], record.case["column"], record.case.get("precision", "float32")]
+        if record.status != "done":
+            lines.append([*name, record.status.replace("_", " "), "", "", record.reason, ""])
             continue
-        assert measured.value is not None, "a finished column has a peak"
-        assert modelled.value is not None, "and a modelled one"
-        fits = "fits" if record.details["fits"] else "does not fit"
-        lines.append([*key, len(record.details["stages"]), _gib(measured.value), _gib(modelled.value), fits])
-    if not lines:
-        return ""
-    headers = ["model", "column", "distinct stages", "measured peak", "modelled peak", "under the cap"]
+        facts = record.details
+        said = f"fits {facts['cap_gib']:g} GiB"
+        if not facts["fits"]:
+            said = f"does not fit {facts['cap_gib']:g} GiB: {_ran_out(facts['stages'])}"
+        agrees = "as in the paper" if facts["fits"] else "not as in the paper, where it fits"
+        peaks = [_value(record, f"{how} peak") for how in ("measured", "modelled")]
+        shown = ["-" if peak is None else _gib(peak) for peak in peaks]
+        lines.append([*name, len(facts["stages"]), *shown, said, agrees])
+    headers = ["model", "column", "", "distinct stages", "measured peak", "modelled peak", "", ""]
     title = "Every distinct stage for real on this GPU, alone, under the paper's cap (fullest one)"
-    return Grid(title=title, columns=headers, lines=lines).text()
+    return Grid(title=title, columns=headers, lines=lines).text() if lines else ""
+
+
+def _ran_out(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Where and at what the first stage without room ended; the record has all that torch says of it."""
+    stage = next(stage for stage in stages if stage["ran_out"])
+    said = ". ".join(stage["ran_out"].split(". ")[:2])
+    return f"stage {stage['stage']} held {_gib(stage['at_most'])}; {said}"
+
+
+def _largest_on_a_gpu(records: Sequence[Record]) -> str:
+    """The largest model that fits, by the memory model and measured."""
+    lines = []
+    for record in of_case(records, part=LARGEST):
+        name = [record.case["half"], record.case["column"]]
+        if record.status != "done":
+            lines.append([*name, record.status.replace("_", " "), "", record.reason])
+            continue
+        tried = {each["more"]: each for each in record.details["tried"]}
+        modelled, found = _value(record, "modelled parameters"), _value(record, "measured parameters")
+        fitting = [more for more, each in tried.items() if each["fits"]]
+        if fitting == [0]:
+            said = f"as modelled: one larger does not fit, {_ran_out(tried[1]['stages'])}"
+        elif not fitting:
+            said = f"none of {len(tried)} sizes fits; the memory model says too little"
+        else:
+            said = f"{abs(fitting[0])} {'larger' if fitting[0] > 0 else 'smaller'} than modelled"
+        counts = ["-" if each is None else show(each, "parameters") for each in (modelled, found)]
+        lines.append([*name, *counts, said])
+    title = "The largest model that fits, every distinct stage for real on this GPU under the paper's cap"
+    headers = ["model", "column", "modelled", "measured", ""]
+    return Grid(title=title, columns=headers, lines=lines).text() if lines else ""
 
 
 STACK = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients")

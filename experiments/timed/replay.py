@@ -223,6 +223,8 @@ class Found(NamedTuple):
     copy_bytes_per_s: float
     conditions: dict[str, str]
     usage: Usage  # over all rounds
+    link: Link | None = None  # between accelerators, where it could be measured
+    memory: Mapping[str, int] = {}  # of an accelerator's allocator, at most
 
 
 def results(job: Job, found: Sequence[Found]) -> tuple[list[Quantity], dict[str, Any]]:
@@ -311,13 +313,16 @@ def conditions_of(found: Sequence[Found]) -> dict[str, Any]:
         "processes": len(found),
         "conditions": [each.conditions for each in found],
         "used_by_others": used_by_others([each.usage for each in found]),
+        **({"memory": [dict(each.memory) for each in found]} if found[0].memory else {}),
     }
 
 
 def link_of(found: Sequence[Found], device: str) -> Link:
-    """What joins the stages: this machine's memory, whose bandwidth was measured; on GPUs a preset."""
+    """What joins the stages: this machine's memory, whose bandwidth was measured; between GPUs what was
+    measured there, or a preset where there is one alone.
+    """
     if device == "cuda":
-        return LINKS[GPU_LINK]
+        return found[0].link or LINKS[GPU_LINK]
     return Link(
         "shared memory",
         SHARED_MEMORY_LATENCY_S,

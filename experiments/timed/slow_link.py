@@ -34,11 +34,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
-import torch
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.known import Ours
 from gpipe_bench.experiments.engines.setup import Setup
+from gpipe_bench.experiments.timed.link import bandwidth, latency_s
 from gpipe_bench.experiments.timed.replay import TimedActions, check_ran, samples_of
 from gpipe_bench.experiments.timed.steps import work
 from gpipe_bench.experiments.timed.workloads import Job
@@ -63,7 +63,6 @@ probe the link (bbr), and no slow start after every pause.
 LEAST_BYTES_PER_S = 1e5
 BULK_S = 0.03  # of a transfer that measures the bandwidth
 MOST_BULK_BYTES, LEAST_BULK_BYTES = 2**25, 2**15
-PINGS = 20
 ALONE = -1  # among the rates: a step of all stages in each process, which sends nothing
 
 
@@ -320,8 +319,8 @@ def steps_at_rates(job: Job, multiples: tuple[float | None, ...]) -> LinkFound:
 
     def over_link(rate: float | None) -> Measured:
         _set_rate(rate)
-        bandwidth, latency_s = _bandwidth(rate), _latency()
-        return Measured(bandwidth, latency_s, step(shared, dist.get_rank()))
+        found = _bandwidth(rate), latency_s((0, 1))
+        return Measured(*found, step(shared, dist.get_rank()))
 
     in_process()  # warms up, as does the next
     over_link(rates[0])  # the fastest
@@ -358,38 +357,7 @@ def _rates(timed: TimedActions, multiples: tuple[float | None, ...]) -> tuple[fl
 def _bandwidth(rate: float | None) -> float:
     """Bytes per second of one transfer that nothing else disturbs, the slower direction."""
     size = MOST_BULK_BYTES if rate is None else round(BULK_S * rate)
-    bulk = torch.zeros(min(max(size, LEAST_BULK_BYTES), MOST_BULK_BYTES), dtype=torch.uint8)
-    found = []
-    for sender in range(2):
-        dist.barrier()
-        start_s = time.perf_counter()
-        _pass(bulk, sender)
-        _pass(torch.zeros(1), 1 - sender)  # says that it has arrived
-        found.append(bulk.numel() / (time.perf_counter() - start_s))
-    speeds = torch.tensor(found)
-    dist.all_reduce(speeds, dist.ReduceOp.MIN)
-    return float(speeds.min())
-
-
-def _latency() -> float:
-    """Seconds one way of a message of four bytes, the median of several round trips."""
-    ball = torch.zeros(1)
-    found = []
-    for _ in range(PINGS):
-        start_s = time.perf_counter()
-        _pass(ball, 0)
-        _pass(ball, 1)
-        found.append((time.perf_counter() - start_s) / 2)
-    latency = torch.tensor([median(found)])
-    dist.broadcast(latency, src=0)
-    return float(latency)
-
-
-def _pass(tensor: torch.Tensor, sender: int) -> None:
-    if dist.get_rank() == sender:
-        dist.send(tensor, 1 - sender)
-    else:
-        dist.recv(tensor, sender)
+    return bandwidth((0, 1), min(max(size, LEAST_BULK_BYTES), MOST_BULK_BYTES))
 
 
 if __name__ == "__main__":

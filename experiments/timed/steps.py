@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
+from gpipe_bench.experiments.timed.layers import alone
+from gpipe_bench.experiments.timed.link import measured as measured_link
 from gpipe_bench.experiments.timed.replay import Found, Steps, TimedActions, check_ran, samples_of
 from gpipe_bench.experiments.timed.workloads import Configuration, Job
 from gpipe_bench.harness.environment import usable_cores
@@ -31,6 +33,7 @@ from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.stage.trees import flatten, split
 from gpipe_bench.planner.timing import copy_bandwidth, settle, time_step
@@ -82,13 +85,16 @@ def run_processes(
 def work(job: Job) -> Found:
     """Takes all steps of a case. Runs in every process at once, or in one alone."""
     training = Training(job)
+    apart = devices.is_accelerator(training.device) and dist.is_initialized() and dist.get_world_size() > 1
+    link = measured_link(training.device) if apart else None
     settle()
     layers_s: dict[int, tuple[float, ...]] = {}
     too_large: dict[int, str] = {}  # errors, by the size of micro-batches of which no layer can be timed
 
     def time_layers(size: int) -> None:
         largest = max(each.batch_size for each in job.configurations if each.microbatch_size == size)
-        count = max(1, min(MOST_LAYER_MICROBATCHES, largest // size))
+        most = 1 if devices.is_accelerator(training.device) else MOST_LAYER_MICROBATCHES
+        count = max(1, min(most, largest // size))
         example = training.example(size * count)
         layers_s[size] = layer_seconds(training.layers, count, training.loss, *example, remat="always")
 
@@ -119,7 +125,22 @@ def work(job: Job) -> Found:
         copy_bandwidth(training.device),
         conditions(),
         used,
+        link,
+        memory_of(training.device),
     )
+
+
+def memory_of(device: torch.device) -> dict[str, int]:
+    """What the allocator of an accelerator has given out at most in this process, and what it took from the
+    device for that; nothing for a CPU.
+    """
+    if not devices.is_accelerator(device):
+        return {}
+    return {
+        "peak_bytes": devices.peak_bytes(device),
+        "reserved_bytes": torch.accelerator.max_memory_reserved(device),
+        "alloc_retries": torch.accelerator.memory_stats(device).get("num_alloc_retries", 0),
+    }
 
 
 class Training:
@@ -131,7 +152,7 @@ class Training:
         self.layers: Sequence[nn.Module] = list(model)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.loss = job.workload.loss()
-        self._optimizers = [_optimizer(layer) for layer in self.layers]
+        self._optimizers = [optimizer_of(layer) for layer in self.layers]
 
     def example(self, batch_size: int) -> tuple[Any, Any]:
         return self.job.workload.example(batch_size, self.device, seed=self.job.seed)
@@ -153,7 +174,7 @@ class Training:
         devices.empty_cache(self.device)
 
 
-def _optimizer(layer: nn.Module) -> Any:
+def optimizer_of(layer: nn.Module) -> Any:
     """RMSProp with momentum, the paper's 12 bytes per parameter; none without parameters."""
     parameters = list(layer.parameters())
     return torch.optim.RMSprop(parameters, lr=LEARNING_RATE, momentum=0.9) if parameters else None
@@ -301,19 +322,30 @@ def layer_seconds(
     remat: str,
 ) -> tuple[float, ...]:
     """Seconds of every layer, by which processes cut a model into stages: forward, backward and, as `remat`
-    says, recomputation of one micro-batch, with the layers as stages of their own in a pipeline of single
-    layers.
+    says, recomputation of one micro-batch. On processors the layers are stages of their own in a pipeline of
+    single layers; an accelerator, whose memory that would fill, takes one layer after another.
 
     Each process finds its own, but all must cut at the same places, since a stage's neighbour is in another
     process; so the mean over processes counts, and all must call.
     """
-    pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat=remat)
-    for _ in range(2):  # the first warms up
-        time_step(partial(pipeline.step, batch, target, compute_loss), layers)
-    clear(layers)
+    device = flatten(batch)[0][0].device
     found = [0.0] * len(layers)
-    for (stage, _), samples in samples_of([pipeline.timeline]).items():
-        found[stage] += median(samples)
+    if devices.is_accelerator(device):
+        first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
+        for layer, seconds in enumerate(alone(layers, compute_loss, first, wanted, device)):
+            found[layer] = sum(s for kind, s in seconds.items() if kind is not Kind.R or remat != "never")
+    else:
+        pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat=remat)
+        for _ in range(2):  # the first warms up
+            time_step(partial(pipeline.step, batch, target, compute_loss), layers)
+        clear(layers)
+        for (stage, _), samples in samples_of([pipeline.timeline]).items():
+            found[stage] += median(samples)
+    return mean_over_processes(found)
+
+
+def mean_over_processes(found: Sequence[float]) -> tuple[float, ...]:
+    """Of numbers that every process has found; all must call."""
     seconds = torch.tensor(found, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(seconds)

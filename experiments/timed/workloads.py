@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 
 SEED = 1811
+Layers = TypeVar("Layers", bound="nn.Module")
 PROFILES = {
     "smoke": "tiny models",
     "short": "models scaled to two cores, with the paper's numbers of layers",
@@ -48,16 +49,22 @@ class Workload:
     cap_bytes: int = 0
 
     def build(self, device: torch.device | str = "cpu", *, seed: int = SEED) -> nn.Sequential:
-        """The layers, with the same weights in every process. On "meta" they take no memory."""
+        """The layers, with the same weights in every process. On "meta" they take no memory.
+
+        An accelerator draws weights itself, which are good for timing: one thread of the host takes half a
+        minute to draw two billion.
+        """
         import torch
 
         from gpipe_bench.models import MODELS
 
+        where = torch.device(device)
         torch.manual_seed(seed)
-        if str(device) != "meta":
-            return MODELS[self.model](**self.options).to(device)
-        with torch.device("meta"):
+        if where.type == "cpu":
             return MODELS[self.model](**self.options)
+        with torch.device("meta"):
+            layers = MODELS[self.model](**self.options)
+        return layers if where.type == "meta" else materialized(layers, where)
 
     def example(
         self, batch_size: int, device: torch.device | str = "cpu", *, seed: int = SEED
@@ -90,6 +97,22 @@ class Workload:
     def facts(self) -> dict[str, Any]:
         """What a record says of it."""
         return {"title": self.title, "scale": self.scale, "options": dict(self.options)}
+
+
+def materialized(layer: Layers, device: torch.device) -> Layers:
+    """What is on the meta device, with real memory on this one and harmless values in it."""
+    import torch
+
+    layer.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
+        for name, buffer in layer.named_buffers():
+            buffer.fill_(1) if name.endswith("running_var") else buffer.zero_()
+    return layer.train()
 
 
 class Configuration(NamedTuple):

@@ -22,6 +22,7 @@ _FIELDS = (
     ("cpu_model", "processor"), ("cores_logical", "cores"), ("memory_total_gib", "memory, GiB"),
     ("gpus", "GPUs"), ("system", "system"), ("container", "container"), ("python", "Python"),
     ("versions", "packages"), ("torch_threads", "threads of torch"), ("cuda", "CUDA"),
+    ("gpu_numerics", "arithmetic of the GPUs"), ("gpu_driver", "driver of the GPUs"),
     ("variables", "variables"), ("git_commit", "commit"), ("git_dirty", "uncommitted changes"),
     ("code_sha256", "digest of the code"),
 )  # fmt: skip

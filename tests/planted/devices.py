@@ -116,4 +116,28 @@ ON_DEVICES = (
         why="a recomputation would run another compiled form than the forward did, with other roundings",
         tests=("tests/test_compiled_stages.py::test_layers_of_a_kind_are_compiled_once",),
     ),
+    Mutant(
+        name="another engine takes ours along",
+        file="experiments/on_gpus.py",
+        old="        if len(job.engines) == 1:\n            raise\n",
+        new="        raise\n",
+        why="what ours took would be lost where torch's finds no memory beside it",
+        tests=("tests/test_on_gpus.py::test_an_engine_that_fails_beside_ours_does_not_take_ours_along",),
+    ),
+    Mutant(
+        name="a table for two cores on a GPU",
+        file="experiments/commands/run.py",
+        old='("full" if device == "cuda" else "short")',
+        new='"short"',
+        why="models of a few milliseconds time the host, and sentences would be judged by them",
+        tests=("tests/test_cli.py::test_torch_is_asked_for_a_device_unless_it_is_built_for_none",),
+    ),
+    Mutant(
+        name="the largest is looked for from below",
+        file="experiments/table1/real_steps.py",
+        old="    for more in (1, 0, *(",
+        new="    for more in (0, 1, *(",
+        why="that one layer more does not fit would not be known",
+        tests=("tests/test_stage_alone.py::test_the_largest_model_is_the_first_that_fits_from_above",),
+    ),
 )

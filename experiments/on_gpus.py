@@ -1,0 +1,379 @@
+"""One pipeline over several GPUs for real: a process and a GPU for each stage, at the paper's size.
+
+Every number of stages that there are GPUs for is a case of its own for every M, and so a record: what is done
+stays done when a run is cut. The engine under test takes turns with torch's ScheduleGPipe on the very same
+layers, cut at the same places by measured seconds; the links between the GPUs are measured before, and the
+step is laid out over them from its own actions, which says what of a step the replay explains.
+
+A process has memory for its own stage alone: the others' layers stay on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, steps_of
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import MOST_DRAWN, TimedActions, lay_out, samples_of
+from gpipe_bench.experiments.timed.workloads import SEED, Workload, materialized
+from gpipe_bench.harness.experiment import Case, Outcome
+from gpipe_bench.harness.record import Quantity, Record, find, of_case
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.grid import numbers as number_columns
+from gpipe_bench.harness.rounds import Times, ratios
+from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.verdict import Answer
+from gpipe_bench.harness.workers import memory_error
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+PART = "on GPUs"
+THEIRS = "torch-gpipe"
+REMAT = "always"
+ROUNDS = {"smoke": 1, "short": 3, "full": 3}
+UPDATES = 3  # of the optimizer, the first of which makes its state
+ESTIMATES_S = {"smoke": 30.0, "short": 60.0, "full": 90.0}
+CONTEXT = (
+    "measured on as many GPUs as stages, at one mini-batch of {}; the paper fitted its own to memory, so the "
+    "cell is not judged"
+)
+
+
+class Job(NamedTuple):
+    """One case as its processes see it. The first engine is the one under test."""
+
+    workload: Workload
+    num_stages: int
+    num_microbatches: int
+    engines: tuple[str, ...]
+    device: str
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Engines by what results call them."""
+        return {"ours" if place == 0 else "ScheduleGPipe": name for place, name in enumerate(self.engines)}
+
+
+def cases(
+    models: Iterable[str], stages: Iterable[int], microbatches: Iterable[int], profile: str
+) -> list[Case]:
+    """All of one model before the next; its first is what its others are relative to."""
+    return [
+        Case({"part": PART, "model": model, "K": k, "M": m}, ESTIMATES_S[profile])
+        for model, k, m in product(models, stages, microbatches)
+    ]
+
+
+def run(workload: Workload, key: Mapping[str, Any], engine: str, profile: str, device: str) -> Outcome:
+    """Skipped where there are fewer devices than stages. Where the engines together fail, the one under test
+    is run by itself, and why is in the record.
+    """
+    from gpipe_bench.experiments.timed.steps import run_processes
+    from gpipe_bench.pipeline import devices
+
+    k, m = int(key["K"]), int(key["M"])
+    if device != "cpu" and devices.count(device) < k:
+        return Outcome(
+            status="skipped", reason=f"{k} stages need {k} GPUs; torch sees {devices.count(device)}"
+        )
+    job = Job(workload, k, m, tuple(dict.fromkeys((engine, THEIRS))), device)
+
+    def outcome(job: Job) -> Outcome:
+        return side_by_side(
+            partial(run_processes, work, k, job, device=device), partial(numbers, job), ROUNDS[profile],
+            again=profile != "smoke",
+        )  # fmt: skip
+
+    try:
+        return outcome(job)
+    except RuntimeError as error:
+        if len(job.engines) == 1:
+            raise
+        alone = outcome(job._replace(engines=(engine,)))
+        why = memory_error(error) or error
+        refused = {**alone.details["refused"], "ScheduleGPipe": f"beside ours: {str(why).splitlines()[0]}"}
+        return Outcome(alone.quantities, {**alone.details, "refused": refused})
+
+
+def work(job: Job, rounds: int) -> Found:
+    """What one process does: its stage of the model, the engines in turns on it. RuntimeError where one does
+    something else than it should.
+    """
+    from torch import distributed as dist
+
+    from gpipe_bench.experiments.engine_turns import built
+    from gpipe_bench.experiments.engines.checks import verify
+    from gpipe_bench.experiments.engines.setup import Setup
+    from gpipe_bench.experiments.side_by_side import take_turns
+    from gpipe_bench.experiments.timed import link
+    from gpipe_bench.pipeline import devices
+
+    device, workload, loss = devices.current(job.device), job.workload, job.workload.loss()
+    joined = link.measured(device)
+    layers = list(workload.build("meta"))
+    num_parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    batch, target = workload.example(workload.batch_size, device)
+    layers_s, sent, returned = _layers(job, layers, batch, target)
+    stages = _cut(layers_s, job.num_stages)
+    for layer in stages[dist.get_rank()]:
+        materialized(layers[layer], device)
+    own = [layers[layer] for layer in stages[dist.get_rank()]]
+    setup = Setup(layers, stages, job.num_microbatches, REMAT, device, dist.group.WORLD)
+    engines, refused, checks = {}, {}, {}
+    for name, engine in job.names.items():
+        made = built(engine, setup)
+        if isinstance(made, str):
+            refused[name] = made
+            continue
+        engines[name] = made
+        checks[name] = verify(name, made, setup, batch, target, loss, {})
+    if "ours" not in engines:
+        raise ValueError(f"engine {job.engines[0]}: {refused['ours']}")
+    steps = {name: partial(engine.step, batch, target, loss) for name, engine in engines.items()}
+    found = take_turns(steps, own, rounds, SEED, device)
+    peaks = {name: _peak(step, own, device) for name, step in reversed(steps.items())}  # ours is the latest
+    pipeline = getattr(engines["ours"], "pipeline", None)
+    timeline = None if pipeline is None else pipeline.gather_timeline()
+    details = {
+        "link": joined, "partition": stages, "refused": refused, "checks": checks, "peaks": peaks,
+        "timeline": timeline, "layers_s": layers_s, "num_parameters": num_parameters,
+        "sent": [sent[span.stop - 1] for span in stages[:-1]],
+        "returned": [returned[span.stop - 1] for span in stages[:-1]],
+        "update_s": _update_s(own, device), "device": devices.name(device),
+    }  # fmt: skip
+    return found._replace(details=details)
+
+
+def _layers(
+    job: Job, layers: Sequence[Any], batch: Any, target: Any
+) -> tuple[tuple[float, ...], list[int], list[int]]:
+    """Seconds of every layer on a micro-batch, the mean over the processes; bytes behind each, of distinct
+    tensors and of those that need a gradient.
+    """
+    import torch
+
+    from gpipe_bench.experiments.timed.layers import alone
+    from gpipe_bench.experiments.timed.steps import mean_over_processes
+    from gpipe_bench.pipeline import devices
+    from gpipe_bench.pipeline.stage.trees import change, flatten, split
+
+    first, wanted = (split(each, job.num_microbatches)[0] for each in (batch, target))
+    device = devices.current(job.device)
+    seconds = alone(layers, job.workload.loss(), first, wanted, device)
+    sent, returned = [], []
+    value = change(first, lambda tensor: tensor.to("meta"), "the mini-batch")
+    with torch.no_grad():
+        for layer in layers:
+            value = layer(value)
+            tensors, _ = flatten(value)
+            sent.append(sum(tensor.nbytes for tensor in tensors))
+            returned.append(sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point()))
+    return mean_over_processes([sum(each.values()) for each in seconds]), sent, returned
+
+
+def _cut(layers_s: Sequence[float], num_stages: int) -> Partition:
+    from gpipe_bench.pipeline.plan.partition import partition
+
+    return partition(layers_s, num_stages)
+
+
+def _peak(step: Any, layers: Sequence[Any], device: Any) -> tuple[int, int]:
+    """Most bytes of tensors in a step, and most that the allocator took from the device for them."""
+    import torch
+
+    from gpipe_bench.experiments.engines.setup import clear
+    from gpipe_bench.pipeline import devices
+
+    clear(layers)
+    devices.synchronize(device)
+    devices.reset_peak(device)
+    step()
+    devices.synchronize(device)
+    reserved = torch.accelerator.max_memory_reserved(device) if devices.is_accelerator(device) else 0
+    return devices.peak_bytes(device), reserved
+
+
+def _update_s(layers: Sequence[Any], device: Any) -> float:
+    """Seconds of the optimizer's step on this stage, whose gradients are there: RMSProp, as in the paper."""
+    from gpipe_bench.experiments.timed.steps import optimizer_of
+    from gpipe_bench.pipeline import devices
+
+    optimizers = [each for each in map(optimizer_of, layers) if each is not None]
+    samples = []
+    for _ in range(UPDATES):
+        devices.synchronize(device)
+        start_s = perf_counter()
+        for optimizer in optimizers:
+            optimizer.step()
+        devices.synchronize(device)
+        samples.append(perf_counter() - start_s)
+    return median(samples[1:])
+
+
+# Numbers
+
+
+def numbers(job: Job, times: Times, found: Sequence[Found]) -> Outcome:
+    """What the processes of a case found."""
+    first = found[0].details
+    update_s = [each.details["update_s"] for each in found]
+    step_s = [each + max(update_s) for each in times["ours"]]
+    quantities = [
+        *steps_of(times),
+        from_samples("real step", [1e3 * each for each in step_s], "ms", higher_is_better=False,
+                     note="of ours, with the slowest stage's update"),
+        from_samples("throughput", [job.workload.batch_size / each for each in step_s], "samples/s",
+                     higher_is_better=True),
+        Quantity(name="update", value=1e3 * max(update_s), unit="ms", provenance="measured",
+                 higher_is_better=False),
+        *_of_link(first["link"]),
+    ]  # fmt: skip
+    if "ScheduleGPipe" in times:
+        rate = ratios(times, "ScheduleGPipe", "ours")
+        quantities.append(from_samples("rate against ScheduleGPipe", rate, "ratio", higher_is_better=True))
+    for stage, each in enumerate(found):
+        for name, peaks in each.details["peaks"].items():
+            for what, value in zip(("peak memory", "reserved memory"), peaks, strict=True):
+                quantities.append(
+                    Quantity(name=what, key={"engine": name, "stage": stage}, value=value, unit="bytes",
+                             provenance="measured", higher_is_better=False)
+                )  # fmt: skip
+    facts = {
+        **job.workload.facts(), "engines": job.names, "batch_size": job.workload.batch_size,
+        "refused": first["refused"], "checks": [each.details["checks"] for each in found],
+        "partition": [[span.start, span.stop] for span in first["partition"]],
+        "layers_ms": [1e3 * each for each in first["layers_s"]], "num_parameters": first["num_parameters"],
+        "link": {"source": first["link"].source}, "device": first["device"],
+    }  # fmt: skip
+    if first["timeline"] is not None:
+        try:
+            more, of_timeline = _of_timeline(job, first, first["timeline"], median(times["ours"]))
+            quantities += more
+            facts |= of_timeline
+        except ValueError as error:  # a clock that went back; what was measured stays
+            facts["not laid out"] = str(error)
+    return Outcome(tuple(quantities), facts)
+
+
+def _of_link(link: Link) -> list[Quantity]:
+    slowest = (
+        ("bandwidth", link.bandwidth_bytes_per_s / 1e9, "GB/s", True),
+        ("latency", 1e6 * link.latency_s, "us", False),
+    )
+    return [
+        Quantity(name=name, value=value, unit=unit, provenance="measured", higher_is_better=more)
+        for name, value, unit, more in slowest
+    ]
+
+
+def _of_timeline(
+    job: Job, first: Mapping[str, Any], timeline: Timeline, step_s: float
+) -> tuple[list[Quantity], dict[str, Any]]:
+    """The bubble of our latest step, and the same actions laid out over the measured link."""
+    timed = TimedActions(
+        first["partition"], job.num_microbatches, REMAT, samples_of([timeline]), (), 0.0,
+        tuple(first["sent"]), tuple(first["returned"]),
+    )  # fmt: skip
+    laid_out = lay_out(timed, first["link"])
+    quantities = [
+        Quantity(name="idle", value=timeline.bubble, unit="ratio", provenance="measured",
+                 higher_is_better=False, note="share of K x step in which no action ran"),
+        Quantity(name="replayed step", value=1e3 * laid_out.makespan_s, unit="ms", provenance="replayed",
+                 higher_is_better=False, note="its own actions over the measured link"),
+        Quantity(name="replayed over measured", value=laid_out.makespan_s / step_s, unit="ratio",
+                 provenance="replayed"),
+    ]  # fmt: skip
+    drawn = timeline.to_data() if len(timeline.events) <= MOST_DRAWN else None
+    return quantities, {"actions": timed.to_data(), "timeline": drawn}
+
+
+# Text and answers
+
+
+def relative(records: Sequence[Record], record: Record) -> Quantity | None:
+    """Throughput relative to that of K = 2, M = 1 of the same model, None without that."""
+    base = find(records, "done", part=PART, model=record.case["model"], K=2, M=1)
+    if base is None:
+        return None
+    pair = record.quantity("throughput"), base.quantity("throughput")
+    return claims.derived("normalised throughput", lambda ours, one: ours / one, *pair)
+
+
+def answers(records: Sequence[Record], table: str, model: str) -> list[Answer]:
+    """Our number beside each of the paper's that ran for real, as context."""
+    return [
+        Answer(
+            table=table, row=f"M={record.case['M']}", column=f"K={record.case['K']}", quantity=quantity,
+            record=record, context=CONTEXT.format(record.details["batch_size"]),
+        )
+        for record in of_case(records, "done", part=PART, model=model)
+        if (quantity := relative(records, record)) is not None
+    ]  # fmt: skip
+
+
+def text(records: Sequence[Record], tables: Mapping[str, str]) -> str:
+    """A table for each model; `tables` are the paper's by model."""
+    every = (
+        _text(records, of_case(records, part=PART, model=model), table) for model, table in tables.items()
+    )
+    return "\n\n".join(each for each in every if each)
+
+
+def _text(records: Sequence[Record], found: Sequence[Record], table: str) -> str:
+    lines = []
+    done = [record for record in found if record.status == "done"]
+    for record in found:
+        name = f"K={record.case['K']} M={record.case['M']}"
+        paper = claims.published(table).get(("paper", f"M={record.case['M']}", f"K={record.case['K']}"))
+        if record.status != "done":
+            lines.append([name, "-" if paper is None else paper.printed, record.status, *("",) * 7])
+            continue
+        steps = [record.quantity(f"step of {engine}") for engine in ("ours", "ScheduleGPipe")]
+        rate = record.quantity("rate against ScheduleGPipe")
+        peaks = [
+            q.value or 0
+            for q in record.quantities
+            if (q.name, q.key.get("engine")) == ("peak memory", "ours")
+        ]
+        ran = record.quantity("replayed over measured")
+        lines.append(
+            [
+                name, "-" if paper is None else paper.printed,
+                claims.interval(relative(records, record), "K=2 M=1 is not on record"),
+                *("-" if each is None else f"{each.value:.1f}" for each in steps),
+                "-" if rate is None else measured(rate), claims.percent(record.quantity("idle")),
+                "-" if ran is None else f"{ran.value:.2f}",
+                f"{max(peaks, default=0) / 2**30:.1f}",
+                "void" if "void" in record.details else "",
+            ]
+        )  # fmt: skip
+    if not lines:
+        return ""
+    columns = [
+        "", "paper", "ours", "ours (ms)", "Schedule-\nGPipe (ms)", "ours over\nScheduleGPipe", "idle",
+        "replayed /\nmeasured", "GiB", "",
+    ]  # fmt: skip
+    title = "no case is done"
+    if done:
+        facts = done[0].details
+        rates = [quantity.value or 0.0 for record in done if (quantity := record.quantity("bandwidth"))]
+        title = (
+            f"{facts['title']} over several GPUs, one for each stage ({facts['device']}; measured)\n"
+            f"  mini-batch of {facts['batch_size']}, everything recomputed; paper and ours: throughput, K=2 "
+            f"M=1 is 1\n  links of {min(rates):.1f} GB/s or more, measured; replayed: from the step's own "
+            "actions over them"
+        )
+    refused = [
+        f"  K={each.case['K']} M={each.case['M']}: {name} did not run: {why}"
+        for each in done
+        for name, why in each.details["refused"].items()
+    ]
+    return Grid(
+        title=title, columns=columns, lines=lines, notes=refused, right=number_columns(columns)
+    ).text()

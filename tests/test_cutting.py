@@ -16,10 +16,11 @@ from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.collectives import Collectives
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.cuts import AloneBound, best_cut
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.steps import REMATS, Collectives, LayerTimes, QuickSteps
+from gpipe_bench.planner.steps import REMATS, LayerTimes, QuickSteps
 from gpipe_bench.planner.topology import Topology
 
 SLOW = Link("slow", 0.25, 4.0)

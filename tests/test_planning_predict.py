@@ -165,6 +165,19 @@ def test_the_sums_of_divided_layers_are_collectives_and_know_of_hosts() -> None:
     assert one.parts_s["communication"] == pytest.approx(near_s)
 
 
+def test_every_pass_gathers_where_nothing_is_kept() -> None:
+    """ZeRO-3 where layers are gathered and computed in turn: in F, in R, and with its scatter in B."""
+    given = costs(parameter_bytes=((2**20,),) * 4)
+    shared = {"workers": 1, "number": 2, "fsdp": 2, "fsdp_level": 3}
+    gather_s = 4 * all_gather_s(2**20, 2, NEAR)  # of all layers
+    for remat, passes in (("never", 3), ("always", 4)):
+        step = predict(candidate(remat=remat, **shared), given, request(NEAR, 2, 8))
+        alone = predict(candidate(remat=remat, workers=1, number=2), given, request(NEAR, 1, 4))
+        assert step.step_s - alone.step_s == pytest.approx(2 * passes * gather_s)
+    with pytest.raises(ValueError, match="its W would find its parameters sharded: gather once in a step"):
+        predict(candidate("zb-h1", **shared), given, request(NEAR, 2, 8))
+
+
 def test_what_costs_do_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="no costs of micro-batches of 3"):
         predict(candidate(number=1), costs(), request(batch_size=3))

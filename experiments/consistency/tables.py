@@ -96,7 +96,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     for num_stages, finding in own.items():
         if finding.scores or finding.reason:
             away = finding.distance
-            distance = "" if away is None else f"{away.value:.2f} sd [{away.low:.2f}, {away.high:.2f}]"
+            distance = "{:.2f} sd [{:.2f}, {:.2f}]".format(*away) if away else ""
             lines.append(["(a) own seeds", f"K = {num_stages}", each(finding.scores), distance, finding.word])
     for record in select(records, "same seed", model):
         values, processes = _values(record), record.case["processes"]

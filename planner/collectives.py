@@ -42,7 +42,7 @@ from operator import add
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
 from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.costs import Costs, ShardCosts
-from gpipe_bench.planner.topology import Topology
+from gpipe_bench.planner.request import Topology
 
 
 def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:

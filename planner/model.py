@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from gpipe_bench.models.paper import HALVES, Half
 from gpipe_bench.models.parallel import check_divisible, tensor_parallel
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
+from gpipe_bench.pipeline.memory.workers import SharedWeight, shared_weights
 from gpipe_bench.pipeline.model.layers_of import layers_of
 from gpipe_bench.pipeline.stage.trees import flatten, unflatten
 
@@ -34,14 +35,6 @@ WANTED = (
 )
 DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
 """What says how an own model is tensor parallel."""
-
-
-@dataclass(frozen=True)
-class Tie:
-    """A parameter that several layers share, such as an embedding that is the output layer too."""
-
-    layers: tuple[int, ...]
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class Model:
     inputs: Boundary
     target: Boundary
     num_parameters: int
-    ties: tuple[Tie, ...] = ()
+    ties: tuple[SharedWeight, ...] = ()
     source: Source = Source("", "")
     attention: str = "cpu"
     divide: Callable[..., object] | None = field(default=None, repr=False, compare=False)
@@ -247,22 +240,9 @@ def built(name: str, builder: str, options: dict[str, Any], batch_size: int) -> 
     inputs, target = example_batch(builder, batch_size, device="meta", **options)
     return Model(
         name, tuple(model), loss_fn(builder, **options), Boundary.of(inputs), Boundary.of(target),
-        count_parameters(model), ties_of(tuple(model)),
+        count_parameters(model), shared_weights(tuple(model)),
         Source("from gpipe_bench.models import MODELS, example_batch, loss_fn", builder, options),
     )  # fmt: skip
-
-
-def ties_of(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """The parameters that more than one of the layers has."""
-    users: dict[nn.Parameter, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            users.setdefault(parameter, []).append(index)
-    return tuple(
-        Tie(tuple(mine), parameter.numel() * parameter.itemsize)
-        for parameter, mine in users.items()
-        if len(mine) > 1
-    )
 
 
 def _own(name: str) -> Model:
@@ -297,7 +277,7 @@ def _own(name: str) -> Model:
     target, loss = (given[2], given[3]) if len(given) > 2 else (torch.empty(*examples, device="meta"), _mean)
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
-        name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, ties_of(layers),
+        name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, shared_weights(layers),
         Source(
             f"from {module} import {attribute}", attribute, has_loss=len(given) > 2,
             is_foreign=_is_foreign(given[0]), divides=len(given) == 5,

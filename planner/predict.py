@@ -26,9 +26,8 @@ from gpipe_bench.planner.breakdown import breakdown
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.collectives import Collectives
 from gpipe_bench.planner.costs import Costs, kinds_of
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.request import Request, Topology
 from gpipe_bench.planner.steps import divided
-from gpipe_bench.planner.topology import Topology
 
 DRAWS = 64
 """Steps of which the median is taken, where there is jitter."""

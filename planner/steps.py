@@ -26,7 +26,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution
 from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import Collectives, all_reduce_s, forward_kind
 from gpipe_bench.planner.costs import Costs, ShardCosts
-from gpipe_bench.planner.topology import Topology
+from gpipe_bench.planner.request import Topology
 
 REMATS = ("never", "except_last", "always")
 """What a stage may recompute, what takes least first."""

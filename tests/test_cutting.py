@@ -19,9 +19,8 @@ from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import Collectives
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.cuts import AloneBound, best_cut
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.request import Request, Topology
 from gpipe_bench.planner.steps import REMATS, LayerTimes, QuickSteps
-from gpipe_bench.planner.topology import Topology
 
 SLOW = Link("slow", 0.25, 4.0)
 RING = Link("ring", 0.25, 2**21)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import planning_models
 import pytest
 
-from gpipe_bench.experiments.plan import elsewhere, exact
+from gpipe_bench.experiments.plan import exact, on_paper
 from gpipe_bench.experiments.plan.steps import WAYS, ranked, searched, title, with_replicas
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
@@ -225,12 +225,12 @@ def test_what_is_ranked_is_what_the_search_of_the_verb_finds() -> None:
 
 
 def test_published_orders_are_found_again() -> None:
-    large, small = elsewhere.torchtitan()
+    large, small = on_paper.torchtitan()
     assert large.correlation == small.correlation == 1
     assert large.regret == small.regret == 0
-    (primus,) = elsewhere.primus()
+    (primus,) = on_paper.primus()
     assert primus.correlation >= 0.9
-    ones = elsewhere.zero_bubble()
+    ones = on_paper.zero_bubble()
     assert len(ones) == 6
     assert all(each.predicted[0] == min(each.predicted) for each in ones)  # 1F1B is the slowest
 

@@ -18,11 +18,10 @@ from gpipe_bench.planner.answer import plan
 from gpipe_bench.planner.candidate import Grid, Way
 from gpipe_bench.planner.cuts import Cut
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.request import Request, Topology, link_named, link_within
 from gpipe_bench.planner.search import Search
 from gpipe_bench.planner.space import Space, check, ways
 from gpipe_bench.planner.steps import REMATS, QuickSteps
-from gpipe_bench.planner.topology import Topology, link_named, link_within
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
 TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)

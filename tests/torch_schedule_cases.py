@@ -12,7 +12,7 @@ from ranks import EXACT, TIMEOUT_S, assert_own_gradients, halves, raises
 from tiny_models import mlp_batch, plain_step
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
+from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, validate

@@ -12,14 +12,14 @@ same processes: replicas do not sum over what carries a pipeline's messages, whi
 processes map, but through torch's collectives. It gets neither medians of a kind nor one replica alone:
 processors sum with the cores that compute, so that the last backward, inside of which the sums are, takes
 half as long again as the others; and a step is as long as that of the replica which is slower in it. On four
-processes there is nothing to compute with on two cores, so the layers wait (`overlap`): two replicas of two
+processes there is nothing to compute with on two cores, so the layers wait (`Waits`): two replicas of two
 stages, whose sums take a fixed time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from statistics import median
@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Provenance, Quantity
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.links import LINKS, Bucket, Link
+from gpipe_bench.pipeline.plan.named import gpipe, named
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.collectives import data_parallel
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
@@ -89,6 +90,7 @@ SIZES: dict[str, dict[str, Any]] = {
 EXAMPLES = {"smoke": 8, "short": 16}  # of all replicas
 NUM_STEPS = {"smoke": 3, "short": 15}
 BEFORE = 3
+SUMMED = 1024  # numbers of a waiting layer's parameter, whose sum is a bucket
 BUCKET_BYTES = 4 * 2**20
 SUM_BYTES = (2**16, 2**24)
 """A sum that is all latency, and one that is all bytes."""
@@ -266,21 +268,88 @@ def _steps(job: Job) -> Outcome:
     return Outcome(_beside(measured, 1e3 * laid_out_s(job, found, link)), facts)
 
 
-def _waiting() -> Outcome:
-    from gpipe_bench.experiments.grid import overlap
+class Waits(NamedTuple):
+    """Waiting layers on a grid. Times are in seconds: of a layer forward and back, and of the sum of its
+    gradient. `schedule` has one stage per worker and does not split the backward. Steps are taken until one
+    takes no more than `enough_s`, or `num_steps`: what else the machine does can only make a step slower.
+    """
 
-    case = overlap.Case("1f1b")
-    found = overlap.measure(case)
+    schedule: str = "1f1b"
+    replicas: int = 2
+    workers: int = 2
+    num_microbatches: int = 2
+    layers_per_stage: int = 4
+    forward_s: float = 0.02
+    backward_s: float = 0.04
+    sum_s: float = 0.04
+    num_steps: int = 6
+    enough_s: float = 0.0
+
+    @property
+    def rows(self) -> Schedule:
+        """The schedule itself."""
+        return named(self.schedule, self.workers, self.num_microbatches)
+
+    def replayed(self, *, overlap: bool = True) -> Timeline:
+        """What a step should be, with the sums inside the last backward of a stage, or all behind it."""
+        count = self.layers_per_stage
+        leaving = [Bucket((i + 1) / count if overlap else 1.0, self.sum_s) for i in range(count)]
+        action_s = {Kind.F: count * self.forward_s, Kind.B: count * self.backward_s}
+        return replay(self.rows, action_s, reductions=[leaving] * self.workers)
+
+    def measure(self) -> tuple[float, Timeline]:
+        """The fastest step of a process for each worker of each replica, which wait side by side: seconds on
+        the slowest rank, and the timeline of the first replica.
+        """
+        from gpipe_bench.pipeline.ranks.launch import launch
+
+        found: list[tuple[float, Timeline]] = launch(
+            wait, self.replicas * self.workers, self, device="cpu", pin=False
+        )
+        return found[0]
+
+
+def wait(case: Waits) -> tuple[float, Timeline]:
+    """What each process does: the fastest step, with the timeline of its replica."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from gpipe_bench.experiments.schedules.turns import Waiting, slow_sums
+    from gpipe_bench.pipeline import Pipeline
+
+    mesh = init_device_mesh("cpu", (case.replicas, case.workers), mesh_dim_names=("dp", "pp"))
+    layers = [
+        Waiting(SUMMED, case.forward_s, case.backward_s) for _ in range(case.workers * case.layers_per_stage)
+    ]
+    pipeline = Pipeline(
+        layers, mesh=mesh, num_microbatches=case.num_microbatches, schedule=case.rows,
+        cost=[1.0] * len(layers), bucket_bytes=1,
+    )  # fmt: skip
+    batch = torch.ones(case.num_microbatches, 1)
+    found: list[tuple[float, Timeline]] = []
+    with slow_sums(lambda num_bytes: case.sum_s if num_bytes >= 4 * SUMMED else 0.0):
+        steps = timed_steps(pipeline, batch, batch, nn.functional.mse_loss)
+        for step in islice(steps, 2, 2 + case.num_steps):
+            found.append(step)
+            if step[0] <= case.enough_s:
+                break
+    return min(found, key=lambda step: step[0])
+
+
+def _waiting() -> Outcome:
+    case = Waits()
+    step_s, timeline = case.measure()
     inside_s, behind_s = (case.replayed(overlap=each).makespan_s for each in (True, False))
     measured = Quantity(
-        name="step", value=1e3 * found.step_s, unit="ms", provenance="measured", higher_is_better=False,
+        name="step", value=1e3 * step_s, unit="ms", provenance="measured", higher_is_better=False,
         note="the fastest of some, of the slowest process",
     )  # fmt: skip
     behind = Quantity(
         name="replayed step, sums behind the last backward", value=1e3 * behind_s, unit="ms",
         provenance="replayed", higher_is_better=False,
     )  # fmt: skip
-    return Outcome((*_beside(measured, 1e3 * inside_s), behind), {"timeline": found.timeline.to_data()})
+    return Outcome((*_beside(measured, 1e3 * inside_s), behind), {"timeline": timeline.to_data()})
 
 
 def _beside(measured: Quantity, replayed_ms: float) -> tuple[Quantity, ...]:
@@ -316,13 +385,31 @@ def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:
     return float(median(map(max, zip(*by_process, strict=True))))
 
 
+def timed_steps(
+    pipeline: Any, batch: Any, target: Any, loss: Callable[..., Any]
+) -> Iterator[tuple[float, Timeline]]:
+    """Step after step on a grid, of which all ranks take as many: seconds from the common begin to the end on
+    the slowest rank, and this replica's timeline.
+    """
+    import torch
+    from torch import distributed as dist
+
+    while True:
+        dist.barrier()
+        start_s = time.perf_counter()
+        pipeline.step(batch, target, loss)
+        step_s = torch.tensor(time.perf_counter() - start_s)
+        dist.all_reduce(step_s, dist.ReduceOp.MAX)
+        yield float(step_s), pipeline.gather_timeline()
+        pipeline.zero_grad()
+
+
 def work(job: Job) -> Ran:
     """What each process does."""
     import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gpipe_bench.experiments.grid.overlap import timed_steps
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline
 
@@ -340,9 +427,9 @@ def work(job: Job) -> Ran:
     sums_s = [_median_s(partial(dist.all_reduce, torch.zeros(size // 4))) for size in SUM_BYTES]
     steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
     steps = timed_steps(pipeline, batch, target, loss)
-    for step in islice(steps, BEFORE, BEFORE + NUM_STEPS[job.size]):
-        steps_s.append(step.step_s)
-        events = [(event.action, event.duration_s) for event in step.timeline.events]
+    for step_s, timeline in islice(steps, BEFORE, BEFORE + NUM_STEPS[job.size]):
+        steps_s.append(step_s)
+        events = [(event.action, event.duration_s) for event in timeline.events]
         actions_s.append({(a.stage, str(a.kind), a.microbatch): seconds for a, seconds in events})
     cut = pipeline.partition
     pipeline.close()

@@ -17,9 +17,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.rules import Peaks
-from gpipe_bench.experiments.plan.steps import NUM_WORKERS, WAYS, processes_of, replicated, title
+from gpipe_bench.experiments.plan.steps import (
+    MODELS,
+    NUM_WORKERS,
+    WAYS,
+    Planned,
+    processes_of,
+    replicated,
+    title,
+)
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, Scalar
 from gpipe_bench.harness.stats import from_samples
@@ -235,7 +242,7 @@ def wait(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[lis
     import torch
     from torch import nn
 
-    from gpipe_bench.experiments.schedules.waiting import waiting_stages
+    from gpipe_bench.experiments.schedules.turns import waiting_stages
     from gpipe_bench.planner.timing import time_step
 
     torch.manual_seed(0)

@@ -44,7 +44,7 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, About, Costs, Run, SizeCosts
-from gpipe_bench.planner.model import Model, OfTheZoo, OneOfYours, Subject
+from gpipe_bench.planner.model import Model, Subject
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
 
@@ -155,13 +155,13 @@ def _matters(worth: Callable[[Costs], set[About]], found: Sequence[Probed]) -> s
 
 def _subject(model: Model) -> Subject:
     if model.source.options is not None:
-        return OfTheZoo(model.source.called, model.source.options)
+        return Subject(model.source.called, model.source.options)
     if not model.source.has_loss or model.source.is_foreign:
         raise ValueError(
             f"{model.name} returns no loss or no layers, and its steps are to be timed: return (layers, "
             "inputs, target, loss_fn), or name an accelerator with --device-type"
         )
-    return OneOfYours(model.name)
+    return Subject(model.name)
 
 
 def profiles_of(subject: Subject) -> Callable[[int, bool, int], ModelProfile]:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -250,7 +250,7 @@ def _own(name: str) -> Model:
     if not (colon and module and attribute):
         raise ValueError(f"{name!r} is no module:function, such as my_models:small; {WANTED}")
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = _function(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{name}: {error}; start from the folder that holds the module, or add that to PYTHONPATH"
@@ -310,54 +310,38 @@ def _kind(value: object) -> str:
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-class Subject(Protocol):
-    """A model, its loss, and examples for it; equal ones in every process with the same seed."""
+@dataclass(frozen=True)
+class Subject:
+    """A model, its loss, and examples for it, which a process builds for itself; equal ones in every process
+    with the same seed.
+
+    `name` is one of the zoo, with its `options`; or `module:function`, which returns (layers, inputs, target,
+    loss_fn, ...), and whose batches repeat these.
+    """
+
+    name: str
+    options: Mapping[str, Any] | None = None
 
     def build(self) -> tuple[list[nn.Module], Loss]:
         """Layers and loss."""
-
-    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
-        """Inputs and target of so many examples."""
-
-
-@dataclass(frozen=True)
-class OfTheZoo:
-    """A model of `gpipe_bench.models` with its options."""
-
-    model: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def build(self) -> tuple[list[nn.Module], Loss]:
-        return list(MODELS[self.model](**self.options)), loss_fn(self.model, **self.options)
-
-    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
-        return example_batch(self.model, examples, device=device, **self.options)
-
-
-@dataclass(frozen=True)
-class OneOfYours:
-    """`module:function`, which returns (layers, inputs, target, loss_fn, ...); batches repeat these."""
-
-    name: str
-
-    def build(self) -> tuple[list[nn.Module], Loss]:
-        layers, _, _, loss = _given(self.name)
+        if self.options is not None:
+            return list(MODELS[self.name](**self.options)), loss_fn(self.name, **self.options)
+        layers, _, _, loss, *_ = _function(self.name)()
         return list(layers), loss
 
     def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        """Inputs and target of so many examples."""
+        if self.options is not None:
+            return example_batch(self.name, examples, device=device, **self.options)
         with torch.device(device):
-            _, inputs, target, _ = _given(self.name)
-        return _repeated(inputs, examples), _repeated(target, examples)
+            _, *given, _ = _function(self.name)()[:4]
+        found = []
+        for tensors, structure in map(flatten, given):
+            more = [torch.cat([t] * -(-examples // t.shape[0]))[:examples] for t in tensors]
+            found.append(unflatten(tuple(more), structure))
+        return found[0], found[1]
 
 
-def _given(name: str) -> tuple[Any, Any, Any, Loss]:
+def _function(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    layers, inputs, target, loss, *_ = getattr(importlib.import_module(module), attribute)()
-    return layers, inputs, target, loss
-
-
-def _repeated(tree: Any, examples: int) -> Any:
-    tensors, structure = flatten(tree)
-    times = [-(-examples // tensor.shape[0]) for tensor in tensors]
-    found = [torch.cat([tensor] * count)[:examples] for tensor, count in zip(tensors, times, strict=True)]
-    return unflatten(tuple(found), structure)
+    return getattr(importlib.import_module(module), attribute)

@@ -65,8 +65,7 @@ class LayerTimes:
         action_s: of an action of a stage whatever its layers, by kind
         collectives: what a grid adds; nothing if not given
 
-    Raises:
-        ValueError: no layers, numbers that do not go with them, seconds that are negative or not finite.
+    They go with each other as those of `Costs` do, which has checked them.
     """
 
     forward_s: Sequence[float]
@@ -84,17 +83,6 @@ class LayerTimes:
 
     def __post_init__(self) -> None:
         layers = self.num_layers
-        if not layers:
-            raise ValueError("a model without layers cannot be cut; give the seconds of one layer or more")
-        lengths = dict.fromkeys(_SUMMED, layers)
-        lengths |= dict.fromkeys(("activation_bytes", "gradient_bytes"), layers - 1)
-        for name, length in lengths.items():
-            values = getattr(self, name)
-            if len(values) != length and (len(values) or name == "backward_s"):
-                raise ValueError(f"{name} has {len(values)} entries for {layers} layers; give {length}")
-            for index, value in enumerate(values):
-                if not 0 <= value < inf:
-                    raise ValueError(f"{name}[{index}] is {value}; it must be finite and not negative")
         seconds = {name: getattr(self, name) or [0.0] * layers for name in _SUMMED}
         seconds["again_s"] = self.again_s or self.forward_s
         seconds["back_s"] = seconds["least_s"] = self.backward_s

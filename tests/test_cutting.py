@@ -223,9 +223,6 @@ def test_only_what_must_is_recomputed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LayerTimes((), ()), "without layers"),
-        (lambda: LayerTimes((1.0,), ()), "backward_s has 0 entries for 1 layers; give 1"),
-        (lambda: LayerTimes((1.0,), (-1.0,)), r"backward_s\[0\] is -1.0"),
         (lambda: best_cut(named("1f1b", 3, 2), LayerTimes((1.0,), (1.0,))), "into 3 stages: use at most 1"),
         (lambda: QuickSteps(named("gpipe", 2, 2, remat="always")), "give it with remat='never'"),
         (lambda: QuickSteps(named("gpipe", 3, 2), [FREE]), "1 links for 2 boundaries"),

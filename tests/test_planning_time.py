@@ -25,7 +25,7 @@ from gpipe_bench.planner.measured import (
     sizes_worth,
     write_kept,
 )
-from gpipe_bench.planner.model import OneOfYours
+from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, affordable, print_progress, probe
 from gpipe_bench.planner.request import Request, link_named
 
@@ -64,7 +64,7 @@ def test_what_the_fastest_ways_depend_on_is_timed_again() -> None:
 
 def probed(*sizes: int, **more: Any) -> Probed:
     """Of six layers in this process."""
-    job = ProbeJob(OneOfYours("planning_models:plain"), sizes, **more)
+    job = ProbeJob(Subject("planning_models:plain"), sizes, **more)
     try:
         return probe(Bench(job))
     finally:

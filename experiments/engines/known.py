@@ -66,63 +66,6 @@ class Ours1F1B(Ours):
         super().__init__(setup, schedule="1f1b")
 
 
-class _TorchPipelining:
-    """torch.distributed.pipelining, one process per stage.
-
-    It recomputes whole stages with `torch.utils.checkpoint` (`use_reentrant=False`), inside the backward and
-    in every micro-batch: "except_last" is the same as "always". The mini-batch must divide into M equal parts
-    and the model return one tensor.
-    """
-
-    schedule = ""
-
-    def __init__(self, setup: Setup) -> None:
-        what = f"Schedule{CLASSES[self.schedule]}"
-        if setup.group is None:
-            raise ValueError(
-                f"{what} runs one process per stage and there is no process group; "
-                "in one process compare with torchgpipe, or start a process per stage"
-            )
-        if self.schedule == "1f1b" and setup.num_microbatches < setup.num_stages:
-            raise ValueError(
-                f"{what} needs at least as many micro-batches as stages, not "
-                f"M={setup.num_microbatches} with K={setup.num_stages}; raise M or use torch-gpipe"
-            )
-        self.what, self.count = what, setup.num_microbatches
-        self.loss_fn: LossFn | None = None
-        stages = [setup.stage_layers(stage) for stage in range(setup.num_stages)]
-        # The loss function is known at the first step only.
-        self.runtime = TorchRuntime(
-            self.schedule, stages, self.count, self._loss, setup.group, setup.device,
-            recompute=setup.remat != "never",
-        )  # fmt: skip
-
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        assert self.loss_fn is not None, "step() has set it"
-        return self.loss_fn(output, target)
-
-    def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
-        if (size := num_examples(batch)) % self.count:
-            raise ValueError(
-                f"{self.what} averages over micro-batches of equal size; {size} examples do not divide "
-                f"into M={self.count}; choose a batch size that is a multiple of M"
-            )
-        self.loss_fn = loss_fn
-        return self.runtime.step(batch, target)
-
-
-class TorchGPipe(_TorchPipelining):
-    """torch.distributed.pipelining.ScheduleGPipe; see `_TorchPipelining` for how it recomputes."""
-
-    schedule = "gpipe"
-
-
-class Torch1F1B(_TorchPipelining):
-    """torch.distributed.pipelining.Schedule1F1B, which runs a backward as soon as it can; needs M >= K."""
-
-    schedule = "1f1b"
-
-
 class Torchgpipe:
     """torchgpipe: all stages in one process, a worker thread each. Recomputes as the setup says.
 
@@ -185,9 +128,9 @@ _ONE_STAGE = ("gpipe", "1f1b")
 class TorchRuntime:
     """Training steps by torch, of `rows` of ours, or of torch's own class under a name of `CLASSES`.
 
-    `stages` are the layers of each stage of the whole pipeline; those of this process are taken. `loss_fn`
-    is the mean over a micro-batch, and all micro-batches are of one size. With `recompute` every stage runs
-    under torch's checkpoint. `ValueError` for a schedule that torch does not take, with its reason.
+    `stages` are the layers of each stage of the whole pipeline; those of this process are taken. All micro-
+    batches are of one size. With `recompute` every stage runs under torch's checkpoint. `ValueError` for a
+    schedule that torch does not take, with its reason.
     """
 
     def __init__(
@@ -195,7 +138,6 @@ class TorchRuntime:
         rows: Schedule | str,
         stages: Sequence[Sequence[nn.Module]],
         num_microbatches: int,
-        loss_fn: LossFn,
         group: dist.ProcessGroup,
         device: torch.device,
         *,
@@ -204,6 +146,7 @@ class TorchRuntime:
         from torch.distributed import pipelining
         from torch.distributed.pipelining import schedules
 
+        self._loss_fn: LossFn | None = None  # known at the first step only
         rank, num_workers = dist.get_rank(group), dist.get_world_size(group)
         self.placement = _placement(rows, num_workers, len(stages))
         self.has_first, self.has_last = self.placement[0] == rank, self.placement[-1] == rank
@@ -221,7 +164,7 @@ class TorchRuntime:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that some are experimental
-                self.running = make(given, num_microbatches, loss_fn=loss_fn)
+                self.running = make(given, num_microbatches, loss_fn=self._loss)
                 if isinstance(rows, Schedule):
                     _load(self.running, rows)
         except (AssertionError, RuntimeError) as error:
@@ -230,8 +173,13 @@ class TorchRuntime:
         known = inspect.signature(self.running.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in known else {}
 
-    def step(self, batch: Any, target: Any) -> Tensor | None:
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        assert self._loss_fn is not None, "step() has set it"
+        return self._loss_fn(output, target)
+
+    def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
         """One training step without the optimizer; the mean loss, where the last stage is."""
+        self._loss_fn = loss_fn
         losses: list[Tensor] = []
         last = {"target": target, "losses": losses} if self.has_last else {}
         self.running.step(*(tensors_of(batch) if self.has_first else ()), **last, **self._options)
@@ -245,6 +193,53 @@ class TorchRuntime:
         return from_csv(
             "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows), name
         )
+
+
+class _TorchPipelining(TorchRuntime):
+    """torch.distributed.pipelining, one process per stage.
+
+    It recomputes whole stages with `torch.utils.checkpoint` (`use_reentrant=False`), inside the backward and
+    in every micro-batch: "except_last" is the same as "always". The mini-batch must divide into M equal parts
+    and the model return one tensor.
+    """
+
+    schedule = ""
+
+    def __init__(self, setup: Setup) -> None:
+        what = self.what = f"Schedule{CLASSES[self.schedule]}"
+        self.count = setup.num_microbatches
+        if setup.group is None:
+            raise ValueError(
+                f"{what} runs one process per stage and there is no process group; "
+                "in one process compare with torchgpipe, or start a process per stage"
+            )
+        if self.schedule == "1f1b" and self.count < setup.num_stages:
+            raise ValueError(
+                f"{what} needs at least as many micro-batches as stages, not "
+                f"M={self.count} with K={setup.num_stages}; raise M or use torch-gpipe"
+            )
+        stages, again = [*map(setup.stage_layers, range(setup.num_stages))], setup.remat != "never"
+        super().__init__(self.schedule, stages, self.count, setup.group, setup.device, recompute=again)
+
+    def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
+        if (size := num_examples(batch)) % self.count:
+            raise ValueError(
+                f"{self.what} averages over micro-batches of equal size; {size} examples do not divide "
+                f"into M={self.count}; choose a batch size that is a multiple of M"
+            )
+        return super().step(batch, target, loss_fn)
+
+
+class TorchGPipe(_TorchPipelining):
+    """torch.distributed.pipelining.ScheduleGPipe; see `_TorchPipelining` for how it recomputes."""
+
+    schedule = "gpipe"
+
+
+class Torch1F1B(_TorchPipelining):
+    """torch.distributed.pipelining.Schedule1F1B, which runs a backward as soon as it can; needs M >= K."""
+
+    schedule = "1f1b"
 
 
 class _Stage(nn.Module):

@@ -176,16 +176,10 @@ def _count(
 def _pipeline(candidate: Candidate, layers: Sequence[Any], **more: Any) -> Pipeline:
     from gpipe_bench.pipeline import Pipeline
 
-    schedule = schedule_of(candidate)
     return Pipeline(
-        layers,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        schedule=schedule,
-        cost=[1 / len(span) for span in candidate.cut for _ in span],
-        **processes_of(candidate),
-        **more,
-    )
+        layers, partition=candidate.cut, num_microbatches=candidate.num_microbatches,
+        schedule=schedule_of(candidate), **processes_of(candidate), **more,
+    )  # fmt: skip
 
 
 def peaks(record: Record) -> list[Peaks]:

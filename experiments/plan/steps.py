@@ -71,9 +71,9 @@ class Planned:
     @property
     def subject(self) -> Subject:
         """What its processes build."""
-        from gpipe_bench.planner.model import OfTheZoo, OneOfYours
+        from gpipe_bench.planner.model import Subject
 
-        return OneOfYours(self.model) if ":" in self.model else OfTheZoo(self.model, self.options)
+        return Subject(self.model, None if ":" in self.model else self.options)
 
 
 _OWN = "gpipe_bench.experiments.plan.own_model"

@@ -62,6 +62,8 @@ MODEL = "transformer-lm"
 TIMED_STEPS = 4  # of which the first does not count
 TORCHS = "torch's "
 BORROWED = "interleaved zero bubble"  # the rows are read from torch: they have no name here
+# A sleep ends up to so much later than asked for; the last bit is waited for awake.
+_LATE_S = 0.3e-3
 
 
 class Job(NamedTuple):
@@ -139,7 +141,7 @@ class Bench:
             name = variant.removeprefix(TORCHS)
             if name != variant:
                 if name in theirs:
-                    self.steps[variant] = partial(theirs[name].step, self.batch, self.target)
+                    self.steps[variant] = partial(theirs[name].step, self.batch, self.target, self.loss)
                 continue
             try:
                 if name == BORROWED and name not in theirs:
@@ -197,7 +199,7 @@ class Bench:
         stages = [[self.layers[index] for index in span] for span in self.cut(per_worker * self.num_workers)]
         group = dist.group.WORLD
         assert group is not None, "the processes form one"
-        return TorchRuntime(name, stages, self.number, self.loss, group, CPU)
+        return TorchRuntime(name, stages, self.number, group, CPU)
 
     def check(self, expected: Mapping[str, Tensor]) -> dict[str, float]:
         """How far each variant's gradients are off. RuntimeError where it is more than rounding, or where no
@@ -277,35 +279,6 @@ def lines(job: Job, found: Sequence[Found]) -> list[str]:
         words.append(f"gradients {max(each.details['errors'][name] for each in found):.0e}")
         shown.append("  ".join(words))
     return shown
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slot-ms", type=float, help="stages wait; without, they compute")
-    parser.add_argument("--width", type=int, default=256, help="of the Transformer layers that compute")
-    parser.add_argument("--network", action="store_true", help="no messages through shared memory")
-    parser.add_argument("--arms", nargs="+", default=[*NAMED, *(TORCHS + name for name in CLASSES)])
-    asked = parser.parse_args()
-    options = {
-        "num_layers": 4 * asked.workers, "vocab_size": 64, "d_model": asked.width,
-        "ffn_dim": 4 * asked.width, "num_heads": max(1, asked.width // 64), "seq_len": 64,
-    }  # fmt: skip
-    slot_s, size = (None, 4) if asked.slot_ms is None else (asked.slot_ms / 1e3, 1)
-    for number in asked.microbatches:
-        job = Job(tuple(asked.arms), options, size, number, slot_s=slot_s, share_memory=not asked.network)
-        found = run_processes(work, asked.workers, job, asked.rounds)
-        print("\n".join(lines(job, found)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
-
-
-# A sleep ends up to so much later than asked for; the last bit is waited for awake.
-_LATE_S = 0.3e-3
 
 
 @contextmanager
@@ -418,3 +391,28 @@ def slow_sums(seconds: Callable[[int], float]) -> Iterator[None]:
 
     with mock.patch.object(Collectives, "sum", late):
         yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slot-ms", type=float, help="stages wait; without, they compute")
+    parser.add_argument("--width", type=int, default=256, help="of the Transformer layers that compute")
+    parser.add_argument("--network", action="store_true", help="no messages through shared memory")
+    parser.add_argument("--arms", nargs="+", default=[*NAMED, *(TORCHS + name for name in CLASSES)])
+    asked = parser.parse_args()
+    options = {
+        "num_layers": 4 * asked.workers, "vocab_size": 64, "d_model": asked.width,
+        "ffn_dim": 4 * asked.width, "num_heads": max(1, asked.width // 64), "seq_len": 64,
+    }  # fmt: skip
+    slot_s, size = (None, 4) if asked.slot_ms is None else (asked.slot_ms / 1e3, 1)
+    for number in asked.microbatches:
+        job = Job(tuple(asked.arms), options, size, number, slot_s=slot_s, share_memory=not asked.network)
+        found = run_processes(work, asked.workers, job, asked.rounds)
+        print("\n".join(lines(job, found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

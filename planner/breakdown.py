@@ -68,7 +68,8 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
     timeline = replay(schedule, action_s, link, **beside)  # which refuses what cannot be
     duration_s, waits_s = duration_of(action_s), beside.pop("collective_s", None)
     work: dict[Action, Any] = {action: Fraction(duration_s(action)) for action in schedule}
-    setup, update = ([*map(Fraction, beside.pop(name, ()))] for name in ("setup_s", "update_s"))
+    ends: dict[str, Any] = {n: [*map(Fraction, beside.pop(n, ()))] for n in ("setup_s", "update_s")}
+    setup, update = ends.values()
     grid: dict[str, Any] = {
         name: [
             [type(one)(*(Fraction(getattr(one, field)) for field in one.__slots__)) for one in each]
@@ -89,8 +90,9 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
         actions: Mapping[Action, Any], through: Between, before: Any, after: Any, **more: Any
     ) -> Timeline:
         """In fractions, whatever the replay calls them."""
-        ends: dict[str, Any] = {"setup_s": before, "update_s": after}
-        return replay(schedule, actions.__getitem__, through, **ends, **beside, **more)
+        return replay(
+            schedule, actions.__getitem__, through, setup_s=before, update_s=after, **beside, **more
+        )
 
     step = lay_out(work, _exact_link(link), setup, update, **grid)
     free = lay_out(work, FREE, setup, update, **grid)

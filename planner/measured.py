@@ -216,8 +216,10 @@ def measured(
             if own := [run for run in at.get("parts", ()) if run.level == level]:
                 once_s = max(0.0, median(run.beyond_s for run in own) - step_s)
                 shards_s[level] = {**_by_kind(own), ONCE: once_s}
+        layers_s, action_s = _apart(_by_stage(at.get("fine", ())), _by_stage(at.get("coarse", ())))
         sizes[size] = SizeCosts(
-            **_apart(_by_stage(at.get("fine", ())), _by_stage(at.get("coarse", ()))),
+            layers_s=layers_s,
+            action_s=action_s,
             whole_s=_by_kind(at.get("whole", ())),
             shards_s=shards_s,
             activation_bytes=first.activation_bytes[size],
@@ -269,7 +271,7 @@ def _by_stage(runs: Iterable[ProbeRun]) -> dict[str, tuple[float, ...]]:
 
 def _apart(
     fine: Mapping[str, Sequence[float]], coarse: Mapping[str, Sequence[float]]
-) -> dict[str, Mapping[str, Any]]:
+) -> tuple[dict[str, Sequence[float]], dict[str, float]]:
     """Seconds of layers and of an action, from those of layers and of real stages."""
     layers_s: dict[str, Sequence[float]] = {}
     action_s: dict[str, float] = {}
@@ -282,7 +284,7 @@ def _apart(
         if kind == plain:
             action_s[kind] = max(0.0, (sum(seconds) - together) / (len(seconds) - len(coarse[kind])))
         layers_s[kind] = _adding_up(seconds, together, len(coarse[kind]), action_s[plain])
-    return {"layers_s": layers_s, "action_s": action_s}
+    return layers_s, action_s
 
 
 def _adding_up(seconds: Sequence[float], together: float, stages: int, action: float) -> tuple[float, ...]:

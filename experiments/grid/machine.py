@@ -216,7 +216,7 @@ def _by_shape(way: str, pipeline: Any, batch: Any) -> int:
     from gpipe_bench.pipeline.memory.boundary import Boundary
 
     if way == "dp":
-        gradients = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)
+        gradients: int = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)
         ranks = dist.get_world_size()
         return round(2 * gradients * (ranks - 1) / ranks)  # once round for the sum, once for what it comes to
     mine = torch.zeros(1, dtype=torch.int64)

@@ -90,7 +90,9 @@ SIZES: dict[str, dict[str, Any]] = {
 EXAMPLES = {"smoke": 8, "short": 16}  # of all replicas
 NUM_STEPS = {"smoke": 3, "short": 15}
 BEFORE = 3
-SUMMED = 1024  # numbers of a waiting layer's parameter, whose sum is a bucket
+LAYERS, SUMMED = 4, 1024  # that wait, on a worker; numbers of a layer's parameter, whose sum is a bucket
+FORWARD_S, BACKWARD_S, SUM_S = 0.02, 0.04, 0.04
+"""Of a layer that waits, forward and back, and of the sum of its gradient."""
 BUCKET_BYTES = 4 * 2**20
 SUM_BYTES = (2**16, 2**24)
 """A sum that is all latency, and one that is all bytes."""
@@ -269,33 +271,25 @@ def _steps(job: Job) -> Outcome:
 
 
 class Waits(NamedTuple):
-    """Waiting layers on a grid. Times are in seconds: of a layer forward and back, and of the sum of its
-    gradient. `schedule` has one stage per worker and does not split the backward. Steps are taken until one
-    takes no more than `enough_s`, or `num_steps`: what else the machine does can only make a step slower.
+    """Layers that wait, on two replicas of two workers with four layers each, in a schedule of one stage per
+    worker and whole backwards. Steps are taken until one takes no more than `enough_s`, or `num_steps`: what
+    else the machine does can only make a step slower.
     """
 
     schedule: str = "1f1b"
-    replicas: int = 2
-    workers: int = 2
-    num_microbatches: int = 2
-    layers_per_stage: int = 4
-    forward_s: float = 0.02
-    backward_s: float = 0.04
-    sum_s: float = 0.04
     num_steps: int = 6
     enough_s: float = 0.0
 
     @property
     def rows(self) -> Schedule:
-        """The schedule itself."""
-        return named(self.schedule, self.workers, self.num_microbatches)
+        """Of two micro-batches."""
+        return named(self.schedule, 2, 2)
 
     def replayed(self, *, overlap: bool = True) -> Timeline:
         """What a step should be, with the sums inside the last backward of a stage, or all behind it."""
-        count = self.layers_per_stage
-        leaving = [Bucket((i + 1) / count if overlap else 1.0, self.sum_s) for i in range(count)]
-        action_s = {Kind.F: count * self.forward_s, Kind.B: count * self.backward_s}
-        return replay(self.rows, action_s, reductions=[leaving] * self.workers)
+        leaving = [Bucket((i + 1) / LAYERS if overlap else 1.0, SUM_S) for i in range(LAYERS)]
+        action_s = {Kind.F: LAYERS * FORWARD_S, Kind.B: LAYERS * BACKWARD_S}
+        return replay(self.rows, action_s, reductions=[leaving] * 2)
 
     def measure(self) -> tuple[float, Timeline]:
         """The fastest step of a process for each worker of each replica, which wait side by side: seconds on
@@ -303,9 +297,7 @@ class Waits(NamedTuple):
         """
         from gpipe_bench.pipeline.ranks.launch import launch
 
-        found: list[tuple[float, Timeline]] = launch(
-            wait, self.replicas * self.workers, self, device="cpu", pin=False
-        )
+        found: list[tuple[float, Timeline]] = launch(wait, 4, self, device="cpu", pin=False)
         return found[0]
 
 
@@ -318,17 +310,12 @@ def wait(case: Waits) -> tuple[float, Timeline]:
     from gpipe_bench.experiments.schedules.turns import Waiting, slow_sums
     from gpipe_bench.pipeline import Pipeline
 
-    mesh = init_device_mesh("cpu", (case.replicas, case.workers), mesh_dim_names=("dp", "pp"))
-    layers = [
-        Waiting(SUMMED, case.forward_s, case.backward_s) for _ in range(case.workers * case.layers_per_stage)
-    ]
-    pipeline = Pipeline(
-        layers, mesh=mesh, num_microbatches=case.num_microbatches, schedule=case.rows,
-        cost=[1.0] * len(layers), bucket_bytes=1,
-    )  # fmt: skip
-    batch = torch.ones(case.num_microbatches, 1)
-    found: list[tuple[float, Timeline]] = []
-    with slow_sums(lambda num_bytes: case.sum_s if num_bytes >= 4 * SUMMED else 0.0):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    layers = [Waiting(SUMMED, FORWARD_S, BACKWARD_S) for _ in range(2 * LAYERS)]
+    even = [1.0] * len(layers)
+    pipeline = Pipeline(layers, mesh=mesh, num_microbatches=2, schedule=case.rows, cost=even, bucket_bytes=1)
+    batch, found = torch.ones(2, 1), list[tuple[float, Timeline]]()
+    with slow_sums(lambda num_bytes: SUM_S if num_bytes >= 4 * SUMMED else 0.0):
         steps = timed_steps(pipeline, batch, batch, nn.functional.mse_loss)
         for step in islice(steps, 2, 2 + case.num_steps):
             found.append(step)

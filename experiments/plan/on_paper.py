@@ -34,6 +34,7 @@ from gpipe_bench.harness.record import Quantity
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.candidate import Grid, Prediction, Way
+from gpipe_bench.planner.collectives import forward_kind
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request, link_named
@@ -71,7 +72,7 @@ def request_of(device_type: str, link: str, between: str, cards: float = 1.0, **
 def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Prediction:
     """A way, cut evenly by the work of layers."""
     seconds = costs.at(way.microbatch_size).layers_s
-    ahead_s, back_s = seconds["G" if "G" in seconds else "F"], seconds["B"]
+    ahead_s, back_s = seconds[forward_kind(seconds)], seconds["B"]
     cut = partition([a + b for a, b in zip(ahead_s, back_s, strict=True)], way.num_stages)
     candidate = way.candidate(cut, (remat,) * way.num_stages)
     return predict(candidate, replace(costs, profiles=None), request, parts=False)

@@ -63,11 +63,6 @@ class Adapted:
     step_s: float
     bound_s: float
 
-    @property
-    def is_best(self) -> bool:
-        """Whether no choice is known to be possible that takes less."""
-        return self.step_s <= self.bound_s
-
 
 def adaptive(
     schedule: Schedule,

@@ -239,12 +239,13 @@ class Room:
         found = [0]
         for tie in self._every_tie:
             mine = [any(layer in stage for stage in stages) for layer in tie.layers]
-            found += [tie.num_bytes] * (any(mine) and not all(mine))
+            found += [tie.num_bytes] * (tie.trained and any(mine) and not all(mine))
         return max(found)
 
     def _beside(self, tie: SharedWeight) -> int:
         """What of a tied weight is not there between steps, where one worker has it: all but one of each."""
-        copies = (2 + self._rule.state) * self._sharing.part(tie.num_bytes) + 4 * self._rule.counts_steps
+        size, rule = self._sharing.part(tie.num_bytes), self._rule
+        copies = size + tie.trained * ((1 + rule.state) * size + 4 * rule.counts_steps)
         return copies * (len(tie.layers) - 1)
 
     def _ties(self, stages: Stages) -> tuple[SharedWeight, ...]:

@@ -23,7 +23,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.breakdown import breakdown
-from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.candidate import Candidate, Prediction, splits
 from gpipe_bench.planner.collectives import Collectives
 from gpipe_bench.planner.costs import Costs, kinds_of
 from gpipe_bench.planner.request import Request, Topology
@@ -62,7 +62,7 @@ class Layout:
         self.kinds = kinds_of(self.schedule)
         self.topology = Topology(request, candidate.grid, costs.sums_beside(request.link))
         self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
-        split = any(action.kind is Kind.W for action in self.schedule)
+        split = splits(candidate.schedule)
         ahead = request.accelerated  # a CPU gathers and computes in turn
         self._collectives = Collectives(
             candidate.grid, self.topology, costs, self.size, split=split, ahead=ahead, shards=self._shards
@@ -201,8 +201,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     from gpipe_bench.pipeline.memory.messages import Transport
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
-    split = any(action.kind is Kind.W for action in layout.schedule)
-    profile = layout.costs.profiles(layout.size, split, candidate.tp)
+    profile = layout.costs.profiles(layout.size, splits(candidate.schedule), candidate.tp)
     layers, loss, transport = profile.layers, profile.loss, Transport(request.accelerated)
     rule = request.optimizer
     if candidate.replicas > 1:

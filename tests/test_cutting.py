@@ -143,7 +143,7 @@ def check(case: tuple[Schedule, LayerTimes, Link, object]) -> None:
         assert best_s == float("inf")
         return
     assert found.step_s == pytest.approx(best_s, rel=1e-9, abs=1e-9)
-    assert found.is_best
+    assert found.bound_s >= found.step_s
     assert replayed_s(schedule, times, found.stages, found.remat, link) == pytest.approx(found.step_s)
 
 

@@ -293,7 +293,7 @@ class Collectives:
     def gather_s(self) -> list[float]:
         """Of each layer, in every pass."""
         ring = self.near.ring("fsdp")
-        return [all_gather_s(each, self.grid.fsdp, ring) for each in self.layer_bytes]
+        return [all_gather_s(each, self.grid.fsdp, ring) if each else 0.0 for each in self.layer_bytes]
 
     def sums_s(self) -> list[float]:
         """Of each layer, what its sums over replicas take at least, whatever buckets they leave in."""

@@ -189,6 +189,17 @@ def test_a_stage_alone_bounds_every_step_that_has_it(
                 assert least_s <= step_s * (1 + 1e-9) + 1e-9
 
 
+def test_a_layer_without_parameters_gathers_nothing() -> None:
+    """Neither in a step nor in what a step takes at least."""
+    nothing = (0.0,) * 3
+    costs = Costs(sizes={1: SizeCosts(layers_s={"F": nothing, "B": nothing})}, parameter_bytes=[(), (), ()])
+    request = Request(accelerators=2, memory_bytes=2**30, batch_size=2, link=RING)
+    grid = Grid(1, fsdp=2, fsdp_level=3)
+    shared = Collectives(grid, Topology(request, grid), costs, 1, split=False, ahead=True)
+    times = LayerTimes(nothing, nothing, collectives=shared)
+    assert times.stage(0, 3).forward_s == times.at_least(0, 3).forward_s == times.ahead_s(3) == 0
+
+
 def test_sixty_four_stages_of_a_thousand_layers_are_better_than_even_ones() -> None:
     forward = [0.2, *(1.0 + 0.5 * (layer % 3) for layer in range(998)), 9.0]
     times = LayerTimes(forward, [2 * each for each in forward], activation_bytes=[1.0] * 999)

@@ -300,8 +300,8 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
     length = min(len(steps), *map(len, runs))
     known, steps = numpy.array([run[:length] for run in runs]), steps[:length]
     means, spans = known.mean(axis=0), margin * known.std(axis=0, ddof=1)
-    label = f"{len(runs)} sequential runs: mean, {margin:g} sd"
-    axes.fill_between(steps, means - spans, means + spans, color="0.8", label=label, linewidth=0)
+    band = f"{len(runs)} sequential runs: mean, {margin:g} sd"
+    axes.fill_between(steps, means - spans, means + spans, color="0.8", label=band, linewidth=0)
     axes.plot(steps, means, color="0.4")
     for num_stages in stages:
         own = of_case(select(records, "own seeds", model), num_stages=num_stages)

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import Model, model_of
     from gpipe_bench.planner.recompute import adaptive, held_by
-    from gpipe_bench.planner.request import Request
+    from gpipe_bench.planner.request import Request, link_named, link_within
     from gpipe_bench.planner.space import Space
-    from gpipe_bench.planner.topology import link_named, link_within
 
 _HOMES = {
     "answer": ("Plan", "plan"),
@@ -30,9 +29,8 @@ _HOMES = {
     "measured": ("Timing",),
     "model": ("Model", "model_of"),
     "recompute": ("adaptive", "held_by"),
-    "request": ("Request",),
+    "request": ("Request", "link_named", "link_within"),
     "space": ("Space",),
-    "topology": ("link_named", "link_within"),
 }
 __all__ = [
     "Candidate",

@@ -19,18 +19,16 @@ arithmetic is on fractions: the parts add up exactly. Only the standard library 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
-from types import MappingProxyType
-from typing import cast
+from typing import Any
 
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
+from gpipe_bench.pipeline.plan.links import FREE, Between, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
-from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 PARTS = (
     "computation", "recompute", "weight update", "setup", "communication", "load imbalance", "bubble",
@@ -63,67 +61,46 @@ class Breakdown:
         return float(sum(self.seconds.values(), Fraction(0)) / self.num_workers)
 
 
-def breakdown(
-    schedule: Schedule,
-    action_s: ActionTimes,
-    link: Between = FREE,
-    *,
-    activation_bytes: Sequence[float] = (),
-    gradient_bytes: Sequence[float] = (),
-    setup_s: Sequence[float] = (),
-    update_s: Sequence[float] = (),
-    early_recompute: bool = True,
-    gathers: Sequence[Sequence[Gather]] = (),
-    reductions: Sequence[Sequence[Bucket]] = (),
-    collective_s: ActionTimes | None = None,
-    portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
-) -> Breakdown:
-    """Attributes every device-second of the replayed step. Arguments and errors are those of `replay`."""
-    duration_s = duration_of(action_s)
-    work = {action: _exact(f"duration of {action}", duration_s(action)) for action in schedule}
-    inside = _exact_collectives(collective_s, schedule)
-    leaving = [
-        [Bucket(_exact("ready", b.ready), _exact("takes_s", b.takes_s)) for b in buckets]
-        for buckets in reductions
-    ]
-    fetched = [
-        [Gather(_exact("needed", g.needed), _exact("takes_s", g.takes_s)) for g in each] for each in gathers
-    ]
-    on_a_grid = bool(fetched or leaving or inside)
-    setup = [_exact("setup_s", seconds) for seconds in setup_s]
-    update = [_exact("update_s", seconds) for seconds in update_s]
+def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, **beside: Any) -> Breakdown:
+    """Attributes every device-second of the replayed step. Arguments, those `beside` the link too, and errors
+    are those of `replay`.
+    """
+    timeline = replay(schedule, action_s, link, **beside)  # which refuses what cannot be
+    duration_s, waits_s = duration_of(action_s), beside.pop("collective_s", None)
+    work: dict[Action, Any] = {action: Fraction(duration_s(action)) for action in schedule}
+    ends: dict[str, Any] = {n: [*map(Fraction, beside.pop(n, ()))] for n in ("setup_s", "update_s")}
+    setup, update = ends.values()
+    grid: dict[str, Any] = {
+        name: [
+            [type(one)(*(Fraction(getattr(one, field)) for field in one.__slots__)) for one in each]
+            for each in beside.pop(name)
+        ]
+        for name in ("gathers", "reductions")
+        if beside.get(name)
+    }
+    if waits_s is not None:
+        inside_s = duration_of(waits_s)
+        grid["collective_s"] = {action: Fraction(inside_s(action)) for action in schedule}
+    for name in ("activation_bytes", "gradient_bytes"):
+        beside[name] = [*map(Fraction, beside.get(name, ()))]
+    sizes = beside.pop("portals", {}).items()
+    beside["portals"] = {line: (Fraction(there), Fraction(back)) for line, (there, back) in sizes}
 
     def lay_out(
-        actions: dict[Action, float],
-        through: Between,
-        before: Sequence[float],
-        after: Sequence[float],
-        *,
-        with_collectives: bool = False,
+        actions: Mapping[Action, Any], through: Between, before: Any, after: Any, **more: Any
     ) -> Timeline:
+        """In fractions, whatever the replay calls them."""
         return replay(
-            schedule,
-            actions.__getitem__,
-            through,
-            activation_bytes=[_exact("activation_bytes", size) for size in activation_bytes],
-            gradient_bytes=[_exact("gradient_bytes", size) for size in gradient_bytes],
-            setup_s=before,
-            update_s=after,
-            early_recompute=early_recompute,
-            gathers=fetched if with_collectives else (),
-            reductions=leaving if with_collectives else (),
-            collective_s=inside.__getitem__ if inside and with_collectives else None,
-            portals={
-                line: (_exact("portals", there), _exact("portals", back))
-                for line, (there, back) in portals.items()
-            },
+            schedule, actions.__getitem__, through, setup_s=before, update_s=after, **beside, **more
         )
 
-    step = lay_out(work, _exact_link(link), setup, update, with_collectives=True)
-    free = lay_out(work, FREE, setup, update, with_collectives=True)
-    alone = lay_out(work, FREE, setup, update) if on_a_grid else free
+    step = lay_out(work, _exact_link(link), setup, update, **grid)
+    free = lay_out(work, FREE, setup, update, **grid)
+    alone = lay_out(work, FREE, setup, update) if grid else free
     ready = lay_out(work, FREE, (), update)
-    even = lay_out(even_stages(work, schedule), FREE, (), _even_updates(update, schedule))
+    homes = [schedule.worker(stage) for stage in range(len(update))]
+    even_update = [sum(update) / schedule.num_workers / homes.count(home) for home in homes]
+    even = lay_out(even_stages(work, schedule), FREE, (), even_update)
 
     recompute = _total(seconds for action, seconds in work.items() if action.kind is Kind.R)
     set_up = _total(setup)
@@ -145,16 +122,9 @@ def breakdown(
         "load imbalance": imbalance,
         "bubble": rest - waiting_for_setup - imbalance,
     }
-    if on_a_grid:
+    if grid:
         seconds[COLLECTIVES] = waiting_inside + waiting_for_others
-    return Breakdown(seconds, schedule.num_workers, _in_floats(step))
-
-
-def _exact_collectives(collective_s: ActionTimes | None, schedule: Schedule) -> dict[Action, float] | None:
-    if collective_s is None:
-        return None
-    waits_s = duration_of(collective_s)
-    return {action: _exact(f"collectives of {action}", waits_s(action)) for action in schedule}
+    return Breakdown(seconds, schedule.num_workers, timeline)
 
 
 def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action, float]:
@@ -175,48 +145,20 @@ def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action
     return {action: found[action] for action in work}
 
 
-def _even_updates(update: Sequence[float], schedule: Schedule) -> list[float]:
-    total, homes = sum(update), [schedule.worker(stage) for stage in range(len(update))]
-    return [total / schedule.num_workers / homes.count(home) for home in homes]
-
-
 def _lost(to: Timeline, instead: Timeline, idle: Fraction, known: Fraction = Fraction(0)) -> Fraction:
     """Device-seconds by which one step is longer than the other, less the known ones; at most those idle."""
     longer = to.num_workers * (Fraction(to.makespan_s) - Fraction(instead.makespan_s))
     return min(max(longer - known, Fraction(0)), idle)
 
 
-def _exact(what: str, value: float) -> float:
-    """The value as a fraction. The replay computes with what it is given, and calls it a float."""
-    if not 0 <= value < inf:
-        raise ValueError(f"{what} is {value}; it must be finite and not negative")
-    return cast(float, Fraction(value))
-
-
-def _in_floats(step: Timeline) -> Timeline:
-    """For drawing and storing."""
-    return replace(
-        step,
-        events=tuple(Event(e.action, float(e.start_s), float(e.end_s)) for e in step.events),
-        work=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.work),
-        messages=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.messages),
-        collectives=tuple(Span(s.name, s.stage, float(s.start_s), float(s.end_s)) for s in step.collectives),
-    )
-
-
 def _exact_link(given: Between) -> Between:
-    return _of_fractions(given) if isinstance(given, Link) else lambda a, b: _of_fractions(given(a, b))
-
-
-def _of_fractions(link: Link) -> Link:
-    if link == FREE:
-        return link
-    bandwidth = link.bandwidth_bytes_per_s
-    return replace(
-        link,
-        latency_s=_exact("latency_s", link.latency_s),
-        bandwidth_bytes_per_s=bandwidth if bandwidth == inf else _exact("bandwidth_bytes_per_s", bandwidth),
-    )
+    if not isinstance(given, Link):
+        return lambda a, b: _exact_link(given(a, b))  # type: ignore[return-value]  # of one link it is one
+    if given == FREE:
+        return given
+    latency_s, bandwidth = given.latency_s, given.bandwidth_bytes_per_s
+    exact: Any = [Fraction(latency_s), bandwidth if bandwidth == inf else Fraction(bandwidth)]
+    return replace(given, latency_s=exact[0], bandwidth_bytes_per_s=exact[1])
 
 
 def _total(values: Iterable[float]) -> Fraction:

@@ -33,66 +33,41 @@ nobody. Fractions give exact results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
+from operator import add
 
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.costs import Costs, ShardCosts
+from gpipe_bench.planner.request import Topology
 
 
 def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:
-    """Seconds until every one of `ranks` has the sum of their tensors of `num_bytes`.
-
-    Raises:
-        ValueError: no ranks, or bytes that are negative or not finite.
+    """Seconds until every one of `ranks` has the sum of their tensors of `num_bytes`. Errors as of
+    `all_gather_s`.
     """
-    return 2 * _round_s(num_bytes, ranks, link)
+    return 2 * all_gather_s(num_bytes, ranks, link)
 
 
 def all_gather_s(num_bytes: float, ranks: int, link: Link) -> float:
-    """Seconds until every one of `ranks`, each with its share, has the whole tensor of `num_bytes`.
+    """Seconds until every one of `ranks`, each with its share, has the whole tensor of `num_bytes`; or until
+    each has its share of the sum of such tensors (reduce-scatter).
+
+    That is once round the ring less one hop. A ring of two goes there and back between the same two ranks, so
+    a link whose directions share it carries two pieces at a time.
 
     Raises:
         ValueError: no ranks, or bytes that are negative or not finite.
     """
-    return _round_s(num_bytes, ranks, link)
-
-
-def reduce_scatter_s(num_bytes: float, ranks: int, link: Link) -> float:
-    """Seconds until every one of `ranks` has its share of the sum of their tensors of `num_bytes`.
-
-    Raises:
-        ValueError: no ranks, or bytes that are negative or not finite.
-    """
-    return _round_s(num_bytes, ranks, link)
-
-
-def all_reduce_sent_bytes(num_bytes: float, ranks: int) -> float:
-    """What each rank sends for one all-reduce of `num_bytes`."""
-    return 2 * all_gather_sent_bytes(num_bytes, ranks)
-
-
-def all_gather_sent_bytes(num_bytes: float, ranks: int) -> float:
-    """What each rank sends for one all-gather to `num_bytes`, or one reduce-scatter of them."""
-    _check(num_bytes, ranks)
-    return num_bytes * (ranks - 1) / ranks
-
-
-def _round_s(num_bytes: float, ranks: int, link: Link) -> float:
-    """Once round the ring less one hop. A ring of two goes there and back between the same two ranks, so a
-    link whose directions share it carries two pieces at a time.
-    """
-    _check(num_bytes, ranks)
-    at_once = 2 if ranks == 2 and link.shares_directions else 1
-    return (ranks - 1) * (link.latency_s + at_once * link.occupied_s(num_bytes) / ranks)
-
-
-def _check(num_bytes: float, ranks: int) -> None:
     if ranks < 1:
         raise ValueError(f"a collective of {ranks} ranks; give 1 or more")
     if not 0 <= num_bytes < inf:
         raise ValueError(f"a collective of {num_bytes} bytes; they must be finite and not negative")
+    at_once = 2 if ranks == 2 and link.shares_directions else 1
+    return (ranks - 1) * (link.latency_s + at_once * link.occupied_s(num_bytes) / ranks)
 
 
 def data_parallel(
@@ -146,12 +121,10 @@ def sharded(
 
     Arguments and errors are otherwise those of `data_parallel`.
     """
-    if shards == 1:
-        return data_parallel(gradient_bytes, replicas, replica_link or link, backward_s=backward_s)
     return tuple(
         Bucket(
             1 if split else ready,
-            reduce_scatter_s(sum(layer), shards, link)
+            all_gather_s(sum(layer), shards, link)
             + all_reduce_s(sum(layer) / shards, replicas, replica_link or link),
         )
         for layer, ready in _drained(gradient_bytes, backward_s)
@@ -173,8 +146,6 @@ def fetched(
     Raises:
         ValueError: other numbers of layers, or what a collective refuses.
     """
-    if shards == 1:
-        return ()
     weights = _weights(parameter_bytes, forward_s)
     total = sum(weights)
     begins = accumulate(weights[:-1], initial=0)
@@ -228,56 +199,122 @@ def pass_s(
     return max(now_s, link_s) - sum(compute_s)
 
 
-def every_pass_s(
-    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]
-) -> Callable[[Action], float]:
-    """Seconds that each action waits where every pass gathers its parameters (ZeRO-3).
+class Collectives:
+    """What the collectives of a grid add to stages of any layers, for the search and for the replay.
 
     Args:
-        schedule: whose actions they are.
-        forward_s: of a pass forward by stage, as `pass_s` says; a recomputation is one, too.
-        backward_s: of a pass back.
-
-    Raises:
-        ValueError: backwards are split, and W has no layer to gather for.
+        grid, near: the sizes of its dimensions, and the links of its rings
+        costs: of the layers as one accelerator has them (`divided`)
+        microbatch_size: of the actions
+        split: whether the schedule has I and W in the place of B
+        ahead: whether parameters are fetched while the layer before computes, as on an accelerator
+        shards: what parameters in parts were timed to add, in the place of fsdp's collectives
     """
-    if any(action.kind in (Kind.I, Kind.W) for action in schedule):
-        raise ValueError(
-            f"schedule {schedule.name!r} splits backwards, and its W would find its parameters sharded: "
-            "gather once in a step (ZeRO-2)"
-        )
-    return lambda action: (backward_s if action.kind is Kind.B else forward_s)[action.stage]
+
+    def __init__(
+        self,
+        grid: Grid,
+        near: Topology,
+        costs: Costs,
+        microbatch_size: int,
+        *,
+        split: bool,
+        ahead: bool,
+        shards: ShardCosts | None = None,
+    ) -> None:
+        self.grid, self.near, self.shards, self._split, self._ahead = grid, near, shards, split, ahead
+        self._gradients = costs.parameter_bytes or [()] * costs.num_layers
+        self.layer_bytes = list(map(sum, self._gradients))
+        self._parts = [[size / grid.fsdp for size in layer] for layer in self._gradients]
+        self._layers_s = costs.at(microbatch_size).layers_s
+        self._summed_bytes = costs.at(microbatch_size).summed_bytes
+
+    def buckets(self, span: range) -> tuple[Bucket, ...]:
+        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
+        grid, near, part = self.grid, self.near, slice(span.start, span.stop)
+        if grid.replicas == 1:
+            return ()
+        if self.shards is not None:
+            timed = Bucket(1.0, sum(self.shards.once_s[part]))
+            found = timed, *data_parallel(self._parts[part], grid.dp, near.ring("dp"))
+        else:
+            backward_s = self._layers_s["W" if self._split else "B"][part]
+            if grid.fsdp_level == 2:
+                found = sharded(
+                    self._gradients[part], grid.fsdp, near.ring("fsdp"), replicas=grid.dp,
+                    replica_link=near.ring("dp"), backward_s=backward_s, split=self._split,
+                )  # fmt: skip
+            else:
+                found = data_parallel(self._parts[part], grid.dp, near.ring("dp"), backward_s=backward_s)
+        # Sums that take the cores that compute make the last backward longer by as much as they would take
+        # behind it.
+        return tuple(replace(each, ready=1.0) for each in found) if near.sums else found
+
+    def gathers(self, span: range) -> tuple[Gather, ...]:
+        """Parameters that are fetched once for a step (ZeRO-2)."""
+        if self.grid.fsdp_level != 2 or self.shards is not None:
+            return ()
+        part = slice(span.start, span.stop)
+        forward_s = self._layers_s[forward_kind(self._layers_s)][part]
+        return fetched(self.layer_bytes[part], self.grid.fsdp, self.near.ring("fsdp"), forward_s=forward_s)
+
+    def passes_s(self, span: range) -> tuple[float, float]:
+        """Seconds that a pass ahead and one back take longer, since each gathers parameters (ZeRO-3)."""
+        if not self.every_pass:
+            return 0.0, 0.0
+
+        def longer_s(kind: str, order: slice, *, scattered: bool) -> float:
+            return pass_s(
+                self.layer_bytes[span.start : span.stop][order],
+                self._layers_s[kind][span.start : span.stop][order],
+                self.grid.fsdp, self.near.ring("fsdp"), ahead=self._ahead, scattered=scattered,
+            )  # fmt: skip
+
+        ahead_s = longer_s(forward_kind(self._layers_s), slice(None), scattered=False)
+        return ahead_s, longer_s("B", slice(None, None, -1), scattered=True)
+
+    def inside_s(self, span: range) -> tuple[float, float]:
+        """Seconds that a pass ahead and one back wait for collectives of their own: those of `passes_s`, and
+        two sums of each divided layer either way.
+        """
+        ring, ranks = self.near.ring("tp"), self.grid.tp
+        summed = [
+            self._summed_bytes[layer] for layer in span if layer in self._summed_bytes for _ in range(2)
+        ]
+        sums_s = sum(all_reduce_s(each, ranks, ring) for each in summed)
+        ahead_s, back_s = self.passes_s(span)
+        return ahead_s + sums_s, back_s + sums_s
+
+    @property
+    def every_pass(self) -> bool:
+        """Whether parameters are gathered in each."""
+        return self.grid.fsdp_level == 3 and self.shards is None
+
+    def gather_s(self) -> list[float]:
+        """Of each layer, in every pass."""
+        ring = self.near.ring("fsdp")
+        return [all_gather_s(each, self.grid.fsdp, ring) if each else 0.0 for each in self.layer_bytes]
+
+    def sums_s(self) -> list[float]:
+        """Of each layer, what its sums over replicas take at least, whatever buckets they leave in."""
+        grid, near = self.grid, self.near
+        if grid.replicas == 1:
+            return []
+        if self.shards is not None:
+            found = list(self.shards.once_s)
+        elif grid.fsdp_level == 2:
+            long = replace(near.ring("fsdp"), latency_s=0.0)
+            found = [all_gather_s(each, grid.fsdp, long) for each in self.layer_bytes]
+        else:
+            found = [0.0] * len(self.layer_bytes)
+        over = replace(near.ring("dp"), latency_s=0.0)
+        parts = [all_reduce_s(each / grid.fsdp, grid.dp, over) for each in self.layer_bytes]
+        return list(map(add, found, parts))
 
 
-def tensor_parallel_s(
-    forward_bytes: Sequence[Iterable[float]],
-    ranks: int,
-    link: Link,
-    *,
-    backward_bytes: Sequence[Iterable[float]] = (),
-) -> Callable[[Action], float]:
-    """Seconds that each action waits for the sums of its tensor-parallel layers.
-
-    Args:
-        forward_bytes: by stage, of each all-reduce in the forward pass of one micro-batch (two in a layer of
-            a Transformer, each of the activations that pass between layers). With sequence parallelism an
-            all-gather and a reduce-scatter take the place of each, which the ring does in the same time.
-        ranks: that share a layer.
-        link: between neighbours among them.
-        backward_bytes: on the way back, where the inputs' gradients are summed; as many if not given.
-    """
-    ahead = [sum(all_reduce_s(size, ranks, link) for size in sizes) for sizes in forward_bytes]
-    back = [sum(all_reduce_s(size, ranks, link) for size in sizes) for sizes in backward_bytes] or ahead
-
-    def seconds(action: Action) -> float:
-        match action.kind:
-            case Kind.F | Kind.R:
-                return ahead[action.stage]
-            case Kind.B | Kind.I:
-                return back[action.stage]
-        return 0
-
-    return seconds
+def forward_kind(layers_s: Mapping[str, Sequence[float]]) -> str:
+    """A forward that keeps its graph, where it was timed apart."""
+    return "G" if "G" in layers_s else "F"
 
 
 def _drained(

@@ -58,6 +58,8 @@ class SizeCosts:
             what a step of it takes once: gathers and sums that are in no single action
         activation_bytes: over a cut behind each layer but the last, forward
         gradient_bytes: the same for the way back
+        sum_bytes: by layer, what ranks that compute it together sum twice on either way; the activations of
+            every layer if not given
 
     Raises:
         ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or infinite.
@@ -69,6 +71,7 @@ class SizeCosts:
     shards_s: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     activation_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
+    sum_bytes: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = {len(seconds) for seconds in self.layers_s.values()}
@@ -97,6 +100,11 @@ class SizeCosts:
     @property
     def num_layers(self) -> int:
         return len(next(iter(self.layers_s.values())))
+
+    @property
+    def summed_bytes(self) -> Mapping[int, float]:
+        """`sum_bytes` of the layers that are divided."""
+        return self.sum_bytes or dict(enumerate((*self.activation_bytes, 0.0)))
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:

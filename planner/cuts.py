@@ -43,17 +43,14 @@ Holds = Callable[[Partition, tuple[str, ...]], bool]
 
 @dataclass(frozen=True)
 class Cut:
-    """Stages, what each recomputes, the seconds of a step, and what no cut goes below."""
+    """Stages, what each recomputes, the seconds of a step, and what no cut goes below: where that is as much,
+    there is no better one.
+    """
 
     stages: Partition
     remat: tuple[str, ...]
     step_s: float
     bound_s: float
-
-    @property
-    def is_best(self) -> bool:
-        """Whether it is known that there is no better one."""
-        return self.bound_s >= self.step_s
 
 
 def best_cut(

@@ -18,10 +18,9 @@ from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition, leanest, partition, partition_by
 from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
 from gpipe_bench.planner.candidate import Way
-from gpipe_bench.planner.memory import Footprints, Room
+from gpipe_bench.planner.memory import Footprints, Room, Rows
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.rows import Rows
 from gpipe_bench.planner.space import Space, ways
 
 GIB = 2**30

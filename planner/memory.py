@@ -18,17 +18,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from operator import le
 
+from gpipe_bench.pipeline.memory.counts import Moment, row_moments, steps
 from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
 from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.workers import Ahead, Transport, places, summing, without
-from gpipe_bench.pipeline.plan.remat import Choice
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without
+from gpipe_bench.pipeline.plan.remat import Choice, recomputes
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.planner.candidate import Grid
-from gpipe_bench.planner.model import Tie
-from gpipe_bench.planner.rows import Rows
 
 Stages = tuple[range, ...]
 Known = dict[tuple[object, ...], StageMemory]
@@ -86,7 +86,7 @@ class Room:
         rows: Rows,
         grid: Grid,
         optimizer: str,
-        ties: tuple[Tie, ...] = (),
+        ties: tuple[SharedWeight, ...] = (),
         known: Known | None = None,
     ) -> None:
         self._footprints, self._rows, self._grid = footprints, rows, grid
@@ -238,15 +238,16 @@ class Room:
         found = [0]
         for tie in self._every_tie:
             mine = [any(layer in stage for stage in stages) for layer in tie.layers]
-            found += [tie.num_bytes] * (any(mine) and not all(mine))
+            found += [tie.num_bytes] * (tie.trained and any(mine) and not all(mine))
         return max(found)
 
-    def _beside(self, tie: Tie) -> int:
+    def _beside(self, tie: SharedWeight) -> int:
         """What of a tied weight is not there between steps, where one worker has it: all but one of each."""
-        copies = (2 + self._rule.state) * self._sharing.part(tie.num_bytes) + 4 * self._rule.counts_steps
+        size, rule = self._sharing.part(tie.num_bytes), self._rule
+        copies = size + tie.trained * ((1 + rule.state) * size + 4 * rule.counts_steps)
         return copies * (len(tie.layers) - 1)
 
-    def _ties(self, stages: Stages) -> tuple[Tie, ...]:
+    def _ties(self, stages: Stages) -> tuple[SharedWeight, ...]:
         """Those of which the worker has a layer, with its layers alone."""
         return tuple(
             replace(tie, layers=mine)
@@ -254,16 +255,68 @@ class Room:
             if (mine := tuple(layer for layer in tie.layers if any(layer in stage for stage in stages)))
         )
 
-    def _once(self, stages: Stages, ties: tuple[Tie, ...]) -> list[HeldStage]:
+    def _once(self, stages: Stages, ties: tuple[SharedWeight, ...]) -> list[HeldStage]:
         """The stages without the weights and states that the worker has already with an earlier layer."""
         found = self._held(stages)
         for tie in ties:
             for layer in tie.layers[1:]:
                 stage = next(index for index, each in enumerate(stages) if layer in each)
                 size, held = self._sharing.part(tie.num_bytes), found[stage]
-                found[stage] = replace(held, step=_without(held.step, size), rest=_without(held.rest, size))
+                both = (held.step, held.rest)  # unless a weight is trained nobody has its gradient
+                step, rest = (without(each, size, size in each.trained_sizes) for each in both)
+                found[stage] = replace(held, step=step, rest=rest)
         return found
 
 
-def _without(stage: StageBytes, num_bytes: int) -> StageBytes:
-    return without(stage, num_bytes, num_bytes in stage.trained_sizes)  # otherwise nobody trains it
+class Rows:
+    """The rows of one schedule without recomputation as a search asks for their memory: walked once without
+    sizes, for hundreds of cuts, grids and micro-batch sizes. Receives are posted one ahead between workers.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.ahead = 1 if schedule.num_workers > 1 else 0
+        self.homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
+        self.moments, self.most_graphs = cache(self._moments), cache(self._most_graphs)
+
+    def recomputed(self, remat: Sequence[Choice]) -> Schedule:
+        """The whole schedule with R before each backward of what its stages recompute."""
+        rows = [self._row(worker, [remat[stage] for stage in mine]) for worker, mine in enumerate(self.homes)]
+        return replace(self.schedule, remat=tuple(remat), actions=tuple(rows))
+
+    def _row(self, worker: int, remat: Sequence[Choice]) -> tuple[Action, ...]:
+        count = self.schedule.num_microbatches
+        again = dict(zip(self.homes[worker], remat, strict=True))
+        row: list[Action] = []
+        for action in self.schedule.actions[worker]:
+            if action.kind in (Kind.B, Kind.I) and recomputes(again[action.stage], action.microbatch, count):
+                row.append(Action(action.stage, Kind.R, action.microbatch))
+            row.append(action)
+        return tuple(row)
+
+    def _moments(self, worker: int, remat: tuple[Choice, ...]) -> tuple[Moment, ...]:
+        """The different moments of one worker. A long row repeats itself: hundreds of actions find the same
+        numbers of micro-batches as ones before.
+        """
+        row = self._row(worker, remat)
+        if len(remat) == 1:
+            return tuple(Moment(self.homes[worker][0], step, (), ()) for step in steps(row, self.ahead))
+        found: dict[Moment, Moment] = {}
+        for _, moment in row_moments(row, self.ahead):
+            found.setdefault(moment._replace(step=moment.step._replace(when="")), moment)
+        return tuple(found.values())
+
+    def _most_graphs(self, worker: int) -> tuple[tuple[int, ...], ...]:
+        """How many graphs of each of its stages a worker keeps at a time that recomputes nothing, without
+        what another moment has at least as many of.
+        """
+        counts, found = dict.fromkeys(self.homes[worker], 0), set[tuple[int, ...]]()
+        for action in self.schedule.actions[worker]:
+            if action.kind is Kind.F:
+                counts[action.stage] += 1
+            elif action.kind is not Kind.W:
+                found.add(tuple(counts.values()))  # before anything is let go there are most
+                counts[action.stage] -= 1
+        return tuple(
+            one for one in found if not any(other != one and all(map(le, one, other)) for other in found)
+        )

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from gpipe_bench.models.paper import HALVES, Half
 from gpipe_bench.models.parallel import check_divisible, tensor_parallel
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
+from gpipe_bench.pipeline.memory.workers import SharedWeight, shared_weights
 from gpipe_bench.pipeline.model.layers_of import layers_of
 from gpipe_bench.pipeline.stage.trees import flatten, unflatten
 
@@ -34,14 +35,6 @@ WANTED = (
 )
 DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
 """What says how an own model is tensor parallel."""
-
-
-@dataclass(frozen=True)
-class Tie:
-    """A parameter that several layers share, such as an embedding that is the output layer too."""
-
-    layers: tuple[int, ...]
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +75,7 @@ class Model:
     inputs: Boundary
     target: Boundary
     num_parameters: int
-    ties: tuple[Tie, ...] = ()
+    ties: tuple[SharedWeight, ...] = ()
     source: Source = Source("", "")
     attention: str = "cpu"
     divide: Callable[..., object] | None = field(default=None, repr=False, compare=False)
@@ -247,22 +240,9 @@ def built(name: str, builder: str, options: dict[str, Any], batch_size: int) -> 
     inputs, target = example_batch(builder, batch_size, device="meta", **options)
     return Model(
         name, tuple(model), loss_fn(builder, **options), Boundary.of(inputs), Boundary.of(target),
-        count_parameters(model), ties_of(tuple(model)),
+        count_parameters(model), shared_weights(tuple(model)),
         Source("from gpipe_bench.models import MODELS, example_batch, loss_fn", builder, options),
     )  # fmt: skip
-
-
-def ties_of(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """The parameters that more than one of the layers has."""
-    users: dict[nn.Parameter, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            users.setdefault(parameter, []).append(index)
-    return tuple(
-        Tie(tuple(mine), parameter.numel() * parameter.itemsize)
-        for parameter, mine in users.items()
-        if len(mine) > 1
-    )
 
 
 def _own(name: str) -> Model:
@@ -270,7 +250,7 @@ def _own(name: str) -> Model:
     if not (colon and module and attribute):
         raise ValueError(f"{name!r} is no module:function, such as my_models:small; {WANTED}")
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = _function(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{name}: {error}; start from the folder that holds the module, or add that to PYTHONPATH"
@@ -297,7 +277,7 @@ def _own(name: str) -> Model:
     target, loss = (given[2], given[3]) if len(given) > 2 else (torch.empty(*examples, device="meta"), _mean)
     parameters = count_parameters(nn.ModuleList(layers))
     return Model(
-        name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, ties_of(layers),
+        name, layers, loss, Boundary.of(given[1]), Boundary.of(target), parameters, shared_weights(layers),
         Source(
             f"from {module} import {attribute}", attribute, has_loss=len(given) > 2,
             is_foreign=_is_foreign(given[0]), divides=len(given) == 5,
@@ -330,54 +310,38 @@ def _kind(value: object) -> str:
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-class Subject(Protocol):
-    """A model, its loss, and examples for it; equal ones in every process with the same seed."""
+@dataclass(frozen=True)
+class Subject:
+    """A model, its loss, and examples for it, which a process builds for itself; equal ones in every process
+    with the same seed.
+
+    `name` is one of the zoo, with its `options`; or `module:function`, which returns (layers, inputs, target,
+    loss_fn, ...), and whose batches repeat these.
+    """
+
+    name: str
+    options: Mapping[str, Any] | None = None
 
     def build(self) -> tuple[list[nn.Module], Loss]:
         """Layers and loss."""
-
-    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
-        """Inputs and target of so many examples."""
-
-
-@dataclass(frozen=True)
-class OfTheZoo:
-    """A model of `gpipe_bench.models` with its options."""
-
-    model: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def build(self) -> tuple[list[nn.Module], Loss]:
-        return list(MODELS[self.model](**self.options)), loss_fn(self.model, **self.options)
-
-    def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
-        return example_batch(self.model, examples, device=device, **self.options)
-
-
-@dataclass(frozen=True)
-class OneOfYours:
-    """`module:function`, which returns (layers, inputs, target, loss_fn, ...); batches repeat these."""
-
-    name: str
-
-    def build(self) -> tuple[list[nn.Module], Loss]:
-        layers, _, _, loss = _given(self.name)
+        if self.options is not None:
+            return list(MODELS[self.name](**self.options)), loss_fn(self.name, **self.options)
+        layers, _, _, loss, *_ = _function(self.name)()
         return list(layers), loss
 
     def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
+        """Inputs and target of so many examples."""
+        if self.options is not None:
+            return example_batch(self.name, examples, device=device, **self.options)
         with torch.device(device):
-            _, inputs, target, _ = _given(self.name)
-        return _repeated(inputs, examples), _repeated(target, examples)
+            _, *given, _ = _function(self.name)()[:4]
+        found = []
+        for tensors, structure in map(flatten, given):
+            more = [torch.cat([t] * -(-examples // t.shape[0]))[:examples] for t in tensors]
+            found.append(unflatten(tuple(more), structure))
+        return found[0], found[1]
 
 
-def _given(name: str) -> tuple[Any, Any, Any, Loss]:
+def _function(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    layers, inputs, target, loss, *_ = getattr(importlib.import_module(module), attribute)()
-    return layers, inputs, target, loss
-
-
-def _repeated(tree: Any, examples: int) -> Any:
-    tensors, structure = flatten(tree)
-    times = [-(-examples // tensor.shape[0]) for tensor in tensors]
-    found = [torch.cat([tensor] * count)[:examples] for tensor, count in zip(tensors, times, strict=True)]
-    return unflatten(tuple(found), structure)
+    return getattr(importlib.import_module(module), attribute)

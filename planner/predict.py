@@ -14,7 +14,7 @@ Of costs without jitter it is the replay itself. The bytes are those of the memo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -23,15 +23,11 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.breakdown import breakdown
-from gpipe_bench.planner.candidate import Candidate, Prediction
-from gpipe_bench.planner.collectives import (
-    every_pass_s,
-    tensor_parallel_s,
-)
+from gpipe_bench.planner.candidate import Candidate, Prediction, splits
+from gpipe_bench.planner.collectives import Collectives
 from gpipe_bench.planner.costs import Costs, kinds_of
-from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.steps import Collectives, divided
-from gpipe_bench.planner.topology import Topology
+from gpipe_bench.planner.request import Request, Topology
+from gpipe_bench.planner.steps import divided
 
 DRAWS = 64
 """Steps of which the median is taken, where there is jitter."""
@@ -66,15 +62,16 @@ class Layout:
         self.kinds = kinds_of(self.schedule)
         self.topology = Topology(request, candidate.grid, costs.sums_beside(request.link))
         self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
+        split = splits(candidate.schedule)
+        ahead = request.accelerated  # a CPU gathers and computes in turn
         self._collectives = Collectives(
-            candidate.grid,
-            self.topology,
-            costs,
-            self.size,
-            split=any(action.kind is Kind.W for action in self.schedule),
-            ahead=request.accelerated,  # a CPU gathers and computes in turn
-            shards=self._shards,
+            candidate.grid, self.topology, costs, self.size, split=split, ahead=ahead, shards=self._shards
         )
+        if split and self._collectives.every_pass:
+            raise ValueError(
+                f"schedule {candidate.schedule!r} splits backwards, and its W would find its parameters "
+                "sharded: gather once in a step (ZeRO-2)"
+            )
         known = {
             key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
             for key in {(action.stage, kind) for action, kind in self.kinds.items()}
@@ -150,21 +147,12 @@ class Layout:
             found["reductions"] = list(map(self._collectives.buckets, stages))
         if candidate.fsdp_level == 2:
             found["gathers"] = list(map(self._collectives.gathers, stages))
-        waits_s = []
-        if self._collectives.every_pass:
-            ahead_s, back_s = zip(*map(self._collectives.passes_s, stages), strict=True)
-            waits_s.append(every_pass_s(schedule, ahead_s, back_s))
-        if candidate.tp > 1:
-            waits_s.append(self._sums_inside())
-        if waits_s:
-            found["collective_s"] = lambda action: sum(each(action) for each in waits_s)
+        if self._collectives.every_pass or candidate.tp > 1:
+            waits_s = found["collective_s"] = dict[tuple[int, Kind], float]()
+            for stage, (ahead_s, back_s) in enumerate(map(self._collectives.inside_s, stages)):
+                kinds_s = {Kind.F: ahead_s, Kind.R: ahead_s, Kind.B: back_s, Kind.I: back_s, Kind.W: 0.0}
+                waits_s |= {(stage, kind): seconds for kind, seconds in kinds_s.items()}
         return found
-
-    def _sums_inside(self) -> Callable[[Action], float]:
-        """Two sums of a layer's activations there, and two back."""
-        sent = (*self.at.activation_bytes, 0.0)
-        sizes = [[sent[layer] for layer in span for _ in range(2)] for span in self.candidate.cut]
-        return tensor_parallel_s(sizes, self.candidate.tp, self.topology.ring("tp"))
 
 
 def predict(
@@ -212,8 +200,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
     from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory
 
-    split = any(action.kind is Kind.W for action in layout.schedule)
-    profile = layout.costs.profiles(layout.size, split, candidate.tp)
+    profile = layout.costs.profiles(layout.size, splits(candidate.schedule), candidate.tp)
     layers, loss, transport = profile.layers, profile.loss, Transport(request.accelerated)
     rule = request.optimizer
     if candidate.replicas > 1:

@@ -197,15 +197,8 @@ class Bench:
         """
         number = schedule.num_microbatches
         pipeline = Pipeline(
-            layers or self.layers,
-            num_stages=schedule.num_stages,
-            num_microbatches=number,
-            schedule=schedule,
-            cost=[1 / len(span) for span in cut for _ in span],
-            **(over or {}),
+            layers or self.layers, partition=cut, num_microbatches=number, schedule=schedule, **(over or {})
         )
-        if pipeline.partition != tuple(cut):
-            raise RuntimeError(f"the pipeline was cut into {pipeline.partition} and not into {tuple(cut)}")
         return pipeline, self.step(pipeline, size, number)
 
     def step(self, pipeline: Pipeline, size: int, number: int) -> Callable[[], object]:

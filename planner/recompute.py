@@ -30,14 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputed
-from gpipe_bench.pipeline.plan.timeline import Event, Timeline
+from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.stage_bytes import StageBytes
@@ -63,11 +62,6 @@ class Adapted:
     schedule: Schedule
     step_s: float
     bound_s: float
-
-    @property
-    def is_best(self) -> bool:
-        """Whether no choice is known to be possible that takes less."""
-        return self.step_s <= self.bound_s
 
 
 def adaptive(
@@ -230,7 +224,8 @@ class _Search:
         """
         last = self.schedule.num_microbatches - 1
         self._step(frozenset(unit for unit in self.units if unit[1] != last))
-        order = costs.by_need(self.ledgers)
+        # Those first that must spend most seconds on recomputations.
+        order = sorted(self.ledgers, key=lambda ledger: (-costs.fewest_s(ledger), ledger.worker))
         tried: set[frozenset[Unit]] = set()
         for weights in (dict.fromkeys(self.units, 0.0), costs.unhidden(kept)):
             for _ in range(_ROUNDS):
@@ -295,11 +290,7 @@ class _Costs:
         }
         self.mean_s = sum(self.again_s.values()) / len(self.again_s)
 
-    def by_need(self, ledgers: Sequence[Ledger]) -> list[Ledger]:
-        """Those first that must spend most seconds on recomputations."""
-        return sorted(ledgers, key=lambda ledger: (-self._fewest_s(ledger), ledger.worker))
-
-    def _fewest_s(self, ledger: Ledger) -> float:
+    def fewest_s(self, ledger: Ledger) -> float:
         """No fewer seconds of recomputations does the worker need."""
         quickest_s = min(seconds for (stage, _), seconds in self.again_s.items() if stage in ledger.stages)
         return ledger.fewest_recomputed() * quickest_s
@@ -310,9 +301,9 @@ class _Costs:
         """
         ends_s = {event.action: event.end_s for event in timeline.events}
         found = {}
-        for row in self._rows(timeline):
+        for worker in range(self.schedule.num_workers):
             free_s = 0.0
-            for event in row:
+            for event in timeline.of_worker(worker):
                 stage, kind, microbatch = event.action.stage, event.action.kind, event.action.microbatch
                 if kind is Kind.R:
                     continue
@@ -332,19 +323,14 @@ class _Costs:
         """
         chains_s = self._chains(kept)
         bounds_s = []
-        for row, ledger in zip(self._rows(kept), ledgers, strict=True):
+        for ledger in ledgers:
+            row = kept.of_worker(ledger.worker)
             last = max(i for i, event in enumerate(row) if event.action.kind in (Kind.B, Kind.I))
             until_s = row[0].start_s + sum(event.duration_s for event in row[: last + 1])
-            until_s += self._fewest_s(ledger)
+            until_s += self.fewest_s(ledger)
             after_s = sum(event.duration_s for event in row[last + 1 :])
             bounds_s.append(until_s + max(after_s, chains_s[row[last].action]))
         return max(bounds_s)
-
-    def _rows(self, timeline: Timeline) -> list[list[Event]]:
-        rows: list[list[Event]] = [[] for _ in range(self.schedule.num_workers)]
-        for event in timeline.events:
-            rows[self.schedule.worker(event.action.stage)].append(event)
-        return rows
 
     def _chains(self, kept: Timeline) -> dict[Action, float]:
         """Seconds of the backwards of the stages before, by the backward that they follow."""
@@ -362,12 +348,37 @@ class _Costs:
 
 
 class Ledger:
-    """The row of one worker with its bytes and its cap."""
+    """The row of one worker with its bytes and its cap.
+
+    A micro-batch that waits for its backward is an interval of the row, as wide as its graph's bytes (`extra`
+    beyond its inputs), from its F (`first`) to its B or I (`last`). `recomputed` and `kept` are the room for
+    graphs of other micro-batches in each action, where all others are recomputed, if its own is or is not.
+    """
 
     def __init__(self, schedule: Schedule, worker: int, held: Held, cap_bytes: float) -> None:
         self.worker, self.held, self.cap_bytes = worker, held, cap_bytes
         self.row = schedule.actions[worker]
         self.stages = schedule.stages_of(worker)
+        self.extra = {stage: held.graphs[stage] - held.inputs[stage] for stage in self.stages}
+        self.first: dict[Unit, int] = {}
+        self.last: dict[Unit, int] = {}
+        self.recomputed: list[float] = []
+        self.kept: list[float] = []
+        waiting = 0.0
+        for position, action in enumerate(self.row):
+            unit = (action.stage, action.microbatch)
+            if action.kind in (Kind.B, Kind.I):
+                self.last[unit] = position
+                waiting -= held.inputs[action.stage]
+            room = cap_bytes - waiting
+            self.kept.append(room - held.own(action, False))
+            own = held.own(action, True)
+            if action.kind is Kind.F:
+                self.first[unit] = position
+                waiting += held.inputs[action.stage]
+            elif action.kind is not Kind.W:
+                own = max(own, held.own(Action(action.stage, Kind.R, action.microbatch), True))
+            self.recomputed.append(room - own)
 
     def refuse(self) -> None:
         """`ValueError` where there is too much whatever is recomputed, with the worst moment."""
@@ -424,30 +435,25 @@ class Ledger:
                     yield own(before, True) + waiting, alive
             yield own(action, recomputed) + waiting, alive
 
-    @cached_property
-    def _rooms(self) -> _Rooms:
-        return _Rooms(self)
-
     def packed(self, weights: Mapping[Unit, float]) -> frozenset[Unit]:
         """The micro-batches that can keep their graphs under the cap: those that cannot be recomputed, then
         the dearest, of equally dear ones those whose backward comes first.
         """
-        rooms = self._rooms
-        room = [*rooms.recomputed]
+        room = [*self.recomputed]
         found = set()
 
         def rank(unit: Unit) -> tuple[bool, float, int]:
-            last = rooms.last[unit]
-            return rooms.recomputed[last] >= 0, -weights[unit], last
+            last = self.last[unit]
+            return self.recomputed[last] >= 0, -weights[unit], last
 
-        for unit in sorted(rooms.last, key=rank):
-            first, last, extra = rooms.first[unit], rooms.last[unit], rooms.extra[unit[0]]
-            change = rooms.kept[first] - rooms.recomputed[first]
+        for unit in sorted(self.last, key=rank):
+            first, last, extra = self.first[unit], self.last[unit], self.extra[unit[0]]
+            change = self.kept[first] - self.recomputed[first]
             if room[first] + change < 0 or min(room[first + 1 : last], default=inf) < extra:
                 continue
             found.add(unit)
             room[first] += change
-            room[last] += rooms.kept[last] - rooms.recomputed[last]
+            room[last] += self.kept[last] - self.recomputed[last]
             for position in range(first + 1, last):
                 room[position] -= extra
         return frozenset(found)
@@ -456,47 +462,16 @@ class Ledger:
         """No fewer of the worker's micro-batches must be recomputed under its cap: where all intervals are
         equally wide and equally dear, taking the one that ends first keeps as many as can be kept.
         """
-        rooms = self._rooms
-        extra = min(rooms.extra.values())
+        extra = min(self.extra.values())
         if extra <= 0:
             return 0
-        room = [max(pair) for pair in zip(rooms.recomputed, rooms.kept, strict=True)]
+        room = [max(pair) for pair in zip(self.recomputed, self.kept, strict=True)]
         number = 0
-        for unit in sorted(rooms.last, key=rooms.last.__getitem__):
-            first, last = rooms.first[unit], rooms.last[unit]
-            if rooms.kept[first] < 0 or min(room[first + 1 : last], default=inf) < extra:
+        for unit in sorted(self.last, key=self.last.__getitem__):
+            first, last = self.first[unit], self.last[unit]
+            if self.kept[first] < 0 or min(room[first + 1 : last], default=inf) < extra:
                 number += 1
                 continue
             for position in range(first + 1, last):
                 room[position] -= extra
         return number
-
-
-class _Rooms:
-    """A micro-batch that waits for its backward is an interval of its worker's row, as wide as its graph's
-    bytes. Here is the room for graphs of other micro-batches in each action, where all others are recomputed,
-    and the positions of F and of B or I of each micro-batch.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        held, cap_bytes = ledger.held, ledger.cap_bytes
-        self.extra = {stage: held.graphs[stage] - held.inputs[stage] for stage in ledger.stages}
-        self.first: dict[Unit, int] = {}
-        self.last: dict[Unit, int] = {}
-        self.recomputed: list[float] = []  # if the action's own micro-batch is recomputed
-        self.kept: list[float] = []  # if it keeps its graph
-        waiting = 0.0
-        for position, action in enumerate(ledger.row):
-            unit = (action.stage, action.microbatch)
-            if action.kind in (Kind.B, Kind.I):
-                self.last[unit] = position
-                waiting -= held.inputs[action.stage]
-            room = cap_bytes - waiting
-            self.kept.append(room - held.own(action, False))
-            own = held.own(action, True)
-            if action.kind is Kind.F:
-                self.first[unit] = position
-                waiting += held.inputs[action.stage]
-            elif action.kind is not Kind.W:
-                own = max(own, held.own(Action(action.stage, Kind.R, action.microbatch), True))
-            self.recomputed.append(room - own)

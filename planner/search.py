@@ -19,6 +19,7 @@ from math import comb, inf
 from typing import Any
 
 from gpipe_bench.pipeline.memory.peaks import StageMemory
+from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition
@@ -27,13 +28,10 @@ from gpipe_bench.planner.candidate import Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.cuts import EFFORT, Cut, best_cut
 from gpipe_bench.planner.infeasible import Smallest
-from gpipe_bench.planner.memory import Footprints, Known, Room
-from gpipe_bench.planner.model import Tie
-from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.rows import Rows
+from gpipe_bench.planner.memory import Footprints, Known, Room, Rows
+from gpipe_bench.planner.request import Request, Topology
 from gpipe_bench.planner.space import Space, ways
 from gpipe_bench.planner.steps import LayerTimes, QuickSteps, StageTimes, times_on
-from gpipe_bench.planner.topology import Topology
 
 KEPT = 8
 """Ways that are kept; those that are printed are fewer."""
@@ -92,7 +90,7 @@ class Search:
     costs: Costs
     request: Request
     space: Space
-    ties: tuple[Tie, ...] = ()
+    ties: tuple[SharedWeight, ...] = ()
     progress: Callable[[int, int], None] = lambda done, total: None
     least: Callable[[], Smallest | None] = lambda: None
     tried: int = 0

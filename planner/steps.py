@@ -24,17 +24,9 @@ from typing import NamedTuple
 from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 from gpipe_bench.planner.candidate import Grid
-from gpipe_bench.planner.collectives import (
-    all_gather_s,
-    all_reduce_s,
-    data_parallel,
-    fetched,
-    pass_s,
-    reduce_scatter_s,
-    sharded,
-)
+from gpipe_bench.planner.collectives import Collectives, all_reduce_s, forward_kind
 from gpipe_bench.planner.costs import Costs, ShardCosts
-from gpipe_bench.planner.topology import Topology
+from gpipe_bench.planner.request import Topology
 
 REMATS = ("never", "except_last", "always")
 """What a stage may recompute, what takes least first."""
@@ -73,8 +65,7 @@ class LayerTimes:
         action_s: of an action of a stage whatever its layers, by kind
         collectives: what a grid adds; nothing if not given
 
-    Raises:
-        ValueError: no layers, numbers that do not go with them, seconds that are negative or not finite.
+    They go with each other as those of `Costs` do, which has checked them.
     """
 
     forward_s: Sequence[float]
@@ -92,17 +83,6 @@ class LayerTimes:
 
     def __post_init__(self) -> None:
         layers = self.num_layers
-        if not layers:
-            raise ValueError("a model without layers cannot be cut; give the seconds of one layer or more")
-        lengths = dict.fromkeys(_SUMMED, layers)
-        lengths |= dict.fromkeys(("activation_bytes", "gradient_bytes"), layers - 1)
-        for name, length in lengths.items():
-            values = getattr(self, name)
-            if len(values) != length and (len(values) or name == "backward_s"):
-                raise ValueError(f"{name} has {len(values)} entries for {layers} layers; give {length}")
-            for index, value in enumerate(values):
-                if not 0 <= value < inf:
-                    raise ValueError(f"{name}[{index}] is {value}; it must be finite and not negative")
         seconds = {name: getattr(self, name) or [0.0] * layers for name in _SUMMED}
         seconds["again_s"] = self.again_s or self.forward_s
         seconds["back_s"] = seconds["least_s"] = self.backward_s
@@ -199,117 +179,6 @@ class LayerTimes:
         return ahead, self.gradient_bytes[boundary - 1] if self.gradient_bytes else ahead
 
 
-class Collectives:
-    """What the collectives of a grid add to stages of any layers, for the search and for the replay.
-
-    Args:
-        grid, near: the sizes of its dimensions, and the links of its rings
-        costs: of the layers as one accelerator has them (`divided`)
-        microbatch_size: of the actions
-        split: whether the schedule has I and W in the place of B
-        ahead: whether parameters are fetched while the layer before computes, as on an accelerator
-        shards: what parameters in parts were timed to add, in the place of fsdp's collectives
-    """
-
-    def __init__(
-        self,
-        grid: Grid,
-        near: Topology,
-        costs: Costs,
-        microbatch_size: int,
-        *,
-        split: bool,
-        ahead: bool,
-        shards: ShardCosts | None = None,
-    ) -> None:
-        self.grid, self.near, self.shards, self._split, self._ahead = grid, near, shards, split, ahead
-        self._gradients = costs.parameter_bytes or [()] * costs.num_layers
-        self.layer_bytes = list(map(sum, self._gradients))
-        self._parts = [[size / grid.fsdp for size in layer] for layer in self._gradients]
-        self._layers_s = costs.at(microbatch_size).layers_s
-
-    def buckets(self, span: range) -> tuple[Bucket, ...]:
-        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
-        grid, near, part = self.grid, self.near, slice(span.start, span.stop)
-        if grid.replicas == 1:
-            return ()
-        if self.shards is not None:
-            timed = Bucket(1.0, sum(self.shards.once_s[part]))
-            found = timed, *data_parallel(self._parts[part], grid.dp, near.ring("dp"))
-        else:
-            backward_s = self._layers_s["W" if self._split else "B"][part]
-            if grid.fsdp_level == 2:
-                found = sharded(
-                    self._gradients[part], grid.fsdp, near.ring("fsdp"), replicas=grid.dp,
-                    replica_link=near.ring("dp"), backward_s=backward_s, split=self._split,
-                )  # fmt: skip
-            else:
-                found = data_parallel(self._parts[part], grid.dp, near.ring("dp"), backward_s=backward_s)
-        # Sums that take the cores that compute make the last backward longer by as much as they would take
-        # behind it.
-        return tuple(replace(each, ready=1.0) for each in found) if near.sums else found
-
-    def gathers(self, span: range) -> tuple[Gather, ...]:
-        """Parameters that are fetched once for a step (ZeRO-2)."""
-        if self.grid.fsdp_level != 2 or self.shards is not None:
-            return ()
-        part = slice(span.start, span.stop)
-        forward_s = self._layers_s[forward_kind(self._layers_s)][part]
-        return fetched(self.layer_bytes[part], self.grid.fsdp, self.near.ring("fsdp"), forward_s=forward_s)
-
-    def passes_s(self, span: range) -> tuple[float, float]:
-        """Seconds that a pass ahead and one back take longer, since each gathers parameters (ZeRO-3)."""
-        if not self.every_pass:
-            return 0.0, 0.0
-
-        def longer_s(kind: str, order: slice, *, scattered: bool) -> float:
-            return pass_s(
-                self.layer_bytes[span.start : span.stop][order],
-                self._layers_s[kind][span.start : span.stop][order],
-                self.grid.fsdp, self.near.ring("fsdp"), ahead=self._ahead, scattered=scattered,
-            )  # fmt: skip
-
-        ahead_s = longer_s(forward_kind(self._layers_s), slice(None), scattered=False)
-        return ahead_s, longer_s("B", slice(None, None, -1), scattered=True)
-
-    @property
-    def every_pass(self) -> bool:
-        return self.grid.fsdp_level == 3 and self.shards is None
-
-    def gather_s(self) -> list[float]:
-        """Of each layer, in every pass."""
-        ring = self.near.ring("fsdp")
-        return [all_gather_s(each, self.grid.fsdp, ring) for each in self.layer_bytes]
-
-    def sums_s(self) -> list[float]:
-        """Of each layer, what its sums over replicas take at least, whatever buckets they leave in."""
-        grid, near = self.grid, self.near
-        if grid.replicas == 1:
-            return []
-        if self.shards is not None:
-            found = list(self.shards.once_s)
-        elif grid.fsdp_level == 2:
-            found = [
-                reduce_scatter_s(each, grid.fsdp, without_latency(near.ring("fsdp")))
-                for each in self.layer_bytes
-            ]
-        else:
-            found = [0.0] * len(self.layer_bytes)
-        over = without_latency(near.ring("dp"))
-        parts = [all_reduce_s(each / grid.fsdp, grid.dp, over) for each in self.layer_bytes]
-        return list(map(add, found, parts))
-
-
-def without_latency(link: Link) -> Link:
-    """The link as long messages see it."""
-    return replace(link, latency_s=0.0)
-
-
-def forward_kind(layers_s: Mapping[str, Sequence[float]]) -> str:
-    """A forward that keeps its graph, where it was timed apart."""
-    return "G" if "G" in layers_s else "F"
-
-
 def times_on(
     grid: Grid,
     costs: Costs,
@@ -321,10 +190,11 @@ def times_on(
     shards: ShardCosts | None = None,
 ) -> LayerTimes:
     """The times of the layers on a grid; arguments as of `Collectives`, but the costs are whole."""
+    summed = costs.at(microbatch_size).summed_bytes
     sums_s = [
-        2 * all_reduce_s(each, grid.tp, near.ring("tp")) if grid.tp > 1 else 0.0
-        for each in (*costs.at(microbatch_size).activation_bytes, 0.0)
-    ] or [0.0]
+        2 * all_reduce_s(summed[layer], grid.tp, near.ring("tp")) if layer in summed else 0.0
+        for layer in range(costs.num_layers)
+    ]
     costs = divided(costs, microbatch_size, grid.tp)
     size, layers = costs.at(microbatch_size), costs.num_layers
     forward, backs = forward_kind(size.layers_s), ("B", "I") if split else ("B",)

@@ -26,10 +26,9 @@ from typing import Any
 import their_repository
 from trials import Series, rate, timed
 
-from gpipe_bench.experiments.guard.arms import repository, this_project
+from gpipe_bench.experiments.guard.arms import base_tree, repository, this_project
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard
-from gpipe_bench.experiments.guard.trees import base_tree
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 
 TRIALS = {"same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8}

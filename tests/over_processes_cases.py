@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.plan import exact
-from gpipe_bench.experiments.plan.models import Planned
+from gpipe_bench.experiments.plan.steps import Planned
 from gpipe_bench.planner.candidate import Candidate
 
 Built = tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]

@@ -39,6 +39,13 @@ def tied(blocks: int = 6) -> tuple[list[nn.Module], Tensor, Tensor, Any]:
     return [embedding, *middle, Tied(embedding)], tokens, tokens, loss_of
 
 
+def frozen() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
+    """The same, with weights of the embedding that nobody trains."""
+    layers, *rest = tied()
+    next(layers[0].parameters()).requires_grad_(False)
+    return layers, *rest
+
+
 def plain() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
     layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     return layers, torch.empty(16, WIDTH), torch.empty(16, WIDTH), nn.functional.mse_loss

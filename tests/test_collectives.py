@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,16 +19,11 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.breakdown import COLLECTIVES, PARTS, breakdown
 from gpipe_bench.planner.collectives import (
     all_gather_s,
-    all_gather_sent_bytes,
     all_reduce_s,
-    all_reduce_sent_bytes,
     data_parallel,
-    every_pass_s,
     fetched,
     pass_s,
-    reduce_scatter_s,
     sharded,
-    tensor_parallel_s,
 )
 
 LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]
@@ -35,24 +31,13 @@ RANKS = st.integers(1, 64)
 BYTES = st.integers(0, 10**9)
 
 
-def ring_sent(num_bytes: int, ranks: int) -> list[Fraction]:
-    """What each rank sends when a reduce-scatter really goes round: hop by hop, piece by piece."""
-    sent = [Fraction(0)] * ranks
-    for _hop in range(ranks - 1):
-        for rank in range(ranks):
-            sent[rank] += Fraction(num_bytes, ranks)
-    return sent
-
-
 @given(BYTES, RANKS)
 def test_a_ring_is_its_hops(num_bytes: int, ranks: int) -> None:
-    sent = ring_sent(num_bytes, ranks)
-    hops_s = (ranks - 1) * LINK.latency_s + sent[0] / LINK.bandwidth_bytes_per_s
-    exact = Fraction(num_bytes)
-    assert reduce_scatter_s(exact, ranks, LINK) == all_gather_s(exact, ranks, LINK) == hops_s  # type: ignore[arg-type]
-    assert all_reduce_s(exact, ranks, LINK) == 2 * hops_s  # type: ignore[arg-type]
-    assert all_gather_sent_bytes(exact, ranks) == sent[0]  # type: ignore[arg-type]
-    assert all_reduce_sent_bytes(exact, ranks) == 2 * sent[0]  # type: ignore[arg-type]
+    """A gather or a scatter goes round hop by hop, a piece of 1 / ranks at a time."""
+    exact: Any = Fraction(num_bytes)
+    hops_s = (ranks - 1) * (LINK.latency_s + exact / ranks / LINK.bandwidth_bytes_per_s)
+    assert all_gather_s(exact, ranks, LINK) == hops_s
+    assert all_reduce_s(exact, ranks, LINK) == 2 * hops_s
 
 
 def test_numbers_by_hand() -> None:
@@ -70,7 +55,7 @@ def test_two_ranks_on_a_link_whose_directions_share_it_send_one_after_the_other(
     assert all_gather_s(400, 3, both_ways) == pytest.approx(2 * 400 / 3 / 100)  # each link is used one way
 
 
-@pytest.mark.parametrize("collective", [all_reduce_s, all_gather_s, reduce_scatter_s])
+@pytest.mark.parametrize("collective", [all_reduce_s, all_gather_s])
 def test_collectives_that_cannot_be(collective) -> None:
     with pytest.raises(ValueError, match="0 ranks; give 1 or more"):
         collective(1, 0, LINK)
@@ -89,7 +74,6 @@ def test_buckets_leave_as_the_backward_goes_from_the_last_layer_to_the_first() -
 
 def test_buckets_of_one_replica_are_none() -> None:
     assert data_parallel([[10.0]], 1, LINK) == ()
-    assert sharded([[10.0]], 1, LINK) == ()
 
 
 def test_shards_are_scattered_layer_by_layer_and_then_summed_over_replicas() -> None:
@@ -123,7 +107,6 @@ def test_a_pass_back_scatters_behind_the_layer_after() -> None:
 def test_parameters_are_fetched_layer_by_layer_and_needed_as_the_forward_goes() -> None:
     found = fetched([4.0, 0.0, 8.0], 2, Link("link", 0, 1), forward_s=[1, 2, 1])
     assert found == (Gather(0, 2), Gather(0.75, 4))
-    assert fetched([4.0], 1, LINK) == ()
     with pytest.raises(ValueError, match="1 layers take time and 2 have parameters"):
         fetched([1, 2], 2, LINK, forward_s=[1])
 
@@ -150,29 +133,6 @@ def test_the_stages_of_a_worker_fetch_one_after_the_other() -> None:
     timeline = replay(both, SLOTS, gathers=[[Gather(0, 2)], [Gather(0, 2)]])
     assert spans(timeline) == [("gather 0", 0, 0, 2), ("gather 0", 1, 2, 4)]
     assert [event.end_s for event in timeline.events[:2]] == [3, 5]
-
-
-def seconds_of(schedule: Schedule, waits_s) -> dict[str, float]:
-    return {str(action): waits_s(action) for action in schedule if waits_s(action)}
-
-
-def test_every_pass_gathers_where_nothing_is_kept() -> None:
-    schedule = gpipe(2, 2, "except_last")
-    assert seconds_of(schedule, every_pass_s(schedule, [1, 2], [3, 4])) == {
-        "0F0": 1, "0F1": 1, "0B1": 3, "0R0": 1, "0B0": 3, "1F0": 2, "1F1": 2, "1B1": 4, "1R0": 2, "1B0": 4,
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="its W would find its parameters sharded: gather once in a step"):
-        every_pass_s(named("zb-h1", 2, 4), [1, 1], [1, 1])
-
-
-def test_tensor_parallel_layers_sum_in_every_pass_but_w() -> None:
-    schedule = named("zb-h1", 2, 2, remat="always")
-    waits_s = tensor_parallel_s([[10, 10], [30]], 2, Link("link", 0, 10), backward_bytes=[[5], [20, 20]])
-    by_kind = {(action.stage, action.kind): waits_s(action) for action in schedule}
-    assert by_kind == {
-        (0, Kind.F): 2, (0, Kind.R): 2, (0, Kind.I): 0.5, (0, Kind.W): 0,
-        (1, Kind.F): 3, (1, Kind.R): 3, (1, Kind.I): 4, (1, Kind.W): 0,
-    } | ({(0, Kind.B): 0.5} if (0, Kind.B) in by_kind else {})  # fmt: skip
 
 
 def spans(timeline: Timeline) -> list[tuple[str, int, float, float]]:

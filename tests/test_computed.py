@@ -115,7 +115,7 @@ def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the
 
 
 def test_a_network_that_trains_to_other_weights_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "_weights", lambda name, num_stages: (name == "unet" and num_stages > 1))
+    monkeypatch.setattr(trained, "_weights", lambda name, num_stages: name == "unet" and num_stages > 1)
     networks = trained.networks()
     assert (networks.value, networks.what[-8:]) == (0.9, "not unet")
     assert words("claims-text", [networks]) == {(networks.row, networks.column): "below"}

@@ -12,7 +12,6 @@ import pytest
 
 from gpipe_bench.experiments.consistency.judging import (
     PATH,
-    Distance,
     Plan,
     drawn,
     farthest,
@@ -20,6 +19,7 @@ from gpipe_bench.experiments.consistency.judging import (
     joint_power,
     load_protocol,
     power,
+    word_of,
 )
 
 PROTOCOL = load_protocol()
@@ -140,7 +140,7 @@ def test_the_whole_interval_lies_within_the_margin_up_to_the_farthest_distance()
     numbers = plan.runs, len(plan.sequential)
     most = farthest(*numbers, PROTOCOL.margin, PROTOCOL.alpha)
     words = [
-        Distance(value, *interval(value, *numbers, PROTOCOL.alpha)).word(PROTOCOL.margin)
+        word_of(*interval(value, *numbers, PROTOCOL.alpha), PROTOCOL.margin)
         for value in (0.0, most - 1e-6, most + 1e-6, 3.0, 9.0)
     ]
     assert words == ["reproduced", "reproduced", "undecided", "undecided", "above"]

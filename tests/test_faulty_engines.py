@@ -12,8 +12,8 @@ import pytest
 from command_line import call, lines
 
 from gpipe_bench.experiments import peers
-from gpipe_bench.experiments.engines import examination as examination_module
-from gpipe_bench.experiments.engines.examination import Row, faults
+from gpipe_bench.experiments.engines import checks as checks_module
+from gpipe_bench.experiments.engines.checks import Row, faults
 from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
 from gpipe_bench.experiments.peers import MODELS
 
@@ -104,8 +104,8 @@ def check(name: str, *options: str) -> tuple[int, str, list[str]]:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    kept = {place: examination_module.PLACES[place] for place in places}
-    monkeypatch.setattr(examination_module, "PLACES", kept)
+    kept = {place: checks_module.PLACES[place] for place in places}
+    monkeypatch.setattr(checks_module, "PLACES", kept)
 
 
 # In processes of their own
@@ -230,7 +230,7 @@ def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: p
     status, head, rest = check("Hangs", "--timeout-s", "1")
     assert status == 3
     assert "no answer within 1 s: its process was in line 20 of scene_engines.py (step)" in head
-    assert sum("not tried" in line for line in rest) == len(examination_module.SETTINGS) - 1
+    assert sum("not tried" in line for line in rest) == len(checks_module.SETTINGS) - 1
 
 
 def test_what_breaks_one_setting_costs_only_that(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:

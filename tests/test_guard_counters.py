@@ -104,8 +104,8 @@ def test_missing_and_new_entries_are_differences() -> None:
     ) == [
         "gone: missing, but in the file",
         "new: new, not in the file",
-        "both: lost is missing, but in the file",
-        "both: fresh = 3 is new, not in the file",
+        "both: lost: missing, but in the file",
+        "both: fresh: new, not in the file",
         "benchmark a: missing, but in the file",
         "benchmark c: new, not in the file",
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.guard.trees import base_tree, check_place, merge_base
+from gpipe_bench.experiments.guard.arms import base_tree, check_place, merge_base
 
 
 def git(root: Path, *arguments: str) -> str:

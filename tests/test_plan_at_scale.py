@@ -8,8 +8,7 @@ from records import ran
 
 from gpipe_bench.experiments.plan import on_paper
 from gpipe_bench.experiments.plan.experiment import EXPERIMENT
-from gpipe_bench.experiments.plan.figures import figures
-from gpipe_bench.experiments.plan.tables import tables
+from gpipe_bench.experiments.plan.shown import figures, tables
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.planner.cuts import EFFORT

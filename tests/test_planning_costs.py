@@ -21,9 +21,8 @@ from gpipe_bench.planner.costs import FORMAT, Costs, SizeCosts, kinds_of
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.probes import Probed, ProbeRun, Step, Taken, run_of
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.request import Request, Topology
 from gpipe_bench.planner.steps import times_on
-from gpipe_bench.planner.topology import Topology
 
 
 def some() -> Costs:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import planning_models
 import pytest
 
-from gpipe_bench.experiments.plan import elsewhere, exact
+from gpipe_bench.experiments.plan import exact, on_paper
 from gpipe_bench.experiments.plan.steps import WAYS, ranked, searched, title, with_replicas
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition
@@ -165,6 +165,19 @@ def test_the_sums_of_divided_layers_are_collectives_and_know_of_hosts() -> None:
     assert one.parts_s["communication"] == pytest.approx(near_s)
 
 
+def test_every_pass_gathers_where_nothing_is_kept() -> None:
+    """ZeRO-3 where layers are gathered and computed in turn: in F, in R, and with its scatter in B."""
+    given = costs(parameter_bytes=((2**20,),) * 4)
+    shared = {"workers": 1, "number": 2, "fsdp": 2, "fsdp_level": 3}
+    gather_s = 4 * all_gather_s(2**20, 2, NEAR)  # of all layers
+    for remat, passes in (("never", 3), ("always", 4)):
+        step = predict(candidate(remat=remat, **shared), given, request(NEAR, 2, 8))
+        alone = predict(candidate(remat=remat, workers=1, number=2), given, request(NEAR, 1, 4))
+        assert step.step_s - alone.step_s == pytest.approx(2 * passes * gather_s)
+    with pytest.raises(ValueError, match="its W would find its parameters sharded: gather once in a step"):
+        predict(candidate("zb-h1", **shared), given, request(NEAR, 2, 8))
+
+
 def test_what_costs_do_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="no costs of micro-batches of 3"):
         predict(candidate(number=1), costs(), request(batch_size=3))
@@ -212,12 +225,12 @@ def test_what_is_ranked_is_what_the_search_of_the_verb_finds() -> None:
 
 
 def test_published_orders_are_found_again() -> None:
-    large, small = elsewhere.torchtitan()
+    large, small = on_paper.torchtitan()
     assert large.correlation == small.correlation == 1
     assert large.regret == small.regret == 0
-    (primus,) = elsewhere.primus()
+    (primus,) = on_paper.primus()
     assert primus.correlation >= 0.9
-    ones = elsewhere.zero_bubble()
+    ones = on_paper.zero_bubble()
     assert len(ones) == 6
     assert all(each.predicted[0] == min(each.predicted) for each in ones)  # 1F1B is the slowest
 

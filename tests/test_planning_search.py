@@ -17,11 +17,10 @@ from gpipe_bench.planner.answer import plan
 from gpipe_bench.planner.candidate import Grid, Way
 from gpipe_bench.planner.cuts import Cut
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.request import Request, Topology, link_named, link_within
 from gpipe_bench.planner.search import Search
 from gpipe_bench.planner.space import Space, check, ways
 from gpipe_bench.planner.steps import REMATS, QuickSteps
-from gpipe_bench.planner.topology import Topology, link_named, link_within
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
 TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)
@@ -149,15 +148,16 @@ def test_a_tied_weight_is_one_where_one_worker_has_both_its_layers() -> None:
     assert sum(each.parameters for each in halves.memory) == alone.parameters + size
 
 
+@pytest.mark.parametrize("shared", ["tied", "frozen"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("remat", ["never", "always"])
 @pytest.mark.parametrize(("name", "workers"), [("1f1b", 1), ("gpipe", 2), ("1f1b", 2), ("zb-v", 2)])
 def test_a_tied_weight_takes_what_the_memory_model_says(
-    name: str, workers: int, remat: str, optimizer: str
+    name: str, workers: int, remat: str, optimizer: str, shared: str
 ) -> None:
     """One weight and one state on a worker, but a gradient of each use, and what another owner sends."""
     request = replace(TWO, accelerators=workers, batch_size=8, optimizer=optimizer)
-    search = search_of(request, Space(schedules=(name,)), "tied")
+    search = search_of(request, Space(schedules=(name,)), shared)
     way = next(
         w
         for w in ways(request, search.space, 8)
@@ -166,7 +166,7 @@ def test_a_tied_weight_takes_what_the_memory_model_says(
     bounds = [0, *range(3, 2 + way.num_stages), 8] if way.num_stages > 1 else [0, 8]
     cut = tuple(range(a, b) for a, b in pairwise(bounds))
     found = search.found(way, Cut(cut, (remat,) * len(cut), 1.0, 1.0))
-    model = planned("tied")
+    model = planned(shared)
     profile = model.profile_of(way.microbatch_size, "float32", split_backward=way.splits)
     expected = pipeline_memory(
         profile.layers, profile.loss, cut,

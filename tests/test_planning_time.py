@@ -14,14 +14,20 @@ import pytest
 from planning_models import costs_of, planned
 
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.planner import kept
 from gpipe_bench.planner.answer import worth
 from gpipe_bench.planner.costs import About, Costs
-from gpipe_bench.planner.measured import Timing, measured, sizes_worth
-from gpipe_bench.planner.model import OneOfYours
+from gpipe_bench.planner.measured import (
+    MONTH_S,
+    Timing,
+    facts_of,
+    measured,
+    read_kept,
+    sizes_worth,
+    write_kept,
+)
+from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, affordable, print_progress, probe
-from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.topology import link_named
+from gpipe_bench.planner.request import Request, link_named
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)
@@ -58,7 +64,7 @@ def test_what_the_fastest_ways_depend_on_is_timed_again() -> None:
 
 def probed(*sizes: int, **more: Any) -> Probed:
     """Of six layers in this process."""
-    job = ProbeJob(OneOfYours("planning_models:plain"), sizes, **more)
+    job = ProbeJob(Subject("planning_models:plain"), sizes, **more)
     try:
         return probe(Bench(job))
     finally:
@@ -99,7 +105,7 @@ def test_how_far_it_is_is_said_in_lines_or_over_one_of_a_terminal(monkeypatch: p
 @pytest.fixture(name="asked")
 def of_a_model() -> tuple[dict[str, Any], Costs]:
     model = planned("plain")
-    facts = kept.facts(model, REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
+    facts = facts_of(model, REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
     return facts, replace(costs_of(model), profiles=None)
 
 
@@ -108,32 +114,32 @@ def test_costs_are_kept_and_only_what_is_the_same_is_given_back(
 ) -> None:
     facts, costs = asked
     folder = tmp_path / "costs"
-    assert kept.read(folder, facts) is None
-    kept.write(folder, facts, costs)
-    found = kept.read(folder, facts)
+    assert read_kept(folder, facts) is None
+    write_kept(folder, facts, costs)
+    found = read_kept(folder, facts)
     assert found is not None
     assert found[0].to_data() == json.loads(json.dumps(costs.to_data()))
     (path,) = folder.iterdir()
     whole = path.read_text()
     for key, other in (("torch", "0"), ("sizes", [1]), ("files", {}), ("cores", [9]), ("optimizer", "sgd")):
-        assert kept.read(folder, {**facts, key: other}) is None
+        assert read_kept(folder, {**facts, key: other}) is None
     # Under another's name, cut off, with a number changed, of the future, and too old.
     data = json.loads(whole)
     data["facts"]["torch"] = "0"
     for damaged in (json.dumps(data), whole[:-100], whole.replace("0.001", "0.002", 1), "[]", "{}"):
         path.write_text(damaged)
-        assert kept.read(folder, facts) is None
+        assert read_kept(folder, facts) is None
     path.write_text(whole)
-    monkeypatch.setattr(kept, "time", lambda: found[1] + kept.MONTH_S + 1)
-    assert kept.read(folder, facts) is None
-    monkeypatch.setattr(kept, "time", lambda: found[1] - 1)
-    assert kept.read(folder, facts) is None
+    monkeypatch.setattr("gpipe_bench.planner.measured.time", lambda: found[1] + MONTH_S + 1)
+    assert read_kept(folder, facts) is None
+    monkeypatch.setattr("gpipe_bench.planner.measured.time", lambda: found[1] - 1)
+    assert read_kept(folder, facts) is None
 
 
 def test_a_model_s_own_files_and_shapes_are_among_the_facts(asked: tuple[dict[str, Any], Costs]) -> None:
     facts = asked[0]
     assert any(name.endswith("planning_models.py") for name in facts["files"])
-    other = kept.facts(planned("tied"), REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
+    other = facts_of(planned("tied"), REQUEST, sizes=[1, 2], processes=2, seconds=60.0, sharded=True)
     assert other["layers"] != facts["layers"]
 
 
@@ -141,5 +147,5 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(
     tmp_path: Path, asked: tuple[dict[str, Any], Costs]
 ) -> None:
     (tmp_path / "file").write_text("")
-    kept.write(tmp_path / "file", *asked)
-    assert kept.read(tmp_path / "file", asked[0]) is None
+    write_kept(tmp_path / "file", *asked)
+    assert read_kept(tmp_path / "file", asked[0]) is None

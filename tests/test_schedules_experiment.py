@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from records import quantity, ran, record
 
-from gpipe_bench.experiments.schedules import figures, laid_out, published
-from gpipe_bench.experiments.schedules.experiment import EXPERIMENT
+from gpipe_bench.experiments.schedules import laid_out, published
+from gpipe_bench.experiments.schedules.experiment import EXPERIMENT, Point, figures, frontier
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.paper import load_paper
@@ -114,8 +114,8 @@ def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None
 
 def test_nothing_beats_a_schedule_on_the_frontier() -> None:
     known = {"a": (1.0, 9.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (3.0, 5.0), "e": (3.5, 4.0)}
-    points = [figures.Point(name, "kept", *place) for name, place in known.items()]
-    assert [point.schedule for point in figures.frontier(points)] == ["a", "c"]
+    points = [Point(name, "kept", *place) for name, place in known.items()]
+    assert [point.schedule for point in frontier(points)] == ["a", "c"]
 
 
 def test_one_round_is_drawn_without_an_interval() -> None:
@@ -127,7 +127,7 @@ def test_one_round_is_drawn_without_an_interval() -> None:
         )
     )
     case = {"part": "side by side", "remat": "never", "num_microbatches": 2}
-    (plot,) = figures.figures([record(experiment="schedules", case=case, quantities=(step, over))])
+    (plot,) = figures([record(experiment="schedules", case=case, quantities=(step, over))])
     (axes,) = plot.draw().axes
     assert sorted(axes.get_legend_handles_labels()[1]) == ["ours", "torch's (of medians)"]
 

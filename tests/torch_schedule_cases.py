@@ -12,7 +12,7 @@ from ranks import EXACT, TIMEOUT_S, assert_own_gradients, halves, raises
 from tiny_models import mlp_batch, plain_step
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
+from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, validate
@@ -43,7 +43,7 @@ def our_rows_in_torchs_runtime() -> None:
     for name in NAMED:
         schedule = named(name, 2, 4)
         theirs, ours = layers_for_torch(schedule.num_stages), layers_for_torch(schedule.num_stages)
-        runtime = TorchRuntime(schedule, theirs, 4, mse_loss, group, torch.device("cpu"))
+        runtime = TorchRuntime(schedule, theirs, 4, group, torch.device("cpu"))
         pipeline = Pipeline(
             list(itertools.chain(*ours)),
             num_stages=schedule.num_stages,
@@ -53,7 +53,7 @@ def our_rows_in_torchs_runtime() -> None:
             group=group,
             timeout_s=TIMEOUT_S,
         )
-        wanted = weights_after_three_steps(theirs, runtime.step)
+        wanted = weights_after_three_steps(theirs, lambda x, y, r=runtime: r.step(x, y, mse_loss))
         found = weights_after_three_steps(ours, lambda x, y, p=pipeline: p.step(x, y, mse_loss))
         trained = 0
         for a, b, first in zip(found, wanted, layers_after_none(schedule.num_stages), strict=True):
@@ -72,7 +72,7 @@ def torchs_rows_in_our_engine() -> None:
     for name in CLASSES:
         stages = layers_for_torch(2 if name in ("gpipe", "1f1b") else 4)
         model = nn.Sequential(*itertools.chain(*stages))
-        runtime = TorchRuntime(name, stages, 4, mse_loss, pair.group, torch.device("cpu"))
+        runtime = TorchRuntime(name, stages, 4, pair.group, torch.device("cpu"))
         schedule = runtime.rows(name)
         if name == "1f1b" and Action(1, Kind.F, 0) not in set(schedule):
             with raises(ValueError, "the row of stage 1 holds 1F4"):

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for a name that leads nowhere."""
     if arguments.timeout_s <= 0:
         raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
-    from gpipe_bench.experiments.engines.examination import BROKEN, CANNOT, OK, examination, faults
+    from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, OK, examination, faults
 
     engine = arguments.engine
     rows = examination(engine, arguments.timeout_s)

@@ -18,10 +18,18 @@ from pathlib import Path
 import msgspec
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
-from gpipe_bench.experiments.guard.arms import Subject, WorkerError, repository, this_project
+from gpipe_bench.experiments.guard.arms import (
+    Base,
+    Subject,
+    WorkerError,
+    base_tree,
+    check_place,
+    repository,
+    this_project,
+    top_of,
+)
 from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
-from gpipe_bench.experiments.guard.trees import Base, base_tree, check_place, top_of
 from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.places import PUBLISHED, ROOT

@@ -23,8 +23,7 @@ from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.planner.request import MEASURED, Request
-from gpipe_bench.planner.topology import link_named, link_within
+from gpipe_bench.planner.request import MEASURED, Request, link_named, link_within
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
@@ -121,8 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from gpipe_bench.planner.answer import plan
-    from gpipe_bench.planner.kept import user_folder
-    from gpipe_bench.planner.measured import Timing
+    from gpipe_bench.planner.measured import Timing, user_folder
     from gpipe_bench.planner.model import model_of
 
     torch.set_num_threads(1)

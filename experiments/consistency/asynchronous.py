@@ -74,13 +74,11 @@ def train_asynchronously(
     *,
     stash: bool,
     rate: float = 1.0,
-    num_steps: int | None = None,
     initial_seed: int | None = None,
 ) -> Asynchronous:
     """Trains by the task's recipe, update for update, with stale weights and `rate` times its learning rate.
     The initial weights are those of `initial_seed`, or of `seed`. CPU only.
     """
-    num_steps = task.num_steps if num_steps is None else num_steps
     torch.manual_seed(seed if initial_seed is None else initial_seed)
     model = task.build()
     partition = Pipeline(model, num_stages=num_stages, num_microbatches=1).partition
@@ -99,7 +97,7 @@ def train_asynchronously(
     losses: list[float] = []
     curve: list[tuple[int, float, float]] = []
     model.train()
-    for action in execution_order(one_f_one_b(num_stages, num_steps)):
+    for action in execution_order(one_f_one_b(num_stages, task.num_steps)):
         stage, last = stages[action.stage], action.stage == num_stages - 1
         step = action.microbatch
         if action.kind is Kind.F:
@@ -132,7 +130,7 @@ def train_asynchronously(
             if action.stage == 0:  # the last to finish a mini-batch
                 if average is not None:
                     average.update(step + 1)
-                if (step + 1) % task.evaluate_every == 0 or step + 1 == num_steps:
+                if (step + 1) % task.evaluate_every == 0 or step + 1 == task.num_steps:
                     since = losses[curve[-1][0] if curve else 0 : step + 1]
                     curve.append((step + 1, sum(since) / len(since), evaluate(task, model, average)))
     return Asynchronous(

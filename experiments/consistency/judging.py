@@ -31,11 +31,12 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     found = []
     for num_stages in load_protocol().plans["images"].stages:
         finding = statistical(records, "images", num_stages)
-        quantity, distance, row = None, finding.distance, "distance to the sequential mean"
-        if distance is not None and not finding.reason:
+        quantity, row = None, "distance to the sequential mean"
+        if finding.distance is not None and not finding.reason:
+            value, low, high = finding.distance
             quantity = Quantity(
-                name=row, value=distance.value, unit="standard deviations", low=distance.low,
-                high=distance.high, provenance="measured", higher_is_better=False,
+                name=row, value=value, unit="standard deviations", low=low,
+                high=high, provenance="measured", higher_is_better=False,
                 note=f"the mean of {len(finding.scores)} runs; 90 % interval: two one-sided tests at 5 %, "
                 "all of it within the margin",
             )  # fmt: skip
@@ -83,7 +84,7 @@ class Plan:
         return {"initial": self.initial, "sequential": self.sequential, **stages}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Protocol:
     """The whole file.
 
@@ -167,10 +168,7 @@ def _checked(content: Mapping[str, Any], sha256: str) -> Protocol:
             f"margin {margin:g}, alpha {alpha:g}, power {power:g}: the margin is positive, alpha lies "
             "between 0 and 0.5, power between 0 and 1"
         )
-    split_seed = int(draw["split_seed"])
-    return Protocol(
-        margin=margin, alpha=alpha, power=power, split_seed=split_seed, plans=plans, sha256=sha256
-    )
+    return Protocol(margin, alpha, power, int(draw["split_seed"]), plans, sha256)
 
 
 def _check_counts(model: str, plan: Plan) -> None:
@@ -197,19 +195,11 @@ def _check_counts(model: str, plan: Plan) -> None:
 # power.
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Of two means, in standard deviations of one run, with the interval of the true one."""
-
-    value: float
-    low: float
-    high: float
-
-    def word(self, margin: float) -> str:
-        """Whether the interval lies within the margin, on both sides of its end, or outside."""
-        if self.high <= margin:
-            return "reproduced"
-        return "undecided" if self.low <= margin else "above"
+def word_of(low: float, high: float, margin: float) -> str:
+    """Whether an interval lies within the margin, on both sides of its end, or outside."""
+    if high <= margin:
+        return "reproduced"
+    return "undecided" if low <= margin else "above"
 
 
 def interval(distance: float, runs: int, baseline_runs: int, alpha: float) -> tuple[float, float]:
@@ -296,11 +286,12 @@ def _suffices(score: float, record: Record, what: str) -> bool:
 class Finding:
     """What the protocol's test says of one number of stages.
 
-    `word` is the judge's: "reproduced", "undecided", "above", or with a `reason` "not comparable", "not run".
+    `distance` is that of the means, in standard deviations of one run, with the interval of the true one;
+    `word` the judge's: "reproduced", "undecided", "above", or with a `reason` "not comparable", "not run".
     """
 
     scores: tuple[float, ...] = ()
-    distance: Distance | None = None
+    distance: tuple[float, float, float] | None = None
     word: str = "not run"
     reason: str = ""
 
@@ -318,12 +309,6 @@ class Baseline:
     deviation: float
     missing: str
     problem: str
-
-    def distance(self, scores: Sequence[float], alpha: float) -> Distance:
-        """Of the mean of these scores from ours, in standard deviations of one run."""
-        away = abs(statistics.fmean(scores) - self.mean)
-        value = away / self.deviation if away else 0.0
-        return Distance(value, *interval(value, len(scores), len(self.scores), alpha))
 
 
 def baseline(records: Sequence[Record], model: str) -> Baseline | None:
@@ -393,11 +378,14 @@ def statistical(records: Sequence[Record], model: str, num_stages: int) -> Findi
         problem = f"{len(runs) - len(scores)} of {len(runs)} runs diverged, so they have no mean"
     if problem:
         return Finding(scores, word="not comparable", reason=problem)
-    distance = found.distance(scores, protocol.alpha)
-    word = distance.word(protocol.margin)
-    if word != "above" and not _suffices(statistics.fmean(scores), runs[0], "required"):
-        return Finding(scores, distance, "not comparable", "the runs did not learn")
-    return Finding(scores, distance, word)
+    mean = statistics.fmean(scores)
+    away = abs(mean - found.mean)
+    value = away / found.deviation if away else 0.0
+    low, high = interval(value, len(scores), len(found.scores), protocol.alpha)
+    word = word_of(low, high, protocol.margin)
+    if word != "above" and not _suffices(mean, runs[0], "required"):
+        return Finding(scores, (value, low, high), "not comparable", "the runs did not learn")
+    return Finding(scores, (value, low, high), word)
 
 
 def exact(record: Record) -> str:

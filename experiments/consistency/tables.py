@@ -5,7 +5,6 @@ Asynchronous training stands beside it for contrast, and deep networks for train
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -96,7 +95,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     for num_stages, finding in own.items():
         if finding.scores or finding.reason:
             away = finding.distance
-            distance = "" if away is None else f"{away.value:.2f} sd [{away.low:.2f}, {away.high:.2f}]"
+            distance = "{:.2f} sd [{:.2f}, {:.2f}]".format(*away) if away else ""
             lines.append(["(a) own seeds", f"K = {num_stages}", each(finding.scores), distance, finding.word])
     for record in select(records, "same seed", model):
         values, processes = _values(record), record.case["processes"]
@@ -291,25 +290,19 @@ def _points(record: Record) -> tuple[list[float], list[float]]:
 
 def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
     """Mean and band of the sequential runs over the steps, and every other run as a line."""
+    import numpy
     import seaborn
 
     stages = load_protocol().plans[model].stages
     colors = dict(zip(stages, seaborn.color_palette("crest", len(stages)), strict=True))
     runs = [_points(r)[1] for r in select(records, "baseline", model) if r.status == "done"]
-    steps = _points(select(records, "baseline", model)[0])[0]
-    length = min(len(steps), *(len(run) for run in runs))
-    means = [statistics.fmean(run[i] for run in runs) for i in range(length)]
-    margin = load_protocol().margin
-    spans = [margin * statistics.stdev(run[i] for run in runs) for i in range(length)]
-    axes.fill_between(
-        steps[:length],
-        [m - s for m, s in zip(means, spans, strict=True)],
-        [m + s for m, s in zip(means, spans, strict=True)],
-        color="0.8",
-        label=f"{len(runs)} sequential runs: mean, {margin:g} sd",
-        linewidth=0,
-    )
-    axes.plot(steps[:length], means, color="0.4")
+    margin, steps = load_protocol().margin, _points(select(records, "baseline", model)[0])[0]
+    length = min(len(steps), *map(len, runs))
+    known, steps = numpy.array([run[:length] for run in runs]), steps[:length]
+    means, spans = known.mean(axis=0), margin * known.std(axis=0, ddof=1)
+    band = f"{len(runs)} sequential runs: mean, {margin:g} sd"
+    axes.fill_between(steps, means - spans, means + spans, color="0.8", label=band, linewidth=0)
+    axes.plot(steps, means, color="0.4")
     for num_stages in stages:
         own = of_case(select(records, "own seeds", model), num_stages=num_stages)
         for place, record in enumerate(own):

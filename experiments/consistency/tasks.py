@@ -104,7 +104,6 @@ class ImageTask:
     def __init__(self, recipe: ImageRecipe, images: Images) -> None:
         self.recipe, self.images = recipe, images
         self.batch_size = recipe.batch_size
-        self.num_microbatches = recipe.num_microbatches
         self.average_decay: float | None = recipe.average_decay
         self.steps_per_epoch = len(images.train) // recipe.batch_size
         if not self.steps_per_epoch:
@@ -454,7 +453,6 @@ class TextTask:
     def _set_recipe(self, recipe: TextRecipe) -> None:
         self.recipe = recipe
         self.batch_size, self.num_steps = recipe.batch_size, recipe.num_steps
-        self.num_microbatches = recipe.num_microbatches
         self.evaluate_every = max(1, math.ceil(recipe.num_steps / 5))
         self.options = {
             "num_layers": recipe.num_layers, "vocab_size": recipe.vocab_size, "d_model": recipe.d_model,

@@ -3,20 +3,35 @@
 All get the same `Setup`, work on the very same modules and differ in nothing but the engine. What an engine
 can't do is a ValueError when it is built or, where it depends on the batch, when it steps. Where an engine
 recomputes in its own way, its docstring says so.
+
+torch has classes for single schedules and, below those with several stages per process, one runtime that
+takes rows from a file (`TorchRuntime`). So a schedule of ours can be set beside torch's of the same name, and
+the same rows beside each other on both engines. What is private there is the same from torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.experiments.engines.setup import LossFn, Setup
-from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.files import from_csv, to_csv
+from gpipe_bench.pipeline.plan.named import loop
+from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.stage.trees import num_examples
+from gpipe_bench.pipeline.plan.vee import vee
+from gpipe_bench.pipeline.stage.trees import num_examples, tensors_of
 
 
 class Ours:
@@ -49,63 +64,6 @@ class Ours1F1B(Ours):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, schedule="1f1b")
-
-
-class _TorchPipelining:
-    """torch.distributed.pipelining, one process per stage.
-
-    It recomputes whole stages with `torch.utils.checkpoint` (`use_reentrant=False`), inside the backward and
-    in every micro-batch: "except_last" is the same as "always". The mini-batch must divide into M equal parts
-    and the model return one tensor.
-    """
-
-    schedule = ""
-
-    def __init__(self, setup: Setup) -> None:
-        what = f"Schedule{CLASSES[self.schedule]}"
-        if setup.group is None:
-            raise ValueError(
-                f"{what} runs one process per stage and there is no process group; "
-                "in one process compare with torchgpipe, or start a process per stage"
-            )
-        if self.schedule == "1f1b" and setup.num_microbatches < setup.num_stages:
-            raise ValueError(
-                f"{what} needs at least as many micro-batches as stages, not "
-                f"M={setup.num_microbatches} with K={setup.num_stages}; raise M or use torch-gpipe"
-            )
-        self.what, self.count = what, setup.num_microbatches
-        self.loss_fn: LossFn | None = None
-        stages = [setup.stage_layers(stage) for stage in range(setup.num_stages)]
-        # The loss function is known at the first step only.
-        self.runtime = TorchRuntime(
-            self.schedule, stages, self.count, self._loss, setup.group, setup.device,
-            recompute=setup.remat != "never",
-        )  # fmt: skip
-
-    def _loss(self, output: Any, target: Any) -> Tensor:
-        assert self.loss_fn is not None, "step() has set it"
-        return self.loss_fn(output, target)
-
-    def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
-        if (size := num_examples(batch)) % self.count:
-            raise ValueError(
-                f"{self.what} averages over micro-batches of equal size; {size} examples do not divide "
-                f"into M={self.count}; choose a batch size that is a multiple of M"
-            )
-        self.loss_fn = loss_fn
-        return self.runtime.step(batch, target)
-
-
-class TorchGPipe(_TorchPipelining):
-    """torch.distributed.pipelining.ScheduleGPipe; see `_TorchPipelining` for how it recomputes."""
-
-    schedule = "gpipe"
-
-
-class Torch1F1B(_TorchPipelining):
-    """torch.distributed.pipelining.Schedule1F1B, which runs a backward as soon as it can; needs M >= K."""
-
-    schedule = "1f1b"
 
 
 class Torchgpipe:
@@ -151,3 +109,177 @@ def why_no_torchgpipe() -> str:
     if importlib.util.find_spec("torchgpipe") is None:
         return "torchgpipe is not installed: pip install -e .[peers]"
     return ""
+
+
+CLASSES: dict[str, str] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "breadth-first": "LoopedBFS",
+    "interleaved": "Interleaved1F1B",
+    "interleaved zero bubble": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+"""torch's classes by the names that their schedules have here; one has none."""
+_IN_A_V = ("zb-v", "dualpipe-v")
+_ONE_STAGE = ("gpipe", "1f1b")
+
+
+class TorchRuntime:
+    """Training steps by torch, of `rows` of ours, or of torch's own class under a name of `CLASSES`.
+
+    `stages` are the layers of each stage of the whole pipeline; those of this process are taken. All micro-
+    batches are of one size. With `recompute` every stage runs under torch's checkpoint. `ValueError` for a
+    schedule that torch does not take, with its reason.
+    """
+
+    def __init__(
+        self,
+        rows: Schedule | str,
+        stages: Sequence[Sequence[nn.Module]],
+        num_microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules
+
+        self._loss_fn: LossFn | None = None  # known at the first step only
+        rank, num_workers = dist.get_rank(group), dist.get_world_size(group)
+        self.placement = _placement(rows, num_workers, len(stages))
+        self.has_first, self.has_last = self.placement[0] == rank, self.placement[-1] == rank
+        mine = [
+            pipelining.PipelineStage(_Stage(layers, recompute), index, len(stages), device, group=group)
+            for index, layers in enumerate(stages)
+            if self.placement[index] == rank
+        ]
+        for stage in mine:
+            _greet_others_only(stage, rank)
+        given: Any = mine[0] if rows in _ONE_STAGE else mine
+        make: Any = schedules._PipelineScheduleRuntime
+        if not isinstance(rows, Schedule):
+            make = schedules.get_schedule_class(CLASSES[rows])
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that some are experimental
+                self.running = make(given, num_microbatches, loss_fn=self._loss)
+                if isinstance(rows, Schedule):
+                    _load(self.running, rows)
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(f"torch does not take this schedule: {error}") from error
+        # It keeps and concatenates all outputs unless told not to.
+        known = inspect.signature(self.running.step).parameters
+        self._options = {"return_outputs": False} if "return_outputs" in known else {}
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        assert self._loss_fn is not None, "step() has set it"
+        return self._loss_fn(output, target)
+
+    def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
+        """One training step without the optimizer; the mean loss, where the last stage is."""
+        self._loss_fn = loss_fn
+        losses: list[Tensor] = []
+        last = {"target": target, "losses": losses} if self.has_last else {}
+        self.running.step(*(tensors_of(batch) if self.has_first else ()), **last, **self._options)
+        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    def rows(self, name: str = "torch") -> Schedule:
+        """What torch runs."""
+        # A schedule with one stage per process makes its rows only when it is asked.
+        order = getattr(self.running, "pipeline_order", None) or self.running._get_pipeline_order()
+        rows = (order[rank] for rank in sorted(order))
+        return from_csv(
+            "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows), name
+        )
+
+
+class _TorchPipelining(TorchRuntime):
+    """torch.distributed.pipelining, one process per stage.
+
+    It recomputes whole stages with `torch.utils.checkpoint` (`use_reentrant=False`), inside the backward and
+    in every micro-batch: "except_last" is the same as "always". The mini-batch must divide into M equal parts
+    and the model return one tensor.
+    """
+
+    schedule = ""
+
+    def __init__(self, setup: Setup) -> None:
+        what = self.what = f"Schedule{CLASSES[self.schedule]}"
+        self.count = setup.num_microbatches
+        if setup.group is None:
+            raise ValueError(
+                f"{what} runs one process per stage and there is no process group; "
+                "in one process compare with torchgpipe, or start a process per stage"
+            )
+        if self.schedule == "1f1b" and self.count < setup.num_stages:
+            raise ValueError(
+                f"{what} needs at least as many micro-batches as stages, not "
+                f"M={self.count} with K={setup.num_stages}; raise M or use torch-gpipe"
+            )
+        stages, again = [*map(setup.stage_layers, range(setup.num_stages))], setup.remat != "never"
+        super().__init__(self.schedule, stages, self.count, setup.group, setup.device, recompute=again)
+
+    def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
+        if (size := num_examples(batch)) % self.count:
+            raise ValueError(
+                f"{self.what} averages over micro-batches of equal size; {size} examples do not divide "
+                f"into M={self.count}; choose a batch size that is a multiple of M"
+            )
+        return super().step(batch, target, loss_fn)
+
+
+class TorchGPipe(_TorchPipelining):
+    """torch.distributed.pipelining.ScheduleGPipe; see `_TorchPipelining` for how it recomputes."""
+
+    schedule = "gpipe"
+
+
+class Torch1F1B(_TorchPipelining):
+    """torch.distributed.pipelining.Schedule1F1B, which runs a backward as soon as it can; needs M >= K."""
+
+    schedule = "1f1b"
+
+
+class _Stage(nn.Module):
+    """The layers of a stage as one module; a boundary's tuple arrives as several arguments."""
+
+    def __init__(self, layers: Sequence[nn.Module], recompute: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.recompute = recompute
+
+    def forward(self, *values: Tensor) -> Any:
+        if self.recompute:
+            return checkpoint(self._run, *values, use_reentrant=False)
+        return self._run(*values)
+
+    def _run(self, *values: Tensor) -> Any:
+        return self.layers(values[0] if len(values) == 1 else values)
+
+
+def _greet_others_only(stage: Any, rank: int) -> None:
+    """torch 2.11 sends a first message to the ranks of both neighbours, also where that is this one, as in a
+    V; gloo has no connection from a process to itself, and the others would wait for it.
+    """
+    greetings = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [each for each in greetings() if each.group_peer != rank]
+
+
+def _placement(rows: Schedule | str, num_workers: int, num_stages: int) -> tuple[int, ...]:
+    if isinstance(rows, Schedule):
+        return tuple(rows.worker(stage) for stage in range(rows.num_stages))
+    per_worker, over = divmod(num_stages, num_workers)
+    if over or (rows in _ONE_STAGE and per_worker != 1) or (rows in _IN_A_V and per_worker != 2):
+        raise ValueError(
+            f"torch's {CLASSES[rows]} does not have {num_stages} stages on {num_workers} workers"
+        )
+    return vee(num_workers) if rows in _IN_A_V else loop(num_workers, per_worker)
+
+
+def _load(runtime: Any, schedule: Schedule) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(to_csv(schedule))
+        runtime._load_csv(str(path), format="compute_only")

@@ -14,7 +14,7 @@ dimensions use links of one kind, which they don't share.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,16 +24,6 @@ from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Action, Kind
-from gpipe_bench.pipeline.plan.simulate import replay
-from gpipe_bench.planner.collectives import (
-    data_parallel,
-    every_pass_s,
-    fetched,
-    pass_s,
-    sharded,
-    tensor_parallel_s,
-)
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.predicted.sizes import FullSize
@@ -45,7 +35,8 @@ CAP_GIB = 16.0
 MOST_STAGES, MOST_TP = 16, 8
 PER_STAGE = 4  # micro-batches for each stage, where there are as many examples: the paper's M >= 4K
 FORMAT, OPTIMIZER = "float32", "rmsprop"
-LEVELS = ("dp", "ZeRO-2", "ZeRO-3")
+SHARED = {"ZeRO-2": 2, "ZeRO-3": 3}
+LEVELS = ("dp", *SHARED)
 GIB = 2**30
 
 
@@ -170,74 +161,46 @@ class Grids:
     def step_s(self, place: Place, level: str, setting: Setting) -> float:
         """Seconds of a step whose replicas have all parameters, or have divided them."""
         from gpipe_bench.planner.accelerators import UPDATE_BYTES
+        from gpipe_bench.planner.candidate import Candidate
+        from gpipe_bench.planner.costs import Costs, SizeCosts
+        from gpipe_bench.planner.predict import Layout
+        from gpipe_bench.planner.request import Request
 
-        dp, pp, tp = place
-        full, examples, cut = self.full, self.examples(place), self.cut(pp)
-        link = Link("link", setting.latency_s, setting.bytes_per_s)
+        full, examples, cut, (dp, pp, tp) = self.full, self.examples(place), self.cut(place.pp), place
         layers = full.seconds(self.accelerator, FORMAT, examples, (setting.share_of_peak,))
-        ahead_s = [[float(layers[layer].forward[0]) / tp for layer in span] for span in cut]
-        behind_s = [[float(layers[layer].backward[0]) / tp for layer in span] for span in cut]
-        held = [[4 * full.parameters[layer] / tp for layer in span] for span in cut]
-        sent = [full.sent_bytes(layer, examples, FORMAT) for layer in range(len(full.layers))]
-        ends = [span.stop - 1 for span in cut[:-1]]
-        shared = 1 if level == "dp" else dp
-        update_bytes = UPDATE_BYTES[OPTIMIZER]
-        times: dict[tuple[int, Kind], float] = {}
-        for stage in range(pp):
-            times[stage, Kind.F] = times[stage, Kind.R] = sum(ahead_s[stage])
-            times[stage, Kind.B] = sum(behind_s[stage])
-        schedule = gpipe(pp, self.number(place), "always")
-        waits: list[Callable[[Action], float]] = []
-        if tp > 1:
-            sums = [
-                [sent[layer] for layer in span for _ in range(2) if layer in self.divided] for span in cut
-            ]
-            waits.append(tensor_parallel_s(sums, tp, link))
-        more: dict[str, Any] = {}
-        parts = [[[size] for size in sizes] for sizes in held]
-        if level == "ZeRO-3":
-            gathers = [pass_s(*each, dp, link, ahead=True) for each in zip(held, ahead_s, strict=True)]
-            scatters = [
-                pass_s(sizes[::-1], seconds[::-1], dp, link, ahead=True, scattered=True)
-                for sizes, seconds in zip(held, behind_s, strict=True)
-            ]
-            waits.append(every_pass_s(schedule, gathers, scatters))
-        else:
-            reduced = data_parallel if level == "dp" else sharded
-            more["reductions"] = [
-                reduced(sizes, dp, link, backward_s=seconds)
-                for sizes, seconds in zip(parts, behind_s, strict=True)
-            ]
-        if level == "ZeRO-2":
-            more["gathers"] = [
-                fetched(sizes, dp, link, forward_s=seconds)
-                for sizes, seconds in zip(held, ahead_s, strict=True)
-            ]
-        if waits:
-            more["collective_s"] = lambda action: sum(each(action) for each in waits)
-        timeline = replay(
-            schedule,
-            times,
-            link,
-            activation_bytes=[sent[end] / tp for end in ends],
-            gradient_bytes=[full.returned_bytes(end, examples, FORMAT) / tp for end in ends],
-            update_s=[
-                sum(full.parameters[layer] for layer in span)
-                * update_bytes / tp / shared / self.accelerator.bytes_per_s
-                for span in cut
-            ],
-            **more,
+        ahead_s, behind_s = ([float(way[0]) for way in ways] for ways in zip(*layers, strict=True))
+        every = range(len(full.layers))
+        sent = [full.sent_bytes(layer, examples, FORMAT) for layer in every]
+        size = SizeCosts(
+            layers_s={"F": ahead_s, "R": ahead_s, "B": behind_s},
+            activation_bytes=[each / tp for each in sent[:-1]],
+            gradient_bytes=[full.returned_bytes(layer, examples, FORMAT) / tp for layer in every[:-1]],
+            sum_bytes={layer: sent[layer] for layer in self.divided},
+        )
+        moved = UPDATE_BYTES[OPTIMIZER] / self.accelerator.bytes_per_s
+        costs = Costs(
+            sizes={examples: size},
+            update_s=[moved * each for each in full.parameters],
+            parameter_bytes=[(4 * each,) for each in full.parameters],
+        )
+        request = Request(
+            accelerators=self.count, memory_bytes=int(CAP_GIB * GIB), batch_size=self.batch_size,
+            link=Link("link", setting.latency_s, setting.bytes_per_s), device_type="tpuv3",
         )  # fmt: skip
-        return float(timeline.makespan_s)
+        replicas = {"dp": dp} if level == "dp" else {"fsdp": dp, "fsdp_level": SHARED[level]}
+        candidate = Candidate(
+            cut=cut, schedule="gpipe", num_microbatches=self.number(place), remat=("always",) * pp,
+            num_workers=pp, tp=tp, **replicas,
+        )  # fmt: skip
+        return float(Layout(candidate, costs, request).timeline().makespan_s)
 
     def peak_bytes(self, place: Place, level: str) -> float:
         """Of the fullest accelerator, its layers divided evenly by tp."""
         from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
 
-        shares = {"ZeRO-2": 2, "ZeRO-3": 3}
-        sharing = (
-            Sharing(shards=place.dp, level=shares[level]) if level in shares else Sharing(replicas=place.dp)
-        )
+        sharing = Sharing(place.dp)
+        if level in SHARED:
+            sharing = Sharing(shards=place.dp, level=SHARED[level])
         *layers, loss = self.full.profiles(FORMAT, self.examples(place))
         stages = [
             held_stage(layers[span.start : span.stop], loss if span.stop == len(layers) else None, sharing)

@@ -12,14 +12,14 @@ same processes: replicas do not sum over what carries a pipeline's messages, whi
 processes map, but through torch's collectives. It gets neither medians of a kind nor one replica alone:
 processors sum with the cores that compute, so that the last backward, inside of which the sums are, takes
 half as long again as the others; and a step is as long as that of the replica which is slower in it. On four
-processes there is nothing to compute with on two cores, so the layers wait (`overlap`): two replicas of two
+processes there is nothing to compute with on two cores, so the layers wait (`Waits`): two replicas of two
 stages, whose sums take a fixed time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from statistics import median
@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Provenance, Quantity
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.links import LINKS, Bucket, Link
+from gpipe_bench.pipeline.plan.named import gpipe, named
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.collectives import data_parallel
 
 if TYPE_CHECKING:
@@ -97,6 +98,9 @@ EXAMPLES = {"smoke": 8, "short": 16, "GPUs": 32}  # of all replicas
 NUM_STEPS = {"smoke": 3, "short": 15, "GPUs": 15}
 GPUS = 2  # of a grid
 BEFORE = 3
+LAYERS, SUMMED = 4, 1024  # that wait, on a worker; numbers of a layer's parameter, whose sum is a bucket
+FORWARD_S, BACKWARD_S, SUM_S = 0.02, 0.04, 0.04
+"""Of a layer that waits, forward and back, and of the sum of its gradient."""
 BUCKET_BYTES = 4 * 2**20
 SUM_BYTES = (2**16, 2**24)
 """A sum that is all latency, and one that is all bytes."""
@@ -226,11 +230,11 @@ def _by_shape(way: str, pipeline: Any, batch: Any) -> int:
     from torch import distributed as dist
 
     from gpipe_bench.pipeline.memory.boundary import Boundary
-    from gpipe_bench.planner.collectives import all_reduce_sent_bytes
 
     if way == "dp":
-        gradients = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)
-        return round(all_reduce_sent_bytes(gradients, dist.get_world_size()))
+        gradients: int = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)
+        ranks = dist.get_world_size()
+        return round(2 * gradients * (ranks - 1) / ranks)  # once round for the sum, once for what it comes to
     mine = torch.zeros(1, dtype=torch.int64)
     if dist.get_rank() == 0:
         with torch.no_grad():
@@ -285,21 +289,73 @@ def _steps(job: Job) -> Outcome:
     return Outcome(_beside(measured, 1e3 * laid_out_s(job, found, link)), facts)
 
 
-def _waiting() -> Outcome:
-    from gpipe_bench.experiments.grid import overlap
+class Waits(NamedTuple):
+    """Layers that wait, on two replicas of two workers with four layers each, in a schedule of one stage per
+    worker and whole backwards. Steps are taken until one takes no more than `enough_s`, or `num_steps`: what
+    else the machine does can only make a step slower.
+    """
 
-    case = overlap.Case("1f1b")
-    found = overlap.measure(case)
+    schedule: str = "1f1b"
+    num_steps: int = 6
+    enough_s: float = 0.0
+
+    @property
+    def rows(self) -> Schedule:
+        """Of two micro-batches."""
+        return named(self.schedule, 2, 2)
+
+    def replayed(self, *, overlap: bool = True) -> Timeline:
+        """What a step should be, with the sums inside the last backward of a stage, or all behind it."""
+        leaving = [Bucket((i + 1) / LAYERS if overlap else 1.0, SUM_S) for i in range(LAYERS)]
+        action_s = {Kind.F: LAYERS * FORWARD_S, Kind.B: LAYERS * BACKWARD_S}
+        return replay(self.rows, action_s, reductions=[leaving] * 2)
+
+    def measure(self) -> tuple[float, Timeline]:
+        """The fastest step of a process for each worker of each replica, which wait side by side: seconds on
+        the slowest rank, and the timeline of the first replica.
+        """
+        from gpipe_bench.pipeline.ranks.launch import launch
+
+        found: list[tuple[float, Timeline]] = launch(wait, 4, self, device="cpu", pin=False)
+        return found[0]
+
+
+def wait(case: Waits) -> tuple[float, Timeline]:
+    """What each process does: the fastest step, with the timeline of its replica."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from gpipe_bench.experiments.schedules.turns import Waiting, slow_sums
+    from gpipe_bench.pipeline import Pipeline
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    layers = [Waiting(SUMMED, FORWARD_S, BACKWARD_S) for _ in range(2 * LAYERS)]
+    even = [1.0] * len(layers)
+    pipeline = Pipeline(layers, mesh=mesh, num_microbatches=2, schedule=case.rows, cost=even, bucket_bytes=1)
+    batch, found = torch.ones(2, 1), list[tuple[float, Timeline]]()
+    with slow_sums(lambda num_bytes: SUM_S if num_bytes >= 4 * SUMMED else 0.0):
+        steps = timed_steps(pipeline, batch, batch, nn.functional.mse_loss)
+        for step in islice(steps, 2, 2 + case.num_steps):
+            found.append(step)
+            if step[0] <= case.enough_s:
+                break
+    return min(found, key=lambda step: step[0])
+
+
+def _waiting() -> Outcome:
+    case = Waits()
+    step_s, timeline = case.measure()
     inside_s, behind_s = (case.replayed(overlap=each).makespan_s for each in (True, False))
     measured = Quantity(
-        name="step", value=1e3 * found.step_s, unit="ms", provenance="measured", higher_is_better=False,
+        name="step", value=1e3 * step_s, unit="ms", provenance="measured", higher_is_better=False,
         note="the fastest of some, of the slowest process",
     )  # fmt: skip
     behind = Quantity(
         name="replayed step, sums behind the last backward", value=1e3 * behind_s, unit="ms",
         provenance="replayed", higher_is_better=False,
     )  # fmt: skip
-    return Outcome((*_beside(measured, 1e3 * inside_s), behind), {"timeline": found.timeline.to_data()})
+    return Outcome((*_beside(measured, 1e3 * inside_s), behind), {"timeline": timeline.to_data()})
 
 
 def _beside(measured: Quantity, replayed_ms: float) -> tuple[Quantity, ...]:
@@ -335,13 +391,36 @@ def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:
     return float(median(map(max, zip(*by_process, strict=True))))
 
 
+def timed_steps(
+    pipeline: Any, batch: Any, target: Any, loss: Callable[..., Any]
+) -> Iterator[tuple[float, Timeline]]:
+    """Step after step on a grid, of which all ranks take as many: seconds from the common begin to the end on
+    the slowest rank, and this replica's timeline.
+    """
+    import torch
+    from torch import distributed as dist
+
+    from gpipe_bench.pipeline import devices
+
+    device = pipeline.stages[0].device
+    while True:
+        dist.barrier()
+        devices.synchronize(device)
+        start_s = time.perf_counter()
+        pipeline.step(batch, target, loss)
+        devices.synchronize(device)
+        step_s = torch.tensor(time.perf_counter() - start_s)
+        dist.all_reduce(step_s, dist.ReduceOp.MAX)
+        yield float(step_s), pipeline.gather_timeline()
+        pipeline.zero_grad()
+
+
 def work(job: Job) -> Ran:
     """What each process does."""
     import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gpipe_bench.experiments.grid.overlap import timed_steps
     from gpipe_bench.experiments.timed.link import measured as measured_link
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline, devices
@@ -364,9 +443,9 @@ def work(job: Job) -> Ran:
     messages = LINKS["loopback"] if job.device == "cpu" else measured_link(device)
     steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
     steps = timed_steps(pipeline, batch, target, loss)
-    for step in islice(steps, BEFORE, BEFORE + NUM_STEPS[job.size]):
-        steps_s.append(step.step_s)
-        events = [(event.action, event.duration_s) for event in step.timeline.events]
+    for step_s, timeline in islice(steps, BEFORE, BEFORE + NUM_STEPS[job.size]):
+        steps_s.append(step_s)
+        events = [(event.action, event.duration_s) for event in timeline.events]
         actions_s.append({(a.stage, str(a.kind), a.microbatch): seconds for a, seconds in events})
     cut = pipeline.partition
     pipeline.close()

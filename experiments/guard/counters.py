@@ -163,26 +163,20 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
     """One line for everything in which the content found differs from the file's; none where it is equal."""
     before, now = expected.get("counters", {}), found["counters"]
     lines = _gone_and_new(before, now)
-    for case in now:
-        if case in before:
-            lines += [f"{case}: {line}" for line in _of_case(before[case], now[case])]
-    changed = _gone_and_new(expected.get("benchmarks", []), found["benchmarks"])
-    return lines + [f"benchmark {line}" for line in changed]  # none that is timed vanishes unnoticed
+    for case in (each for each in now if each in before):
+        lines += _gone_and_new(before[case], now[case], f"{case}: ")
+        for name, value in now[case].items():
+            old = before[case].get(name, value)
+            # A file may say 4.0 or true where 4 was counted; equality alone would let it.
+            if old != value or type(old) is not type(value):
+                lines.append(f"{case}: {name} {old} -> {value}{_share(old, value)}")
+    # No benchmark that is timed vanishes unnoticed.
+    return lines + _gone_and_new(expected.get("benchmarks", []), found["benchmarks"], "benchmark ")
 
 
-def _gone_and_new(expected: Collection[str], found: Collection[str]) -> list[str]:
-    lines = [f"{name}: missing, but in the file" for name in expected if name not in found]
-    return lines + [f"{name}: new, not in the file" for name in found if name not in expected]
-
-
-def _of_case(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    lines = [f"{name} is missing, but in the file" for name in expected if name not in found]
-    lines += [f"{name} = {found[name]} is new, not in the file" for name in found if name not in expected]
-    for name, value in found.items():
-        # A file may say 4.0 or true where 4 was counted; equality alone would let it.
-        if name in expected and (expected[name] != value or type(expected[name]) is not type(value)):
-            lines.append(f"{name} {expected[name]} -> {value}{_share(expected[name], value)}")
-    return lines
+def _gone_and_new(expected: Collection[str], found: Collection[str], what: str = "") -> list[str]:
+    lines = [f"{what}{name}: missing, but in the file" for name in expected if name not in found]
+    return lines + [f"{what}{name}: new, not in the file" for name in found if name not in expected]
 
 
 def _share(before: Any, after: Any) -> str:

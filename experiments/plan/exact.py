@@ -17,9 +17,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.rules import Peaks
-from gpipe_bench.experiments.plan.steps import NUM_WORKERS, WAYS, processes_of, replicated, title
+from gpipe_bench.experiments.plan.steps import (
+    MODELS,
+    NUM_WORKERS,
+    WAYS,
+    Planned,
+    processes_of,
+    replicated,
+    title,
+)
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, Scalar
 from gpipe_bench.harness.stats import from_samples
@@ -169,16 +176,10 @@ def _count(
 def _pipeline(candidate: Candidate, layers: Sequence[Any], **more: Any) -> Pipeline:
     from gpipe_bench.pipeline import Pipeline
 
-    schedule = schedule_of(candidate)
     return Pipeline(
-        layers,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        schedule=schedule,
-        cost=[1 / len(span) for span in candidate.cut for _ in span],
-        **processes_of(candidate),
-        **more,
-    )
+        layers, partition=candidate.cut, num_microbatches=candidate.num_microbatches,
+        schedule=schedule_of(candidate), **processes_of(candidate), **more,
+    )  # fmt: skip
 
 
 def peaks(record: Record) -> list[Peaks]:
@@ -235,7 +236,7 @@ def wait(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[lis
     import torch
     from torch import nn
 
-    from gpipe_bench.experiments.schedules.waiting import waiting_stages
+    from gpipe_bench.experiments.schedules.turns import waiting_stages
     from gpipe_bench.planner.timing import time_step
 
     torch.manual_seed(0)

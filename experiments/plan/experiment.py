@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpipe_bench.experiments.plan import elsewhere, exact, on_paper, steps
-from gpipe_bench.experiments.plan.figures import figures
-from gpipe_bench.experiments.plan.models import MODELS
-from gpipe_bench.experiments.plan.tables import tables
+from gpipe_bench.experiments.plan import exact, on_paper, steps
+from gpipe_bench.experiments.plan.shown import figures, tables
+from gpipe_bench.experiments.plan.steps import MODELS
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.verdict import Answer
@@ -40,8 +39,8 @@ def cases(options: RunOptions) -> list[Case]:
         found += [Case({"part": on_paper.AT_SCALE, "model": name}, each.seconds) for name, each in scales]
         found.append(Case({"part": on_paper.PUBLISHED_STEPS}, on_paper.SECONDS))
     return found + [
-        Case({"part": elsewhere.PART, "source": source}, seconds)
-        for source, seconds in elsewhere.SECONDS.items()
+        Case({"part": on_paper.ELSEWHERE, "source": source}, seconds)
+        for source, seconds in on_paper.ORDER_S.items()
         if not smoke or seconds <= 2
     ]
 
@@ -59,7 +58,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return on_paper.run_at_scale(key["model"])
         case on_paper.PUBLISHED_STEPS:
             return on_paper.run_published()
-    return elsewhere.run(key["source"])
+    return on_paper.run_order(key["source"])
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:

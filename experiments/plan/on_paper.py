@@ -1,42 +1,81 @@
-"""The largest models on paper: what is planned for them beside what others did, and published steps.
+"""What others did and measured, beside our predictions of it; nothing here runs.
 
-Nothing here runs: layers are a roofline of the accelerator, links are nominal, so every number is modelled
-and has the range of the share of the peak.
-
-At scale, the best way that fits of each number of workers K and each size of tensor parallelism is what the
+At scale: the best way that fits of each number of workers K and each size of tensor parallelism is what the
 search of `plan` finds: replicas, shards, every schedule, every number of micro-batches. What others did is
 predicted with the same costs, so that the two can be compared; what they measured stands beside it.
 
 Published steps (results/published-steps.toml) are laid out as they were stated and not searched for: the cut
 is even by the work of layers, and memory is not asked. A share of recomputation between none and all lies
-between those two steps.
+between those two steps. In both cases layers are a roofline of the accelerator and links are nominal, so
+every number is modelled and has the range of the share of the peak.
+
+Elsewhere: configurations in the order of our predictions, since a plan needs no right number to be right,
+only the right order. zero-bubble prints the seconds of its layers, so its settings are predicted as a
+measured machine's would be; of torchtitan and Primus only the model and the workers are known, so their
+layers are taken to be alike and a backward twice a forward; torchgpipe's settings are those of the roofline
+of a P40 in the middle of what is unknown. What they measured is in results/paper.csv, or stands here with its
+source.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpipe_bench.experiments.plan.rules import rank_correlation
+from gpipe_bench.experiments.schedules.published import SETTINGS
 from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.record import Quantity
+from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.planner.candidate import Grid, Prediction, Way
+from gpipe_bench.planner.collectives import forward_kind
+from gpipe_bench.planner.costs import Costs, SizeCosts
+from gpipe_bench.planner.predict import predict
+from gpipe_bench.planner.request import Request, link_named
 
 if TYPE_CHECKING:
-    from gpipe_bench.planner.candidate import Prediction
     from gpipe_bench.planner.model import Model
-    from gpipe_bench.planner.request import Request
     from gpipe_bench.planner.search import Found, Search
 
-AT_SCALE, PUBLISHED_STEPS = "at scale", "published steps"
+AT_SCALE, PUBLISHED_STEPS, ELSEWHERE = "at scale", "published steps", "elsewhere"
 STEP, THEIRS = "step", "step of what was done"
 PATH = PUBLISHED / "published-steps.toml"
 SECONDS = 130.0
 """That the case of published steps takes, about."""
+ORDER_S = {"zero-bubble": 2.0, "torchtitan": 1.0, "Primus": 1.0, "torchgpipe": 25.0}
+"""By source of an order: how long its case takes."""
 HOST = 8
 """Accelerators of a host, in all of them."""
-TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, Table 5: {speed} tokens/s per GPU"
+WORKERS = 8
+"""Of a pipeline whose layers are taken to be alike."""
+ALIKE = dict.fromkeys("FGRIW", 1 / WORKERS) | {"B": 2 / WORKERS}
+"""Seconds of a worker's layers there: a backward is twice a forward, each of its halves is one."""
+TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+TITAN_8B = "torchtitan, issue 773: Llama 3 8B on 8 GPUs, pipeline of 8, mini-batch of 16, tokens per second"
+
+
+def request_of(device_type: str, link: str, between: str, cards: float = 1.0, **asked: Any) -> Request:
+    """As `plan` is asked; hosts send over so many cards at a time."""
+    far = link_named(between, device_type) if between else None
+    if far is not None:
+        far = replace(far, bandwidth_bytes_per_s=cards * far.bandwidth_bytes_per_s)
+    near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // HOST)
+    return Request(link=near, between=far, hosts=hosts, device_type=device_type, **asked)
+
+
+def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Prediction:
+    """A way, cut evenly by the work of layers."""
+    seconds = costs.at(way.microbatch_size).layers_s
+    ahead_s, back_s = seconds[forward_kind(seconds)], seconds["B"]
+    cut = partition([a + b for a, b in zip(ahead_s, back_s, strict=True)], way.num_stages)
+    candidate = way.candidate(cut, (remat,) * way.num_stages)
+    return predict(candidate, replace(costs, profiles=None), request, parts=False)
 
 
 @dataclass(frozen=True)
@@ -86,14 +125,10 @@ class Scale:
 
     def request(self) -> Request:
         """As `plan` is asked."""
-        from gpipe_bench.planner.request import Request
-        from gpipe_bench.planner.topology import link_named
-
-        link, between = (link_named(name, self.device_type) for name in (self.link, self.between))
-        return Request(
-            accelerators=self.accelerators, memory_bytes=self.memory_bytes, batch_size=self.batch_size,
-            link=link, between=between, hosts=max(1, self.accelerators // HOST), optimizer=self.optimizer,
-            precision=self.precision, device_type=self.device_type, reserve_bytes=0,
+        return request_of(
+            self.device_type, self.link, self.between, accelerators=self.accelerators,
+            memory_bytes=self.memory_bytes, batch_size=self.batch_size, optimizer=self.optimizer,
+            precision=self.precision, reserve_bytes=0,
         )  # fmt: skip
 
     def model(self, name: str) -> Model:
@@ -116,8 +151,8 @@ SCALES: dict[str, Scale] = {
         precision="bfloat16", seconds=1000.0,
         done=tuple(
             Done(
-                f"torchtitan, {name}", TITAN.format(speed=f"{speed:g}"), 8, 8, 8, name.lower(), 32,
-                256 * 8192 / (512 * speed),
+                f"torchtitan, {name}", f"{TITAN}, Table 5: {speed:g} tokens/s per GPU", 8, 8, 8,
+                name.lower(), 32, 256 * 8192 / (512 * speed),
             )
             for name, speed in (("1F1B", 100.0), ("interleaved", 128.0))
         ),
@@ -178,18 +213,15 @@ def best_of_each_grid(search: Search) -> dict[tuple[int, int], Found]:
 
 def as_done(done: Done, search: Search) -> Found:
     """What was done, cut evenly by the work of layers, everything recomputed."""
-    from gpipe_bench.pipeline.plan.partition import partition
-    from gpipe_bench.planner.candidate import Grid, Way
     from gpipe_bench.planner.cuts import Cut
 
-    stages_per_worker = 2 if done.schedule == "interleaved" else 1
     grid = Grid(done.num_workers, 1, done.shards, 2 if done.shards > 1 else 0, done.tp)
     size = search.request.batch_size // done.shards // done.num_microbatches
-    way = Way(grid, done.schedule, stages_per_worker, done.num_microbatches, size)
+    per_worker = 2 if done.schedule == "interleaved" else 1
+    way = Way(grid, done.schedule, per_worker, done.num_microbatches, size)
     times = search.times(way)
     work_s = [times.least_s(layer, layer + 1) for layer in range(times.num_layers)]
-    cut = partition(work_s, way.num_stages)
-    return search.found(way, Cut(cut, ("always",) * way.num_stages, 1.0, 0.0))
+    return search.found(way, Cut(partition(work_s, way.num_stages), ("always",) * way.num_stages, 1.0, 0.0))
 
 
 def _row(prediction: Prediction, request: Request, name: str) -> dict[str, Any]:
@@ -258,23 +290,21 @@ class Step:
         builder, options = SHAPES[self.shape] if self.shape else (self.builder, self.options)
         return replace(built(self.name, builder, options, self.batch_size), attention=self.attention)
 
-    def request(self) -> Request:
-        """As `plan` is asked."""
-        from gpipe_bench.pipeline.plan.links import LINKS
-        from gpipe_bench.planner.request import Request
-
-        far = LINKS[self.between] if self.between else None
-        if far is not None:
-            far = replace(far, bandwidth_bytes_per_s=self.cards * far.bandwidth_bytes_per_s)
-        return Request(
-            accelerators=self.accelerators, memory_bytes=2**60, batch_size=self.batch_size,
-            link=LINKS[self.link], between=far, hosts=self.accelerators // HOST, precision="bfloat16",
-            device_type=self.device,
-        )  # fmt: skip
-
     def predicted(self) -> tuple[float, float, float]:
         """Seconds of the step, and the ends of its range."""
-        none, every = (_laid_out(self, remat) for remat in ("never", "always"))
+        from gpipe_bench.planner.accelerators import accelerator
+        from gpipe_bench.planner.roofline import by_roofline
+
+        request = request_of(
+            self.device, self.link, self.between, self.cards, accelerators=self.accelerators,
+            memory_bytes=2**60, batch_size=self.batch_size, precision="bfloat16",
+        )  # fmt: skip
+        size = self.batch_size // (self.dp * self.fsdp * self.num_microbatches)
+        on = replace(accelerator(self.device, "bfloat16"), fuses=self.fuses)
+        costs = by_roofline(self.model(), request, (size,), on)
+        grid = Grid(self.pp, self.dp, self.fsdp, self.level, self.tp)
+        way = Way(grid, self.schedule, self.stages_per_worker, self.num_microbatches, size)
+        none, every = (as_stated(costs, request, way, remat) for remat in ("never", "always"))
         middle, low, high = (
             (1 - self.recomputed) * getattr(none, end) + self.recomputed * getattr(every, end)
             for end in ("step_s", "low_s", "high_s")
@@ -286,28 +316,6 @@ class Step:
 def steps() -> tuple[Step, ...]:
     """Of the file."""
     return tuple(Step(**row) for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["step"])
-
-
-def _laid_out(step: Step, remat: str) -> Prediction:
-    from gpipe_bench.pipeline.plan.partition import partition
-    from gpipe_bench.planner.accelerators import accelerator
-    from gpipe_bench.planner.candidate import Candidate
-    from gpipe_bench.planner.predict import predict
-    from gpipe_bench.planner.roofline import by_roofline
-
-    request = step.request()
-    size = step.batch_size // (step.dp * step.fsdp * step.num_microbatches)
-    on = replace(accelerator(step.device, "bfloat16"), fuses=step.fuses)
-    costs = by_roofline(step.model(), request, (size,), on)
-    seconds = costs.at(size).layers_s
-    stages = step.pp * step.stages_per_worker
-    candidate = Candidate(
-        cut=partition([f + b for f, b in zip(seconds["F"], seconds["B"], strict=True)], stages),
-        schedule=step.schedule, num_microbatches=step.num_microbatches, remat=(remat,) * stages,
-        num_workers=step.pp, stages_per_worker=step.stages_per_worker, dp=step.dp, fsdp=step.fsdp,
-        fsdp_level=step.level, tp=step.tp,
-    )  # fmt: skip
-    return predict(candidate, replace(costs, profiles=None), request)
 
 
 def run_published() -> Outcome:
@@ -325,3 +333,147 @@ def run_published() -> Outcome:
         for row in rows
     ]  # fmt: skip
     return Outcome(tuple(quantities), {"steps": rows})
+
+
+class Ordered(NamedTuple):
+    """Configurations of one source that can be compared with each other.
+
+    `speeds` and `predicted` are in units of their own, larger is faster.
+    """
+
+    group: str
+    source: str
+    names: Sequence[str]
+    speeds: Sequence[float]
+    predicted: Sequence[float]
+
+    @property
+    def correlation(self) -> float:
+        """Of the ranks."""
+        return rank_correlation(self.speeds, self.predicted)
+
+    @property
+    def regret(self) -> float:
+        """How much longer a step of the one predicted to be the fastest took there than of the fastest."""
+        chosen = max(range(len(self.names)), key=self.predicted.__getitem__)
+        return max(self.speeds) / self.speeds[chosen] - 1
+
+
+def run_order(source: str) -> Outcome:
+    """The case of one source."""
+    orders = SOURCES[source]()
+    quantities = [
+        Quantity(
+            name=name, key={"group": each.group}, value=value, unit="ratio", provenance="modelled",
+            note=each.source,
+        )
+        for each in orders
+        for name, value in (("rank correlation", each.correlation), ("regret", each.regret))
+    ]  # fmt: skip
+    details = [each._asdict() | {"correlation": each.correlation, "regret": each.regret} for each in orders]
+    return Outcome(tuple(quantities), {"orders": details})
+
+
+def zero_bubble() -> list[Ordered]:
+    """Table 4's settings: 1F1B, interleaved, and zero bubble within its memory and within twice as much."""
+    speeds = _of_paper("zero-bubble-speed")
+    found = []
+    for setting in SETTINGS:
+        names = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p")
+        rows = [(f"throughput of {name} over 1F1B", setting.column) for name in names[1:]]
+        if rows[1] not in speeds:
+            continue
+        turns = setting.num_layers // setting.num_workers
+        ways = (("1f1b", 1), ("interleaved", turns), ("zb-h1", 1), ("zb-h2", 1))
+        times_s = {kind.value: ms / 1e3 for kind, ms in setting.times_ms().items()}
+        seconds = {"G": times_s["F"], **{kind: times_s[kind] for kind in "BIW"}}
+        link = Link("their messages", setting.message_ms / 1e3)
+        sizes = setting.num_workers, setting.num_microbatches
+        predicted = [_speed(seconds, turns, link, *sizes, *way, "never") for way in ways]
+        source = "arXiv 2401.10241, Table 4; times of Table 5"
+        measured = [1.0, *(speeds[row] for row in rows)]
+        found.append(Ordered(f"zero bubble, {setting.column}", source, names, measured, predicted))
+    return found
+
+
+def torchtitan() -> list[Ordered]:
+    """Llama 3 405B on 512 GPUs, and 8B on eight."""
+    ratio = _of_paper()["interleaved over 1F1B, throughput", "torchtitan, 405B, K=8"]
+    # 126 layers on 8 workers; float8 and tensor parallelism change the seconds of all alike.
+    large = [("1F1B", "1f1b", 1, "always", 1.0), ("interleaved", "interleaved", 2, "always", ratio)]
+    small = [
+        ("interleaved", "interleaved", 2, "never", 304.0),
+        ("zero bubble, two stages per worker", "zb-v", 2, "never", 339.0),
+        ("interleaved, recomputed", "interleaved", 2, "always", 243.0),
+    ]
+    return [
+        _alike("torchtitan, 405B, K = 8", TITAN, 128, 32, large),
+        _alike("torchtitan, 8B, K = 8", TITAN_8B, 32, 16, small),
+    ]
+
+
+def primus() -> list[Ordered]:
+    """Llama 2 7B on eight GPUs, relative to 1F1B."""
+    printed, column = _of_paper(), "Primus, Llama2-7B, K=8"
+    ways = [("1F1B", "1f1b", 1, "never", 1.0)]
+    ways += [
+        (name, name, 2, "never", printed[f"{name} over 1F1B, throughput", column])
+        for name in ("interleaved", "zb-v", "v-half", "v-min")
+    ]
+    source = "AMD, Primus-pipeline: Llama2-7B on 8 stages"
+    return [_alike("Primus, 7B, K = 8", source, 32, 32, ways)]
+
+
+def torchgpipe() -> list[Ordered]:
+    """The speeds of its benchmarks, by the roofline of a P40."""
+    from gpipe_bench.experiments.predicted import torchgpipe as published
+
+    measured = {cell.key: float(cell.value) for cell in load_paper() if cell.source == "torchgpipe"}
+    found = []
+    for model, settings in published.SETTINGS.items():
+        found_there = published.predict(model, quick=True)
+        known = [each.cell for each in settings if each.cell in measured]
+        if len(known) > 1:
+            names = [f"{row.removesuffix(' throughput')} {column}" for _, row, column in known]
+            speeds, predicted = (
+                [measured[cell] for cell in known],
+                [float(found_there.middle(cell)) for cell in known],
+            )
+            group = f"torchgpipe, {published.TITLES[model]}"
+            found.append(Ordered(group, "torchgpipe documentation, benchmarks", names, speeds, predicted))
+    return found
+
+
+SOURCES: dict[str, Callable[[], list[Ordered]]] = {
+    "zero-bubble": zero_bubble, "torchtitan": torchtitan, "Primus": primus, "torchgpipe": torchgpipe,
+}  # fmt: skip
+
+
+def _alike(
+    group: str, source: str, layers: int, number: int, ways: Sequence[tuple[str, str, int, str, float]]
+) -> Ordered:
+    """Of layers that are alike on eight workers; ways are names, schedules, stages per worker,
+    re-materialization and speeds.
+    """
+    each = layers // WORKERS
+    predicted = [_speed(ALIKE, each, FREE, WORKERS, number, *way[1:4]) for way in ways]
+    return Ordered(group, source, [way[0] for way in ways], [way[4] for way in ways], predicted)
+
+
+def _speed(
+    seconds: Mapping[str, float], each: int, link: Link, workers: int, number: int, *way: Any
+) -> float:
+    """Steps per second of workers with so many layers each, which together take these seconds by kind; `way`
+    is schedule, stages per worker and re-materialization.
+    """
+    name, per_worker, remat = way
+    size = SizeCosts(layers_s={kind: (all_s / each,) * each * workers for kind, all_s in seconds.items()})
+    request = Request(accelerators=workers, memory_bytes=2**60, batch_size=number, link=link)
+    laid_out = Way(Grid(workers), name, per_worker, number, 1)
+    return 1 / as_stated(Costs(sizes={1: size}), request, laid_out, remat).step_s
+
+
+def _of_paper(table: str = "") -> dict[Any, float]:
+    """Numbers of others, by row and column."""
+    cells = [cell for cell in load_paper() if cell.source == "others" and table in ("", cell.table)]
+    return {(cell.row, cell.column): float(cell.value) for cell in cells}

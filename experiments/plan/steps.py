@@ -15,12 +15,11 @@ that can be told only by something else that was timed both times.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.plan.models import MODELS, Planned
 from gpipe_bench.experiments.plan.rules import CHOSEN, MOST_DRIFT, OTHERS, Compared
 from gpipe_bench.experiments.side_by_side import void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
@@ -36,7 +35,100 @@ from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.space import Space
 
 if TYPE_CHECKING:
+    from gpipe_bench.planner.model import Subject
     from gpipe_bench.planner.probes import Bench
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model at one size.
+
+    Args:
+        title: for tables
+        model: of the zoo, or `module:function`
+        options: of the zoo's model
+        scale: in words
+        optimizer: as `Request` has it
+        batch_size: N
+        numbers: M that the plan may choose, divisors of N
+        rounds: of the probes
+        turns: rounds in which the candidates are run
+        chosen, others: how many are run
+    """
+
+    title: str
+    model: str
+    options: dict[str, Any]
+    scale: str
+    optimizer: str = "sgd"
+    batch_size: int = 16
+    numbers: tuple[int, ...] = (2, 4, 8)
+    rounds: int = 12
+    turns: int = 8
+    chosen: int = 5
+    others: int = 5
+
+    @property
+    def subject(self) -> Subject:
+        """What its processes build."""
+        from gpipe_bench.planner.model import Subject
+
+        return Subject(self.model, None if ":" in self.model else self.options)
+
+
+_OWN = "gpipe_bench.experiments.plan.own_model"
+_SHORT = {
+    "transformer": Planned(
+        "Transformer", "transformer-lm",
+        {"num_layers": 8, "vocab_size": 64, "d_model": 192, "ffn_dim": 768, "num_heads": 3, "seq_len": 32},
+        "8 layers, width 192, 32 tokens",
+    ),
+    "gpt2": Planned(
+        "GPT-2", "gpt2",
+        {"num_layers": 6, "d_model": 192, "num_heads": 3, "vocab_size": 1000, "seq_len": 32, "tied": False},
+        "6 blocks, width 192, 32 tokens",
+    ),
+    "amoebanet": Planned(
+        "AmoebaNet-D", "amoebanet-d",
+        {"num_layers": 6, "num_filters": 16, "image_size": 48, "num_classes": 10, "aux_head": False},
+        "6 cells, 16 filters, 48 x 48 pixels",
+    ),
+    "own": Planned(
+        "one's own", f"{_OWN}:mixer", {}, "a convolution, 10 mixing blocks of different widths, a head"
+    ),
+    # Chosen before anything of them was timed: nothing is tuned to them. With Adam, as most train.
+    "llama": Planned(
+        "Llama", "llama",
+        {
+            "num_layers": 6, "d_model": 192, "ffn_dim": 512, "num_heads": 6, "num_kv_heads": 2,
+            "vocab_size": 1000, "seq_len": 32,
+        },
+        "6 blocks, width 192, 32 tokens, Adam", "adam",
+    ),
+    "attending": Planned(
+        "torch's attention", f"{_OWN}:attending", {}, "9 blocks, width 192, 32 tokens, Adam", "adam"
+    ),
+}  # fmt: skip
+_SMOKE = Planned(
+    "Transformer",
+    "transformer-lm",
+    {"num_layers": 3, "vocab_size": 32, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 16},
+    "3 layers, width 32, 16 tokens",
+    batch_size=4,
+    numbers=(2, 4),
+    rounds=2,
+    turns=1,
+    chosen=2,
+    others=1,
+)
+MODELS: dict[str, dict[str, Planned]] = {
+    "smoke": {"transformer": _SMOKE},
+    "short": _SHORT,
+    "full": {
+        name: replace(each, rounds=2 * each.rounds, turns=3 * each.turns) for name, each in _SHORT.items()
+    },
+}
+
 
 PART = "steps"
 NUM_WORKERS = 2

@@ -11,18 +11,243 @@ have nothing else to do:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
 from gpipe_bench.experiments.schedules import beside, laid_out, published, recomputing
-from gpipe_bench.experiments.schedules.figures import figures
-from gpipe_bench.experiments.schedules.laid_out import NAMES, REMATS
+from gpipe_bench.experiments.schedules.laid_out import (
+    CHART_WORKERS,
+    EQUAL,
+    MEASURED,
+    NAMES,
+    REMATS,
+    WITHOUT_NAIVE,
+)
 from gpipe_bench.experiments.timed.workloads import TABLE2
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.record import Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.verdict import Comparison
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KEPT = {"never": "kept", "always": "recomputed"}
+SHOWN_WORKERS, SHOWN_MICROBATCHES = 8, 32
+"""Of the frontier: the most that Table 2 has."""
+PALETTE = (
+    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22",
+    "#393b79", "#637939", "#843c39",
+)  # fmt: skip
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Every figure the records suffice for."""
+    found: list[tuple[Any, Any, str, str, str]] = [
+        (
+            find(records, "done", part=EQUAL, num_workers=CHART_WORKERS),
+            _charts,
+            "schedules-charts",
+            f"All schedules on {CHART_WORKERS} workers with {2 * CHART_WORKERS} micro-batches, "
+            "replayed at equal costs",
+            "Gantt charts of every schedule on one time axis, activations kept at the left and "
+            "recomputed at the right; zero bubble in a V leaves the least white.",
+        ),
+        (
+            panels_of(records),
+            _frontiers,
+            "schedules-frontier",
+            "Memory of the fullest worker against the time of a step",
+            "A point for each schedule, kept and recomputed; a line joins those that no other beats "
+            "in both time and memory.",
+        ),
+        (
+            of_case(records, "done", part=beside.PART, remat="never"),
+            _side_by_side,
+            "schedules-side-by-side",
+            "Steps on two processes over those of our 1F1B, ours and torch's in one run",
+            "For each number of micro-batches the ratio of every schedule's step to 1F1B's; those of "
+            "zero bubble are the lowest, and ours do not lie above torch's.",
+        ),
+    ]
+    return [
+        picture(name=name, caption=caption, alt=alt, draw=partial(draw, shown))
+        for shown, draw, name, caption, alt in found
+        if shown
+    ]
+
+
+def _charts(record: Record) -> Figure:
+    from matplotlib.figure import Figure
+
+    kept = record.details["timelines"]
+    drawn = {(n, r): Timeline.from_data(kept[r][n]) for n in WITHOUT_NAIVE for r in REMATS}
+    longest = max(timeline.makespan_s for timeline in drawn.values())
+    figure = Figure(figsize=(13, 1.02 * len(WITHOUT_NAIVE) + 0.8), layout="constrained")
+    grid = figure.subplots(len(WITHOUT_NAIVE), len(REMATS), sharex=True)
+    for axes, ((name, remat), timeline) in zip(grid.flat, drawn.items(), strict=True):
+        _paint(axes, timeline)
+        axes.set_xlim(0, longest)
+        axes.grid(visible=False)
+        axes.tick_params(labelsize=7)
+        facts = f"{timeline.makespan_s:g} slots, {timeline.bubble:.0%} idle"
+        axes.set_title(f"{name}, {KEPT[remat]}: {facts}", fontsize=8, loc="left", pad=2)
+    for axes in grid[-1]:
+        axes.set_xlabel("slots", fontsize=8)
+    legend(figure, drawn.values())
+    return figure
+
+
+def _paint(axes: Axes, timeline: Timeline) -> None:
+    """A row for each worker; a worker's later stages have a dark frame."""
+    for worker in range(timeline.num_workers):
+        stages = timeline.stages_of(worker)
+        for event in timeline.of_worker(worker):
+            kind, turn = event.action.kind, stages.index(event.action.stage)
+            axes.broken_barh(
+                [(event.start_s, event.duration_s)], (worker - 0.42, 0.84), facecolors=COLORS[kind],
+                edgecolors="white" if turn == 0 else "black", linewidths=0.5,
+            )  # fmt: skip
+            axes.text(
+                event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
+                va="center", fontsize=5.5 if event.duration_s >= 1 else 4.5,
+                color="white" if kind in (Kind.B, Kind.I, Kind.W) else "black",
+            )  # fmt: skip
+    axes.set_yticks(range(timeline.num_workers))
+    axes.set_ylim(timeline.num_workers - 0.5, -0.5)
+
+
+class Point(NamedTuple):
+    """A schedule in the plane of time and memory."""
+
+    schedule: str
+    activations: str
+    time: float
+    memory: float
+
+
+class Panel(NamedTuple):
+    """Schedules that are compared, with the units of both axes."""
+
+    title: str
+    time_unit: str
+    memory_unit: str
+    points: list[Point]
+
+
+def panels_of(records: Sequence[Record]) -> list[Panel]:
+    """The schedules at equal costs, and of each model at the largest K and M that is on record."""
+    found = []
+    equal = find(records, "done", part=EQUAL, num_workers=SHOWN_WORKERS)
+    if equal is not None:
+        number = 2 * SHOWN_WORKERS
+        points = _points(equal, "step in slots", "graphs alive", M=number)
+        title = f"equal costs, K = {SHOWN_WORKERS}, M = {number} (replayed)"
+        found.append(Panel(title, "slots", "graphs alive", points))
+    for record in of_case(records, "done", part=MEASURED, num_microbatches=SHOWN_MICROBATCHES):
+        title = (
+            f"{record.details['title']} ({record.details['scale'] or 'full size'}), K = {SHOWN_WORKERS}, "
+            f"M = {SHOWN_MICROBATCHES}\nstep replayed with measured times, memory modelled"
+        )
+        points = _points(record, "step", "peak memory", K=SHOWN_WORKERS, M=SHOWN_MICROBATCHES)
+        if points:
+            found.append(Panel(title, "ms", "MiB", points))
+    return found
+
+
+def _points(record: Record, time: str, memory: str, **where: int) -> list[Point]:
+    """All but the naive schedule."""
+    found: dict[Any, Any] = {(q.name, *sorted(q.key.items())): q.value for q in record.quantities}
+    points = []
+    for name in WITHOUT_NAIVE:
+        for remat in REMATS:
+            key = sorted({"schedule": name, "remat": remat, **where}.items())
+            if (time, *key) in found:
+                points.append(Point(name, KEPT[remat], found[time, *key], found[memory, *key]))
+    return points
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """Those that no other one beats in both, the fastest first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.time, each.memory)):
+        if not best or point.memory < best[-1].memory:
+            best.append(point)
+    return best
+
+
+def _frontiers(panels: Sequence[Panel]) -> Figure:
+    import pandas
+    import seaborn
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(8.4, 4.0 * len(panels) + 0.5), layout="constrained")
+    for number, (title, time_unit, memory_unit, points) in enumerate(panels):
+        axes = figure.add_subplot(len(panels), 1, number + 1)
+        line = frontier(points)
+        axes.step([p.time for p in line], [p.memory for p in line], where="post", color=".6", zorder=1)
+        seaborn.scatterplot(
+            pandas.DataFrame(points),
+            x="time", y="memory", hue="schedule", style="activations", s=45, ax=axes,
+            hue_order=WITHOUT_NAIVE, palette=PALETTE[: len(WITHOUT_NAIVE)], markers=["o", "X"], zorder=2,
+        )  # fmt: skip
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
+        axes.set_title(title, fontsize=9)
+        axes.set(xlabel=f"step ({time_unit})", ylabel=f"fullest worker ({memory_unit})")
+        handles = axes.get_legend_handles_labels()
+        axes.legend().remove()
+    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=8)
+    without_frame(figure)
+    return figure
+
+
+def _side_by_side(records: Sequence[Record]) -> Figure:
+    from matplotlib.figure import Figure
+
+    found = sorted(records, key=lambda record: int(str(record.case["num_microbatches"])))
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    order = list(beside.OURS)
+    for number, record in enumerate(found):
+        axes = figure.add_subplot(1, len(found), number + 1, sharey=figure.axes[0] if figure.axes else None)
+        steps: dict[Any, Any] = {
+            each.key["arm"]: each.value for each in record.quantities if each.name == "step"
+        }
+        ratios: Any = [record.quantity("step over", arm=name, against="1f1b") for name in order]
+        ours = [(place, ratio) for place, ratio in enumerate(ratios) if ratio is not None]
+        # A single round has no interval.
+        below = [0.0 if ratio.low is None else ratio.value - ratio.low for _, ratio in ours]
+        above = [0.0 if ratio.high is None else ratio.high - ratio.value for _, ratio in ours]
+        axes.errorbar(
+            [ratio.value for _, ratio in ours], [place for place, _ in ours], fmt="o", color=PALETTE[0],
+            xerr=[below, above], label="ours",
+        )  # fmt: skip
+        theirs = [place for place, name in enumerate(order) if f"torch's {name}" in steps]
+        axes.plot(
+            [steps[f"torch's {order[place]}"] / steps["1f1b"] for place in theirs],
+            [place + 0.18 for place in theirs],
+            "D", color=PALETTE[3], markersize=4.5, label="torch's (of medians)",
+        )  # fmt: skip
+        axes.axvline(1, color=".5", linewidth=0.8)
+        axes.set_title(f"M = {record.case['num_microbatches']}", fontsize=9)
+        axes.set_xlabel("step over our 1F1B's", fontsize=8)
+        axes.set_yticks(range(len(order)), order)
+        axes.tick_params(labelleft=number == 0)
+    axes.set_ylim(len(order) - 0.5, -0.5)
+    figure.legend(
+        *axes.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=2
+    )
+    without_frame(figure)
+    return figure
+
 
 HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
 

@@ -5,28 +5,39 @@ The records' cases are in `beside`. By hand, one line per schedule and M:
     python -m gpipe_bench.experiments.schedules.turns --workers 2 --microbatches 2 4 8 --slot-ms 20
     python -m gpipe_bench.experiments.schedules.turns --workers 2 --microbatches 2 4 8 --width 256
 
-With `--slot-ms` the stages wait instead of computing (`waiting`), and a step is set against the replay of its
-slots; else they are Transformer layers, and a step is set against our own 1F1B. A line ends with the control,
-a schedule against itself, and the largest error of a gradient.
+With `--slot-ms` the stages wait instead of computing (`waiting_stages`), and a step is set against the replay
+of its slots; else they are Transformer layers, and a step is set against our own 1F1B. A line ends with the
+control, a schedule against itself, and the largest error of a gradient.
+
+Stages and layers that wait instead of computing: what is left of a step is the schedule and the engine.
+
+On two cores four workers cannot compute side by side, but they can wait side by side. So every action of a
+stage takes a fixed time from its beginning, in which its tiny layers are computed and the rest is slept. A
+step should then take what the replay of the same slots says; what it takes more is the engine's, be it ours
+or torch's. A waiting layer takes a fixed time forward and back, each gradient is there when its layer's time
+is over, and a sum over replicas ends when a link that carries one after the other would have carried it: so
+the replay says, too, what a step takes with and without an overlap of the sums with the backward.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from statistics import median
+from threading import Timer
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.checks import gradient_error, reference
+from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
 from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear
-from gpipe_bench.experiments.engines.torch_runtime import CLASSES, TorchRuntime
-from gpipe_bench.experiments.schedules.waiting import waiting_stages
 from gpipe_bench.experiments.side_by_side import Found, measured, take_turns
 from gpipe_bench.experiments.timed.replay import samples_of
 from gpipe_bench.experiments.timed.steps import layer_seconds, run_processes
@@ -34,6 +45,7 @@ from gpipe_bench.harness.rounds import against_itself, ratios, slowest
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.plan.files import to_csv
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.named import NAMED, named
@@ -42,12 +54,16 @@ from gpipe_bench.pipeline.plan.remat import from_text
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.vee import vee
+from gpipe_bench.pipeline.ranks.wire import Work
+from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.planner.timing import CPU
 
 MODEL = "transformer-lm"
 TIMED_STEPS = 4  # of which the first does not count
 TORCHS = "torch's "
 BORROWED = "interleaved zero bubble"  # the rows are read from torch: they have no name here
+# A sleep ends up to so much later than asked for; the last bit is waited for awake.
+_LATE_S = 0.3e-3
 
 
 class Job(NamedTuple):
@@ -125,7 +141,7 @@ class Bench:
             name = variant.removeprefix(TORCHS)
             if name != variant:
                 if name in theirs:
-                    self.steps[variant] = partial(theirs[name].step, self.batch, self.target)
+                    self.steps[variant] = partial(theirs[name].step, self.batch, self.target, self.loss)
                 continue
             try:
                 if name == BORROWED and name not in theirs:
@@ -183,7 +199,7 @@ class Bench:
         stages = [[self.layers[index] for index in span] for span in self.cut(per_worker * self.num_workers)]
         group = dist.group.WORLD
         assert group is not None, "the processes form one"
-        return TorchRuntime(name, stages, self.number, self.loss, group, CPU)
+        return TorchRuntime(name, stages, self.number, group, CPU)
 
     def check(self, expected: Mapping[str, Tensor]) -> dict[str, float]:
         """How far each variant's gradients are off. RuntimeError where it is more than rounding, or where no
@@ -263,6 +279,118 @@ def lines(job: Job, found: Sequence[Found]) -> list[str]:
         words.append(f"gradients {max(each.details['errors'][name] for each in found):.0e}")
         shown.append("  ".join(words))
     return shown
+
+
+@contextmanager
+def waiting_stages(slot_s: float) -> Iterator[None]:
+    """Within it, each action of our stages and of torch's takes `slot_s` for each of its slots."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    def of(kind: Kind) -> Callable[..., Kind]:
+        return lambda *_, **__: kind
+
+    def torchs_backward(*_: Any, full_backward: bool = True, **__: Any) -> Kind:
+        return Kind.B if full_backward else Kind.I
+
+    methods: list[tuple[type, str, Callable[..., Kind]]] = [
+        (Stage, "forward", of(Kind.F)),
+        (Stage, "recompute", of(Kind.R)),
+        (Stage, "backward", of(Kind.B)),
+        (Stage, "backward_inputs", of(Kind.I)),
+        (Stage, "backward_weights", of(Kind.W)),
+        (_PipelineStageBase, "forward_one_chunk", of(Kind.F)),
+        (_PipelineStageBase, "backward_one_chunk", torchs_backward),
+        (_PipelineStageBase, "backward_weight_one_chunk", of(Kind.W)),
+    ]
+    with ExitStack() as stack:
+        for owner, name, kind_of in methods:
+            slow = _slow(getattr(owner, name), kind_of, slot_s)
+            stack.enter_context(mock.patch.object(owner, name, slow))
+        yield
+
+
+def _slow(method: Callable[..., Any], kind_of: Callable[..., Kind], slot_s: float) -> Callable[..., Any]:
+    def take(self: Any, *arguments: Any, **options: Any) -> Any:
+        end_s = time.perf_counter() + SLOTS[kind_of(*arguments, **options)] * slot_s
+        result = method(self, *arguments, **options)
+        wait_until(end_s)
+        return result
+
+    return take
+
+
+def wait_until(end_s: float) -> None:
+    """Returns when `time.perf_counter` is there."""
+    left_s = end_s - time.perf_counter()
+    if left_s > _LATE_S:
+        time.sleep(left_s - _LATE_S)
+    while time.perf_counter() < end_s:
+        pass
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        end_s = time.perf_counter() + forward_s
+        ctx.save_for_backward(x, weight)
+        ctx.backward_s = backward_s
+        scaled = x * weight[0]
+        wait_until(end_s)
+        return scaled
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        end_s = time.perf_counter() + ctx.backward_s
+        x, weight = ctx.saved_tensors
+        of_weight = torch.zeros_like(weight)
+        of_weight[0] = (gradient * x).sum()
+        wait_until(end_s)
+        return gradient * weight[0], of_weight, None, None
+
+
+class Waiting(nn.Module):
+    """Takes `forward_s` and `backward_s` and has one parameter of `numel` float32 numbers."""
+
+    def __init__(self, numel: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _Scaled.apply(x, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Late:
+    """A sum that is not over before the link has carried it."""
+
+    def __init__(self, work: Any, end_s: float) -> None:
+        self._work, self._end_s = work, end_s
+
+    def wait(self) -> object:
+        self._work.wait()
+        wait_until(self._end_s)
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        Timer(max(0.0, self._end_s - time.perf_counter()), partial(future.set_result, None)).start()
+        return future
+
+
+@contextmanager
+def slow_sums(seconds: Callable[[int], float]) -> Iterator[None]:
+    """Within it, a sum over replicas takes `seconds` of its bytes on a link that carries one at a time."""
+    free_s = 0.0
+    at_once = Collectives.sum
+
+    def late(self: Collectives, numbers: Tensor) -> Work:
+        nonlocal free_s
+        free_s = max(free_s, time.perf_counter()) + seconds(numbers.nbytes)
+        return _Late(at_once(self, numbers), free_s)
+
+    with mock.patch.object(Collectives, "sum", late):
+        yield
 
 
 def main() -> None:

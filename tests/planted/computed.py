@@ -140,7 +140,7 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="the frontier keeps what is beaten",
-        file="experiments/schedules/figures.py",
+        file="experiments/schedules/experiment.py",
         old="if not best or point.memory < best[-1].memory:",
         new="if not best or point.memory <= best[-1].memory:",
         why="the line would join schedules that take longer for the same memory",

@@ -8,8 +8,8 @@ CONSISTENCY = (
     Mutant(
         name="an interval that reaches into the margin is enough",
         file="experiments/consistency/judging.py",
-        old="        if self.high <= margin:\n",
-        new="        if self.low <= margin:\n",
+        old="    if high <= margin:\n",
+        new="    if low <= margin:\n",
         why="whatever is too rough to tell apart would be called the same",
         tests=("tests/test_consistency.py::test_only_an_interval_inside_the_margin_is_reproduced",),
     ),

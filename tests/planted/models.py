@@ -156,7 +156,7 @@ OWN_MODELS = (
     ),
     Mutant(
         name="a script forgets to divide the layers",
-        file="planner/script.py",
+        file="planner/answer.py",
         old="        *(_divided(source) if candidate.tp > 1 else []),\n",
         new="",
         why="every rank of tp would compute all of every layer, and call it a plan",

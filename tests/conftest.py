@@ -39,11 +39,15 @@ def forking() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen() -> None:
-    """What is imported by now is not looked through when garbage is collected: a quarter of a second each
-    time, and steps that are timed ask for it. Once only: what tests leave behind is to be collected.
+    """What is imported by now, and what the first optimizer imports, is not looked through when garbage is
+    collected: a quarter of a second each time, and steps that are timed ask for it. Once only: what tests
+    leave behind is to be collected, but not so often that a tenth of the time goes there.
     """
+    import torch._dynamo  # noqa: F401
+
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

@@ -59,8 +59,9 @@ def prepare(session: nox.Session) -> tuple[str, list[str]]:
 def run_python(session: nox.Session, *command: str, passed: bool = True) -> None:
     """With the session's own arguments behind it, if they are to be `passed`."""
     python, arguments = prepare(session)
-    threads = {name: os.environ.get(name, value) for name, value in THREADS.items()}
-    session.run(python, *command, *(arguments if passed else ()), external=True, env=threads)
+    variables = {name: os.environ.get(name, value) for name, value in THREADS.items()}
+    variables["PYTHONDONTWRITEBYTECODE"] = ""  # or each process compiles all of it, which takes seconds
+    session.run(python, *command, *(arguments if passed else ()), external=True, env=variables)
 
 
 def usable_cores(session: nox.Session) -> str:

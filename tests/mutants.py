@@ -9,8 +9,7 @@
     python tests/mutants.py --compare BEFORE.jsonl AFTER.jsonl    what was noticed and no longer is
 
 A test suite that is green on right code shows little; this shows that it turns red on wrong code. `planted`
-holds mistakes that somebody has made or could, and that no rule makes; rules make the others: a change is
-named by file, function, operator and a number within the function, so it keeps its name when lines move.
+holds mistakes that somebody has made or could, and that no rule makes; `mutation_rules` makes the others.
 
 Everything happens in one session of pytest. It collects the tests; a fork runs them once, and where mistakes
 are made by rule it notes the lines of each. Then each mistake gets a fork, in which its function is given the
@@ -27,9 +26,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import gc
-import hashlib
 import importlib
 import json
 import os
@@ -37,18 +34,16 @@ import random
 import signal
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
 
 import coverage
 import pytest
 from _pytest.runner import runtestprotocol
+from mutation_rules import Mutant, by_rule, first_line, functions
 from planted import MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,203 +60,6 @@ FIRST_TIER = (
     "tests/benchmarks",
 )
 NOTICED = ("killed", "timed out")
-SWAPS: dict[type, type] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
-}  # fmt: skip
-OTHERS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# What is given back as it came: an order, a copy, a graph that is cut.
-PLAIN = ("reversed", "sorted", "abs", "clone", "detach", "copy", "float", "contiguous")
-
-
-@dataclass
-class Mutant:
-    """One change of a function of `file`; of a statement of the module where `function` is "".
-
-    `verdict` is "killed", "timed out", "survived", "unclear" or "no test here".
-    """
-
-    name: str
-    file: str
-    function: str
-    line: int
-    before: str
-    after: str
-    text: str = field(repr=False)  # of the module with the mistake
-    tests: tuple[str, ...] = ()  # that must notice; none: whichever run the line
-    verdict: str = ""
-    killers: list[str] = field(default_factory=list)
-
-    @property
-    def digest(self) -> str:
-        """Of the change in its module."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:12]
-
-    def record(self) -> dict[str, Any]:
-        """A line of the results."""
-        kept = {name: value for name, value in asdict(self).items() if name not in ("text", "tests")}
-        return {**kept, "digest": self.digest}
-
-
-# Mistakes by rule
-
-
-def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
-    """What may stand in place of a node: the operator's name, and the new node (None: nothing at all)."""
-    match node:
-        case ast.Compare(ops=[operator]) if type(operator) in SWAPS:
-            yield "compare", ast.Compare(node.left, [SWAPS[type(operator)]()], node.comparators)
-        case ast.BinOp(op=operator) if type(operator) in SWAPS and not _is_text(node):
-            yield "arithmetic", ast.BinOp(node.left, SWAPS[type(operator)](), node.right)
-            yield "left alone", node.left
-            yield "right alone", node.right
-        case ast.BinOp(op=ast.BitXor() | ast.BitOr() | ast.BitAnd() | ast.LShift() | ast.RShift()):
-            yield "left alone", node.left
-            yield "right alone", node.right
-        case ast.BoolOp(op=operator, values=values):
-            yield "and-or", ast.BoolOp(SWAPS[type(operator)](), values)
-            for index in range(len(values)):
-                others = [*values[:index], *values[index + 1 :]]
-                yield "dropped operand", others[0] if len(others) == 1 else ast.BoolOp(operator, others)
-        case ast.UnaryOp(op=ast.Not()):
-            yield "not", node.operand
-        case ast.UnaryOp(op=ast.USub()):
-            yield "sign", node.operand
-        case ast.Constant(value=bool(value)):
-            yield "constant", ast.Constant(not value)
-        case ast.Constant(value=int(value) | float(value)):
-            yield "constant", ast.Constant(value + 1)
-        case ast.IfExp(body=body, orelse=orelse):
-            yield "always", body
-            yield "never", orelse
-        case ast.If() | ast.While():
-            for value in (False, True)[: 1 if isinstance(node, ast.While) else 2]:
-                changed = copy.copy(node)
-                changed.test = ast.Constant(value)
-                yield "always" if value else "never", changed
-        case ast.comprehension(ifs=[_, *others]):
-            yield "dropped filter", ast.comprehension(node.target, node.iter, others, node.is_async)
-        case ast.ExceptHandler(type=ast.AST()):
-            yield (
-                "other exception",
-                ast.ExceptHandler(ast.Name("ZeroDivisionError", ast.Load()), node.name, node.body),
-            )
-        case ast.With(items=[_, *others]) if others:
-            yield "dropped context", ast.With(others, node.body)
-        case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper)) if (lower is None) != (upper is None):
-            yield "slice", ast.Subscript(node.value, ast.Slice(upper, lower), node.ctx)
-        case ast.Expr(value=ast.Call() | ast.Await()):
-            yield "dropped call", None
-        case ast.Delete() | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
-            yield "dropped statement", None
-        case ast.Return(value=value) if value and ast.unparse(value) != "None":
-            yield "early return", ast.Return(ast.Constant(None))
-        case ast.AugAssign(op=operator) if type(operator) in SWAPS:
-            yield "arithmetic", ast.AugAssign(node.target, SWAPS[type(operator)](), node.value)
-        case ast.Call():
-            yield from _calls(node)
-
-
-def _calls(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
-    called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-    match node.args:
-        case [first, second, *others] if not {type(first), type(second)} & {ast.Starred}:
-            yield "swapped arguments", ast.Call(node.func, [second, first, *others], node.keywords)
-    if called in OTHERS and isinstance(node.func, ast.Name):
-        yield "other function", ast.Call(ast.Name(OTHERS[called], ast.Load()), node.args, node.keywords)
-    if called in ("min", "max") and not node.keywords and len(node.args) == 2:
-        yield "one argument", node.args[0]
-        yield "one argument", node.args[1]
-    if called in PLAIN and len(node.args) == 1 - isinstance(node.func, ast.Attribute):
-        yield "unwrapped", node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]
-    for index, keyword in enumerate(node.keywords):
-        if keyword.arg:
-            kept = [*node.keywords[:index], *node.keywords[index + 1 :]]
-            yield "dropped keyword", ast.Call(node.func, node.args, kept)
-
-
-def _is_text(node: ast.BinOp) -> bool:
-    sides = (node.left, node.right)
-    texts = [isinstance(s, ast.Constant) and isinstance(s.value, str) for s in sides]
-    return any(texts) or any(isinstance(side, ast.JoinedStr) for side in sides)
-
-
-class _Replace(ast.NodeTransformer):
-    """Copies a tree with a node in the place of another one."""
-
-    def __init__(self, old: ast.AST, new: ast.AST | None) -> None:
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> Any:
-        if node is self.old:
-            return ast.copy_location(self.new or ast.Pass(), node)
-        return super().visit(copy.copy(node))
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, list):
-                setattr(node, name, [self.visit(v) if isinstance(v, ast.AST) else v for v in value])
-            elif isinstance(value, ast.AST):
-                setattr(node, name, self.visit(value))
-        return node
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
-    """The outermost functions of a module, with their qualified names."""
-    waiting: list[tuple[str, ast.AST]] = [("", tree)]
-    while waiting:
-        prefix, scope = waiting.pop()
-        for node in ast.iter_child_nodes(scope):
-            if isinstance(node, Function):
-                yield prefix + node.name, node
-            elif isinstance(node, ast.ClassDef):
-                waiting.append((f"{prefix}{node.name}.", node))
-            elif isinstance(node, ast.If | ast.Try | ast.With):
-                waiting.append((prefix, node))
-
-
-def first_line(function: Function) -> int:
-    """Its decorators' too."""
-    return min([function.lineno, *(each.lineno for each in function.decorator_list)])
-
-
-def places(function: Function) -> Iterator[ast.AST]:
-    """The nodes of a function that count: no annotations, messages of errors, assertions or docstrings."""
-    waiting: list[ast.AST] = list(reversed(function.body))
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arguments):
-            continue
-        yield node
-        children = [child for name, child in ast.iter_fields(node) if name not in ("annotation", "returns")]
-        flat = [each for child in children for each in (child if isinstance(child, list) else [child])]
-        waiting += reversed([each for each in flat if isinstance(each, ast.AST)])
-
-
-def by_rule(file: str) -> Iterator[Mutant]:
-    """Each mutant of a module."""
-    text = (ROOT / file).read_text(encoding="utf-8")
-    lines = text.splitlines()
-    for name, function in functions(ast.parse(text)):
-        first, counts = first_line(function), dict[str, int]()
-        line = first
-        for node in places(function):
-            line = getattr(node, "lineno", line)  # a comprehension's `for` has none
-            for operator, new in changes(node):
-                number = counts[operator] = counts.get(operator, 0) + 1
-                changed = ast.unparse(ast.fix_missing_locations(_Replace(node, new).visit(function)))
-                indented = textwrap.indent(changed, " " * function.col_offset)
-                yield Mutant(
-                    f"{file}::{name}::{operator} {number}", file, name, line,
-                    ast.unparse(node).splitlines()[0],
-                    "" if new is None else ast.unparse(ast.fix_missing_locations(new)).splitlines()[0],
-                    "\n".join([*lines[: first - 1], indented, *lines[function.end_lineno :], ""]),
-                )  # fmt: skip
 
 
 # Mistakes by hand
@@ -292,8 +90,10 @@ def by_hand(mistake: Mistake) -> Mutant:
         if not path.is_file() or f"\ndef {name}(" not in path.read_text(encoding="utf-8"):
             raise ValueError(f"{mistake.name!r} must be noticed by {node}, which is not there")
     line = start + part[: part.index(mistake.old)].count("\n")
-    text = whole.replace(part, part.replace(mistake.old, mistake.new))
-    return Mutant(mistake.name, file, function, line, mistake.old, mistake.new, text, mistake.tests)
+    return Mutant(
+        mistake.name, file, function, line, mistake.old, mistake.new,
+        lambda: whole.replace(part, part.replace(mistake.old, mistake.new)), tests=mistake.tests,
+    )  # fmt: skip
 
 
 # Planting
@@ -305,7 +105,8 @@ def plant(mutant: Mutant, folder: Path) -> int:
     """
     path = ROOT / mutant.file
     kept = folder / "planted.py"
-    kept.write_text(mutant.text, encoding="utf-8")
+    text = mutant.make()
+    kept.write_text(text, encoding="utf-8")
     os.environ["PLANTED"] = os.pathsep.join(map(str, (path, kept)))
     paths = (str(ROOT / "tests" / "planting"), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -313,9 +114,9 @@ def plant(mutant: Mutant, folder: Path) -> int:
     if (ROOT / "gpipe_bench").exists():
         importlib.import_module(f"gpipe_bench.{module}".removesuffix(".__init__"))
     if not mutant.function:
-        return _plant_statement(mutant, path)
+        return _plant_statement(mutant, path, text)
     original = dict(_codes(path.read_text(encoding="utf-8"), mutant))
-    changed = dict(_codes(mutant.text, mutant))
+    changed = dict(_codes(text, mutant))
     count = 0
     gc.unfreeze()  # what is frozen is not among the objects
     for each in gc.get_objects():
@@ -339,8 +140,8 @@ def _codes(text: str, mutant: Mutant) -> Iterator[tuple[int, CodeType]]:
         waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
-def _plant_statement(mutant: Mutant, path: Path) -> int:
-    before, after = (ast.parse(text).body for text in (path.read_text(encoding="utf-8"), mutant.text))
+def _plant_statement(mutant: Mutant, path: Path, text: str) -> int:
+    before, after = (ast.parse(each).body for each in (path.read_text(encoding="utf-8"), text))
     (new,) = [new for old, new in zip(before, after, strict=True) if ast.dump(old) != ast.dump(new)]
     found = [m for m in sys.modules.values() if Path(getattr(m, "__file__", "") or "").resolve() == path]
     for module in found:
@@ -519,7 +320,7 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
         if unknown := [name for name in options.only or () if name not in known]:
             raise ValueError(f"there is no mistake {unknown[0]!r}; --list shows their names")
         return [by_hand(mistake) for mistake in MISTAKES if mistake.name in (options.only or known)]
-    found = [mutant for file in modules(options.places) for mutant in by_rule(file)]
+    found = [mutant for file in modules(options.places) for mutant in by_rule(file, ROOT)]
     if options.sample and options.sample < len(found):
         found = random.Random(options.seed).sample(found, options.sample)
     results = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mutants
 import pytest
+from mutation_rules import by_rule
 from planted import MISTAKES, Mistake
 
 SOURCE = '''"""A module."""
@@ -50,12 +51,13 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 def test_every_mistake_made_by_hand_fits_the_code_and_is_no_other_one() -> None:
     made = [mutants.by_hand(mistake) for mistake in MISTAKES]
-    assert len({mutant.name for mutant in made}) == len({mutant.text for mutant in made}) == len(MISTAKES)
+    assert len({mutant.name for mutant in made}) == len({mutant.make() for mutant in made}) == len(MISTAKES)
 
 
 def test_rules_change_neither_messages_nor_docstrings(module: object) -> None:
     found = {
-        mutant.name.partition("::")[2]: (mutant.before, mutant.after) for mutant in mutants.by_rule("box.py")
+        mutant.name.partition("::")[2]: (mutant.before, mutant.after)
+        for mutant in by_rule("box.py", mutants.ROOT)
     }
     assert found == {
         "first::never 1": ("if a < b and a != 0:", "if False:"),
@@ -79,7 +81,6 @@ def test_rules_change_neither_messages_nor_docstrings(module: object) -> None:
         ),
         "Box.size::always 2": ("max(self.width + 2, 1) if not self.empty else 0", "max(self.width + 2, 1)"),
         "Box.size::never 2": ("max(self.width + 2, 1) if not self.empty else 0", "0"),
-        "Box.size::swapped arguments 1": ("max(self.width + 2, 1)", "max(1, self.width + 2)"),
         "Box.size::other function 1": ("max(self.width + 2, 1)", "min(self.width + 2, 1)"),
         "Box.size::one argument 1": ("max(self.width + 2, 1)", "self.width + 2"),
         "Box.size::one argument 2": ("max(self.width + 2, 1)", "1"),
@@ -112,7 +113,7 @@ WIDER = Mistake(
 def test_a_mistake_is_planted_in_the_function_that_is_there(
     module: object, tmp_path: Path, name: str, value: int
 ) -> None:
-    made = {mutant.name: mutant for mutant in (*mutants.by_rule("box.py"), mutants.by_hand(WIDER))}
+    made = {mutant.name: mutant for mutant in (*by_rule("box.py", mutants.ROOT), mutants.by_hand(WIDER))}
     mutant = made[name if name == "wider" else f"box.py::{name}"]
     box = type("Small", (module.Box,), {"given": False, "empty": False, "width": 3})()
     read: dict[str, Callable[[], int]] = {"first": lambda: module.first(5, 3), "Box.size": lambda: box.size}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_failure import Keys
 
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError
 from gpipe_bench.pipeline.ranks.connect import in_turn
 from gpipe_bench.pipeline.ranks.failure import Board
 from gpipe_bench.pipeline.ranks.store import bounded

@@ -15,8 +15,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 
-from gpipe_bench.pipeline import Pipeline, checkpoint
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError, Pipeline, checkpoint
 
 STEPS = 6
 

@@ -17,9 +17,9 @@ changed code and the tests that run the line, or that are named, are run, the fa
 Processes and interpreters that a test starts import the changed code, too (`planting`). No line of theirs is
 noted, so changes of `LAUNCHED` that no other test runs get the tests that launch processes.
 
-Results of rules go to results/mutants/kills.jsonl, a line each as it is known; who starts again goes on where
-the last run ended. Exit status 1 where a planted mistake is not noticed, or `--compare` finds a loss; 2 where
-`planted` does not fit the code: a text to replace that is not there, or twice, is an error.
+Results of rules go to results/mutants (kills.jsonl, matrix.jsonl), a line each as it is known; who starts
+again goes on where the last run ended. Exit status 1 where a planted mistake is not noticed, or `--compare`
+finds a loss; 2 where `planted` does not fit the code: a text to replace that is not there, or twice.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from mutation_rules import Mutant, by_rule, first_line, functions
 from planted import MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "results" / "mutants" / "kills.jsonl"
+RESULTS = ROOT / "results" / "mutants"
 PACKAGES = ("pipeline", "planner", "models", "harness", "experiments")
 LAUNCHED = ("pipeline/ranks", "pipeline/mesh", "pipeline/checkpoint")
-LIMIT_S = 60  # of processor time, for the tests of one mutant; a mistake that never ends is noticed, too
+LIMIT_S = 60  # of processor time, for one test; a change by rule that never ends is noticed, too
 FIRST_TIER = (
     "-m",
     "not deep and not alone and not gpu",
@@ -223,7 +223,7 @@ class Session:
                     watched.stop()
                     watched.save()
                 times.write_text(json.dumps(seconds))
-                os._exit(0)
+                os._exit(0)  # the session goes on in its own process alone
             os.waitpid(pid, 0)
             _end_group(pid)
             seconds = json.loads(times.read_text())
@@ -242,18 +242,22 @@ class Session:
         os.setsid()  # so that what a test has started ends with it
         silence()
         signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
-        signal.setitimer(signal.ITIMER_REAL, 10 * LIMIT_S)
         self.session.items[:] = items
-        if plant(mutant, folder) == 0:
-            os._exit(3)
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            if any(report.failed for report in runtestprotocol(item, log=False, nextitem=following)):
-                with (folder / "killers").open("a") as file:
-                    file.write(f"{item.nodeid}\n")
-                if not self.options.matrix:
-                    break
-        os._exit(0)
+        status = 3
+        try:
+            if plant(mutant, folder):
+                status = 1
+                for item, following in zip(items, [*items[1:], None], strict=True):
+                    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+                    signal.setitimer(signal.ITIMER_REAL, 10 * LIMIT_S)
+                    if any(report.failed for report in runtestprotocol(item, log=False, nextitem=following)):
+                        with (folder / "killers").open("a") as file:
+                            file.write(f"{item.nodeid}\n")
+                        if not self.options.matrix:
+                            break
+                status = 0
+        finally:  # the session goes on in its own process alone
+            os._exit(status)
 
     def reap(self, running: dict[int, tuple[Mutant, Path, float]]) -> None:
         """Waits for one fork and takes down what it found."""
@@ -349,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--matrix", action="store_true", help="every test that notices, not only the first")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="at a time (default 2)")
     parser.add_argument("--fresh", action="store_true", help="judge again what has a result")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, help="instead of a file in results/mutants")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     options = parser.parse_args(arguments)
     if options.compare:
@@ -363,6 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.matrix and not options.places:
         options.places, options.sample = list(PACKAGES), options.sample or 1500
     if options.places:
+        options.output = options.output or RESULTS / ("matrix.jsonl" if options.matrix else "kills.jsonl")
         options.output.parent.mkdir(parents=True, exist_ok=True)
         if options.fresh:
             options.output.unlink(missing_ok=True)

@@ -162,7 +162,7 @@ import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 import mutants, planted
 from pathlib import Path
-mutants.ROOT, mutants.OUTPUT = Path({root!r}), Path({root!r}, "kills.jsonl")
+mutants.ROOT, mutants.RESULTS = Path({root!r}), Path({root!r})
 TESTS = "tests/test_add.py::test_"
 sum_ = planted.Mistake("sum", "add.py::add", "a + b", "a - b", "sums are sums", (TESTS + "sum",))
 zero = planted.Mistake("zero", "add.py::add", "a + b", "a - b", "", (TESTS + "zero",))
@@ -214,9 +214,10 @@ def test_the_list_and_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str
 
 
 def test_rules_are_judged_by_the_tests_that_run_a_line_and_go_on_where_they_ended(tmp_path: Path) -> None:
-    status, said = judged(tmp_path, "add.py", "--matrix", "--tests", "tests/test_add.py")
+    every = "add.py", "--matrix", "--tests", "tests/test_add.py"
+    status, said = judged(tmp_path, *every)
     assert status == 0, said
-    results = tmp_path / "kills.jsonl"
+    results = tmp_path / "matrix.jsonl"
     lines = results.read_text().splitlines()
     found = {each["name"]: (each["verdict"], each["killers"]) for each in map(json.loads, lines)}
     both = ["tests/test_add.py::test_sum", "tests/test_add.py::test_zero"]
@@ -224,7 +225,7 @@ def test_rules_are_judged_by_the_tests_that_run_a_line_and_go_on_where_they_ende
     assert sorted(found["add.py::add::early return 1"][1]) == both
     assert found["add.py::unused::constant 1"] == ("no test here", [])
     results.write_text("\n".join(lines[1:]) + "\n")
-    judged(tmp_path, "add.py", "--tests", "tests/test_add.py")
+    judged(tmp_path, *every)
     assert [line.partition(",")[0] for line in results.read_text().splitlines()] == [
         line.partition(",")[0] for line in (*lines[1:], lines[0])
     ]

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.harness.store import file_lock
-from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline import launch
 
 if TYPE_CHECKING:  # forked processes have no pytest
     import pytest

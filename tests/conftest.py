@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 from case_runner import Outcomes, once, outcomes_of, selected
-from tiers import is_deep, patterns, pytest_addoption, pytest_configure  # noqa: F401
+from tiers import is_all_deep, is_deep, patterns, pytest_addoption, pytest_configure  # noqa: F401
 
 from gpipe_bench.harness.store import Store
 
@@ -39,11 +39,15 @@ def forking() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen() -> None:
-    """What is imported by now is not looked through when garbage is collected: a quarter of a second each
-    time, and steps that are timed ask for it. Once only: what tests leave behind is to be collected.
+    """What is imported by now, and what the first optimizer imports, is not looked through when garbage is
+    collected: a quarter of a second each time, and steps that are timed ask for it. Once only: what tests
+    leave behind is to be collected, but not so often that a tenth of the time goes there.
     """
+    import torch._dynamo  # noqa: F401
+
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture
@@ -86,9 +90,11 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m alone` and `-m gpu` import only the files that have such tests: importing all takes as long as
-    running some.
+    """`-m alone` and `-m gpu` import only the files that have such tests, and the first tier none that has
+    none: importing all takes as long as running some.
     """
+    if "not deep" in config.option.markexpr and is_all_deep(collection_path.name):
+        return True
     if (mark := config.option.markexpr) in ("alone", "gpu") and collection_path.match("test_*.py"):
         return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
     return None

@@ -12,25 +12,29 @@ from unittest import mock
 
 import torch
 from covering import pairwise
+from odd_layers import Add
 from ranks import EXACT, Ranks, assert_own_gradients, halves, raises, shared_folder
-from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
+from tiny_models import AMOEBANET, everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench import models
-from gpipe_bench.models.amoebanet.modules import set_drop_path
-from gpipe_bench.pipeline import Pipeline, checkpoint
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.models import set_drop_path
+from gpipe_bench.pipeline import (
+    ActionError,
+    InProcess,
+    Pipeline,
+    Pop,
+    PortalSequential,
+    Stash,
+    checkpoint,
+    gpipe,
+)
 from gpipe_bench.pipeline.plan import auto
-from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
-from gpipe_bench.pipeline.transport import InProcess
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
-AMOEBANET = {
-    "num_layers": 3, "num_filters": 8, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
-}  # fmt: skip
 TRANSFORMER = {
     "num_layers": 6, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "vocab_size": 50, "seq_len": 6,
     "dropout": 0.2,
@@ -101,7 +105,7 @@ def short_batches_with_portals() -> None:
 
     def build() -> nn.Sequential:
         return PortalSequential(
-            Stash("a", nn.Linear(6, 6)), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), Pop("a", Sum())
+            Stash("a", nn.Linear(6, 6)), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), Pop("a", Add())
         )
 
     pipeline = ranks.pipeline(seeded(build), schedule="1f1b")
@@ -113,11 +117,6 @@ def short_batches_with_portals() -> None:
         gradients = {name: p.grad for name, p in plain.named_parameters()}
         assert_own_gradients(pipeline, gradients, **EXACT)
         pipeline.zero_grad()
-
-
-class Sum(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] + pair[1]
 
 
 def a_short_batch_is_refused_by_a_schedule_of_ones_own() -> None:

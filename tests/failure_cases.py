@@ -19,9 +19,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset
 
-from gpipe_bench.pipeline import checkpoint
-from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline import ActionError, checkpoint, gpipe
 from gpipe_bench.pipeline.ranks import host
 from gpipe_bench.pipeline.ranks.wire import Connection
 
@@ -73,25 +71,14 @@ def fails_everywhere(action: str, error: Exception, cause: str, ranks: Ranks | N
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
 
-def failure_in_forward() -> None:
-    fails_everywhere("2F1", ZeroDivisionError("broken"), "ZeroDivisionError: broken")
-
-
-def failure_in_recomputation() -> None:
-    fails_everywhere("1R2", KeyError("broken"), "KeyError: 'broken'")
-
-
-def failure_in_backward() -> None:
-    fails_everywhere("3B0", ArithmeticError("broken"), "ArithmeticError: broken")
-
-
-def failure_of_the_first_rank() -> None:
-    fails_everywhere("0B3", ZeroDivisionError("broken"), "ZeroDivisionError: broken")
-
-
-def out_of_memory() -> None:
-    for action in ("0F3", "1R1", "2B2"):
-        fails_everywhere(action, torch.OutOfMemoryError("2 GiB"), "OutOfMemoryError: 2 GiB")
+def failures_of_every_kind_on_every_rank() -> None:
+    for action, error, cause in (
+        ("2F1", ZeroDivisionError("broken"), "ZeroDivisionError: broken"),
+        ("1R2", KeyError("broken"), "KeyError: 'broken'"),
+        ("3B0", ArithmeticError("broken"), "ArithmeticError: broken"),
+        ("0B3", torch.OutOfMemoryError("2 GiB"), "OutOfMemoryError: 2 GiB"),
+    ):
+        fails_everywhere(action, error, cause)
 
 
 def mapped() -> int:
@@ -274,11 +261,7 @@ def raise_one(schedule_name: str) -> None:
 
 
 CASES = (
-    failure_in_forward,
-    failure_in_recomputation,
-    failure_in_backward,
-    failure_of_the_first_rank,
-    out_of_memory,
+    failures_of_every_kind_on_every_rank,
     failure_beside_workers_of_a_loader,
     failure_before_the_first_action,
     a_rank_that_does_not_answer,

@@ -19,12 +19,9 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.pipeline import Pipeline, checkpoint
+from gpipe_bench.pipeline import Action, Kind, Pipeline, Schedule, checkpoint, named, start_process
 from gpipe_bench.pipeline.mesh.reduce import Joint
-from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.ranks import connect
-from gpipe_bench.pipeline.ranks.launch import start_process
 from gpipe_bench.pipeline.ranks.store import Store
 
 WIDTH = 6

@@ -45,7 +45,7 @@ import torch._dynamo  # noqa: F401  what the first optimizer imports, or every r
 from fault_rank import RAISED, take_part
 from fault_table import END, Fault, GridFault, every
 
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError
 
 ALLOWANCE_S = 5.0  # beyond the timeout
 HANGING_S = 60.0  # beyond the timeout: a world that has not ended then is ended

@@ -21,9 +21,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, launch
 from gpipe_bench.pipeline.ranks import control
-from gpipe_bench.pipeline.ranks.launch import launch
 
 NUM_PROCESSES = 2
 WIDTH = 64

@@ -25,12 +25,9 @@ from random_schedules import random_placement, random_schedule
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import NAMED, Pipeline, Schedule, named, run_plain
 from gpipe_bench.pipeline.plan import auto
-from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.stage.rng import run_plain
 from gpipe_bench.pipeline.stage.trees import sizes
 
 NUM_PROCESSES = 3

@@ -17,20 +17,16 @@ from mesh_grids import CLOSE, assert_gradients, joint_step, mesh_of, on_grid, ow
 from odd_layers import Picky, Reentrant, TwiceCheckpointed
 from ranks import TIMEOUT_S, raises
 from tied_cases import tied_model, words
-from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
+from tiny_models import AMOEBANET, everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench import models
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, named
 from gpipe_bench.pipeline.plan.auto import Calibration
-from gpipe_bench.pipeline.plan.named import named
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
-AMOEBANET = {
-    "num_layers": 3, "num_filters": 8, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
-}  # fmt: skip
 TRANSFORMER = {
     "num_layers": 4, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "vocab_size": 50, "seq_len": 6,
     "dropout": 0.2,

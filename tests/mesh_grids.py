@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.stage.rng import Generators, run_plain, stream_key
+from gpipe_bench.pipeline import Pipeline, run_plain
+from gpipe_bench.pipeline.stage.rng import Generators, stream_key
 from gpipe_bench.pipeline.stage.trees import Tree, num_examples, sizes, split
 
 PATIENCE_S = 900.0

@@ -14,8 +14,7 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError, Pipeline
 from gpipe_bench.pipeline.ranks import connect, distributed, ends
 from gpipe_bench.pipeline.ranks.wire import Connection
 
@@ -61,13 +60,16 @@ def shapes_that_change_unannounced() -> None:
             pipeline.step(*ranks.own(*mlp_batch(4)), lambda output, target: output.square().mean())
 
 
-def through_the_network() -> None:
-    """gloo between all ranks, as between hosts."""
-    ranks = Ranks(share_memory=False)
+def everything_through(ranks: Ranks) -> None:
     transparency(ranks)
     mini_batches_of_changing_shapes(ranks)
     for action in ("0F3", "1R1", "2B2"):
         fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
+
+
+def through_the_network() -> None:
+    """gloo between all ranks, as between hosts."""
+    everything_through(Ranks(share_memory=False))
 
 
 def messages_that_take_memory() -> None:
@@ -109,10 +111,7 @@ def through_memory_and_the_network() -> None:
     ranks = Ranks(share_memory=True)
     elsewhere = f"machine {ranks.rank // 2}"
     with mock.patch.object(connect, "machine_id", return_value=elsewhere):
-        transparency(ranks)
-        mini_batches_of_changing_shapes(ranks)
-        for action in ("0F3", "1R1", "2B2"):
-            fails_everywhere(action, ZeroDivisionError("broken"), "ZeroDivisionError: broken", ranks)
+        everything_through(ranks)
 
 
 def schedules_that_need_more_buffers() -> None:

@@ -1,220 +1,400 @@
-"""Plants one mistake at a time in a copy of the code and checks that the tests notice.
+"""Mistakes planted one at a time: which tests notice them.
 
-    python tests/mutants.py                       every mutant of `mutant_table`
-    python tests/mutants.py --only "NAME"         one of them (may be repeated)
-    python tests/mutants.py --list                what there is, and which tests must notice
+    python tests/mutants.py                           each mistake of `planted`, and the tests named there
+    python tests/mutants.py --only "NAME"             one of them (may be repeated)
+    python tests/mutants.py --list                    what there is, and which tests must notice
+    python tests/mutants.py pipeline/plan harness     changes by rule, of modules or folders
+    python tests/mutants.py pipeline --sample 900     so many of them, at random
+    python tests/mutants.py --matrix                  of 1,500 in all packages every test that notices
+    python tests/mutants.py --compare BEFORE.jsonl AFTER.jsonl    what was noticed and no longer is
 
-The packages and the tests are copied to a temporary folder, where the selected tests must pass first. Each
-mutant then gets a copy of its own, with one text replaced, and the tests that must notice it run there in a
-process of their own, forked from one that has imported torch and pytest already. Failing tests are the aim:
-exit status 0 says that every mutant was killed, 1 that one survived or could not be judged (its tests hung or
-broke in another way than by failing), 2 that the table does not fit the code: a text to replace that is no
-longer there, or stands there twice, is an error and not a mutant less.
+A test suite that is green on right code shows little; this shows that it turns red on wrong code. `planted`
+holds mistakes that somebody has made or could, and that no rule makes; `mutation_rules` makes the others.
+
+Everything happens in one session of pytest. It collects the tests; a fork runs them once, and where mistakes
+are made by rule it notes the lines of each. Then each mistake gets a fork, in which its function is given the
+changed code and the tests that run the line, or that are named, are run, the fastest first, until one fails.
+Processes and interpreters that a test starts import the changed code, too (`planting`). No line of theirs is
+noted, so changes of `LAUNCHED` that no other test runs get the tests that launch processes.
+
+Results of rules go to results/mutants (kills.jsonl, matrix.jsonl), a line each as it is known; who starts
+again goes on where the last run ended. Exit status 1 where a planted mistake is not noticed, or `--compare`
+finds a loss; 2 where `planted` does not fit the code: a text to replace that is not there, or twice.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import ast
+import gc
+import importlib
+import json
 import os
-import re
-import shutil
+import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import CodeType, FunctionType
 
-from mutant_table import MUTANTS, Mutant
+import coverage
+import pytest
+from _pytest.runner import runtestprotocol
+from mutation_rules import Mutant, by_rule, first_line, functions
+from planted import MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = (
-    "gpipe_bench", "pipeline", "planner", "models", "harness", "experiments", "tests", "pyproject.toml",
-    "results/paper.csv", "results/unknowns.toml", "results/consistency-protocol.toml",
-)  # fmt: skip
-TIMEOUT_S = 120.0  # of the tests of one mutant, which take seconds
-PRELOADED = (
-    "torch",
-    "torch.distributed.tensor",
-    "torch.utils.flop_counter",
-    "hypothesis",
-    "msgspec",
-    "pytest",
+RESULTS = ROOT / "results" / "mutants"
+PACKAGES = ("pipeline", "planner", "models", "harness", "experiments")
+LAUNCHED = ("pipeline/ranks", "pipeline/mesh", "pipeline/checkpoint")
+LIMIT_S = 60  # of processor time, for one test; a change by rule that never ends is noticed, too
+FIRST_TIER = (
+    "-m",
+    "not deep and not alone and not gpu",
+    "--ignore",
+    "tests/checks",
+    "--ignore",
+    "tests/benchmarks",
 )
-PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test was judged
+NOTICED = ("killed", "timed out")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a mutant: `verdict` is "killed", "survived" or "unclear"."""
-
-    mutant: Mutant
-    verdict: str
-    detail: str  # the test that noticed, or pytest's last words
-    duration_s: float
+# Mistakes by hand
 
 
-def check(mutants: Iterable[Mutant], root: Path | None = None) -> None:
-    """`ValueError` unless every mutant applies exactly once and every test that it names is there."""
-    root = root or ROOT
-    for mutant in mutants:
-        mutated(mutant, (root / mutant.file).read_text())
-        if not mutant.tests:
-            raise ValueError(f"mutant {mutant.name!r} names no tests that must notice it")
-        for node in mutant.tests:
-            file, _, function = node.partition("::")
-            path, name = root / file, function.partition("[")[0]
-            if not path.is_file() or f"\ndef {name}(" not in path.read_text():
-                raise ValueError(
-                    f"mutant {mutant.name!r} must be noticed by {node}, which is not there; name an "
-                    "existing test"
-                )
-
-
-def mutated(mutant: Mutant, text: str) -> str:
-    """The text of the mutant's file with its mistake; `ValueError` unless there is one place for it."""
-    count = text.count(mutant.old)
-    if count != 1:
+def by_hand(mistake: Mistake) -> Mutant:
+    """As it is to be planted; `ValueError` unless there is one place for it and its tests exist."""
+    file, _, function = mistake.place.partition("::")
+    path = ROOT / file
+    whole = path.read_text(encoding="utf-8") if path.is_file() else ""
+    start, part = 1, whole
+    if function:
+        for name, node in functions(ast.parse(whole)):
+            if name == function:
+                start = first_line(node)
+                part = "".join(whole.splitlines(keepends=True)[start - 1 : node.end_lineno])
+                break
+        else:
+            raise ValueError(f"{mistake.name!r} does not fit: there is no {mistake.place}")
+    count = part.count(mistake.old)
+    if count != 1 or mistake.new == mistake.old:
         raise ValueError(
-            f"mutant {mutant.name!r} does not apply: its text occurs {count} times in {mutant.file}; adapt "
-            f"the mutant to the code\n{mutant.old}"
+            f"{mistake.name!r} does not fit: its text occurs {count} times in {mistake.place}, or is not "
+            f"changed; adapt it to the code\n{mistake.old}"
         )
-    if mutant.new == mutant.old:
-        raise ValueError(f"mutant {mutant.name!r} changes nothing")
-    return text.replace(mutant.old, mutant.new)
+    for node in mistake.tests:
+        path, name = ROOT / node.partition("::")[0], node.partition("::")[2].partition("[")[0]
+        if not path.is_file() or f"\ndef {name}(" not in path.read_text(encoding="utf-8"):
+            raise ValueError(f"{mistake.name!r} must be noticed by {node}, which is not there")
+    line = start + part[: part.index(mistake.old)].count("\n")
+    return Mutant(
+        mistake.name, file, function, line, mistake.old, mistake.new,
+        lambda: whole.replace(part, part.replace(mistake.old, mistake.new)), tests=mistake.tests,
+    )  # fmt: skip
 
 
-@contextmanager
-def pristine(mutants: Sequence[Mutant], root: Path | None = None) -> Iterator[Path]:
-    """A copy of the code in which the tests of all `mutants` pass; `ValueError` if they do not."""
-    root = root or ROOT
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder, "pristine")
-        copy.mkdir()
-        for name in COPIED:
-            if (root / name).is_dir():
-                shutil.copytree(
-                    root / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-                )
-            else:
-                (copy / name).parent.mkdir(exist_ok=True)
-                shutil.copy2(root / name, copy / name)
-        check(mutants, copy)
-        nodes = tuple(dict.fromkeys(node for mutant in mutants for node in mutant.tests))
-        status, output = run_tests(copy, nodes, TIMEOUT_S * max(len(nodes), 1))
-        if status != PASSED:
-            raise ValueError(f"the tests do not pass without any mutant (pytest says {status}):\n{output}")
-        yield copy
+# Planting
 
 
-def judge(mutant: Mutant, copy: Path) -> Outcome:
-    """Plants a mutant beside the `pristine` copy and runs the tests that must notice it."""
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutant-", dir=copy.parent) as parent:
-        folder = Path(parent, "code")
-        shutil.copytree(copy, folder, symlinks=True)  # with the compiled files, which saves a second
-        path = folder / mutant.file
-        path.write_text(mutated(mutant, path.read_text()))
-        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-            compiled.unlink()
-        status, output = run_tests(folder, mutant.tests, TIMEOUT_S)
-    failures = re.findall(r"^FAILED (.+?)(?: - |$)", output, re.MULTILINE)
-    if status == FAILED and failures:
-        verdict, detail = "killed", failures[0]
-    elif status == PASSED:
-        verdict, detail = "survived", f"{', '.join(mutant.tests)} passed"
-    else:
-        verdict, detail = "unclear", f"pytest ended with {status}\n{output[-2000:]}"
-    return Outcome(mutant, verdict, detail, time.monotonic() - start)
-
-
-def run_tests(folder: Path, nodes: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Exit status (None: still running after `timeout_s`) and output of pytest in a copy of the code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    log = folder.with_suffix(".log")
-    process = context.Process(target=_pytest, args=(folder, log, list(nodes)))
-    process.start()
-    process.join(timeout_s)
-    hangs = process.exitcode is None
-    process.kill()
-    # The process leads a group of its own, so that what a test has started ends with it.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-    output = log.read_text(errors="replace") if log.exists() else ""
-    if hangs:
-        return None, f"{output}\nno result after {timeout_s:g} s"
-    return process.exitcode, output
-
-
-def _pytest(folder: Path, log: Path, nodes: list[str]) -> None:
-    """Runs pytest in a copy of the code, in a process that has imported nothing of this project."""
-    os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.chdir(folder)
-    here = str(Path(__file__).parent)
-    sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", here, str(ROOT)))]
-    paths = (str(folder), os.environ.get("PYTHONPATH", ""))
+def plant(mutant: Mutant, folder: Path) -> int:
+    """Gives every function object of this process that has the original code the changed one; how many. What
+    is started from now on imports the changed module.
+    """
+    path = ROOT / mutant.file
+    kept = folder / "planted.py"
+    text = mutant.make()
+    kept.write_text(text, encoding="utf-8")
+    os.environ["PLANTED"] = os.pathsep.join(map(str, (path, kept)))
+    paths = (str(ROOT / "tests" / "planting"), os.environ.get("PYTHONPATH", ""))
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    os.environ["CI"] = "true"  # the same examples each time
-    os.environ.pop("PYTEST_ADDOPTS", None)
-    import pytest
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    if (ROOT / "gpipe_bench").exists():
+        importlib.import_module(f"gpipe_bench.{module}".removesuffix(".__init__"))
+    if not mutant.function:
+        return _plant_statement(mutant, path, text)
+    original = dict(_codes(path.read_text(encoding="utf-8"), mutant))
+    changed = dict(_codes(text, mutant))
+    count = 0
+    gc.unfreeze()  # what is frozen is not among the objects
+    for each in gc.get_objects():
+        if type(each) is not FunctionType or each.__code__.co_qualname != mutant.function:
+            continue
+        code = each.__code__
+        if code.co_firstlineno in original and Path(code.co_filename).resolve() == path:
+            with suppress(KeyError, ValueError):  # gone, or without the `super()` that it had
+                each.__code__ = changed[code.co_firstlineno].replace(co_filename=code.co_filename)
+                count += 1
+    return count
 
-    # Without plugins, and so without their options in pyproject.toml: importing them is a third of the time.
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-o", "addopts=-ra --strict-markers"]
-    status = pytest.main([*options, *nodes])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+
+def _codes(text: str, mutant: Mutant) -> Iterator[tuple[int, CodeType]]:
+    """The code of the mutant's function, by its first line."""
+    waiting = [compile(text, mutant.file, "exec")]
+    while waiting:
+        code = waiting.pop()
+        if code.co_qualname == mutant.function:
+            yield code.co_firstlineno, code
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
 
 
-def judge_all(mutants: Sequence[Mutant], jobs: int = 2, root: Path | None = None) -> Iterator[Outcome]:
-    """The outcomes of all mutants, in their order, `jobs` at a time."""
-    with pristine(mutants, root) as copy, ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(lambda mutant: judge(mutant, copy), mutants)
+def _plant_statement(mutant: Mutant, path: Path, text: str) -> int:
+    before, after = (ast.parse(each).body for each in (path.read_text(encoding="utf-8"), text))
+    (new,) = [new for old, new in zip(before, after, strict=True) if ast.dump(old) != ast.dump(new)]
+    found = [m for m in sys.modules.values() if Path(getattr(m, "__file__", "") or "").resolve() == path]
+    for module in found:
+        exec(compile(ast.Module([new], []), mutant.file, "exec"), vars(module))
+    return len(found)
 
 
-def chosen(names: Sequence[str] | None) -> tuple[Mutant, ...]:
-    """The mutants of these names, all without; `ValueError` for a name that there is not."""
-    known = {mutant.name: mutant for mutant in MUTANTS}
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"there is no mutant {name!r}; --list shows their names")
-    return tuple(known[name] for name in names) if names else MUTANTS
+# Judging
+
+
+class Session:
+    """A plugin that, instead of running the collected tests, judges mutants with them."""
+
+    def __init__(self, mutants: Sequence[Mutant], options: argparse.Namespace) -> None:
+        self.mutants, self.options = mutants, options
+        self.by_rule = not any(mutant.tests for mutant in mutants)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.session, items = session, list(session.items)
+        if session.testsfailed:  # while they were collected
+            return True
+        in_processes = [item for item in items if item.get_closest_marker("processes") is not None]
+        if self.by_rule:
+            lines, seconds = self.tried([item for item in items if item not in set(in_processes)])
+        else:
+            lines, seconds = self.tried(items)
+        by_name = {item.nodeid: item for item in items}
+        running: dict[int, tuple[Mutant, Path, float]] = {}
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            for number, mutant in enumerate(self.mutants):
+                names = sorted(lines.get((mutant.file, mutant.line), ()), key=lambda name: seconds[name])
+                chosen = [by_name[name] for name in names]
+                if mutant.tests:
+                    named = [item for item in items if item.nodeid.startswith(mutant.tests)]
+                    chosen = [item for item in named if _is_one_of(item.nodeid, mutant.tests)]
+                    if failing := [item.nodeid for item in chosen if item.nodeid not in seconds]:
+                        raise pytest.UsageError(f"without any mistake these do not pass: {failing}")
+                elif not chosen and mutant.file.startswith(LAUNCHED):
+                    chosen = in_processes
+                if not chosen:
+                    self.done(mutant, "no test here", 0.0)
+                    continue
+                while len(running) >= self.options.jobs:
+                    self.reap(running)
+                path = Path(folder, str(number))
+                path.mkdir()
+                if (pid := os.fork()) == 0:
+                    self.judge(mutant, chosen, path)
+                running[pid] = mutant, path, time.monotonic()
+            while running:
+                self.reap(running)
+        return True
+
+    def tried(self, items: Sequence[pytest.Item]) -> tuple[dict[tuple[str, int], set[str]], dict[str, float]]:
+        """In a fork, without any mistake: of each line of the modules the tests that run it, where this is to
+        be known; and the seconds of each test that passes.
+        """
+        files = {mutant.file for mutant in self.mutants} if self.by_rule else set()
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            data_file, times = Path(folder, "coverage"), Path(folder, "seconds")
+            if (pid := os.fork()) == 0:
+                os.setsid()
+                silence()
+                self.session.items[:] = items
+                # As they are imported, through the package, and as they lie here.
+                included = [str(place / file) for file in files for place in (ROOT, ROOT / "gpipe_bench")]
+                watched = coverage.Coverage(str(data_file), config_file=False, include=included)
+                seconds = {}
+                if files:
+                    watched.start()
+                for item, following in zip(items, [*items[1:], None], strict=True):
+                    if files:
+                        watched.switch_context(item.nodeid)
+                    start_s = time.process_time()
+                    reports = runtestprotocol(item, log=False, nextitem=following)
+                    if all(report.passed for report in reports):  # others tell nothing
+                        seconds[item.nodeid] = time.process_time() - start_s
+                if files:
+                    watched.stop()
+                    watched.save()
+                times.write_text(json.dumps(seconds))
+                os._exit(0)  # the session goes on in its own process alone
+            os.waitpid(pid, 0)
+            _end_group(pid)
+            seconds = json.loads(times.read_text())
+            lines: dict[tuple[str, int], set[str]] = {}
+            if files:
+                data = coverage.CoverageData(str(data_file))
+                data.read()
+                for path in data.measured_files():
+                    file = str(Path(path).resolve().relative_to(ROOT))
+                    for line, names in data.contexts_by_lineno(path).items():
+                        lines[file, line] = {name for name in names if name in seconds}
+            return lines, seconds
+
+    def judge(self, mutant: Mutant, items: Sequence[pytest.Item], folder: Path) -> None:
+        """In a fork: plants the mutant, runs the tests, writes which failed."""
+        os.setsid()  # so that what a test has started ends with it
+        silence()
+        signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+        self.session.items[:] = items
+        status = 3
+        try:
+            if plant(mutant, folder):
+                status = 1
+                for item, following in zip(items, [*items[1:], None], strict=True):
+                    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+                    signal.setitimer(signal.ITIMER_REAL, 10 * LIMIT_S)
+                    if any(report.failed for report in runtestprotocol(item, log=False, nextitem=following)):
+                        with (folder / "killers").open("a") as file:
+                            file.write(f"{item.nodeid}\n")
+                        if not self.options.matrix:
+                            break
+                status = 0
+        finally:  # the session goes on in its own process alone
+            os._exit(status)
+
+    def reap(self, running: dict[int, tuple[Mutant, Path, float]]) -> None:
+        """Waits for one fork and takes down what it found."""
+        pid, status = os.wait()
+        if pid not in running:
+            return
+        _end_group(pid)
+        mutant, folder, start_s = running.pop(pid)
+        killers, code = folder / "killers", os.waitstatus_to_exitcode(status)
+        mutant.killers = killers.read_text().splitlines() if killers.exists() else []
+        verdict = "killed" if mutant.killers else "survived"
+        if code == 3:
+            verdict = "unclear" if mutant.tests else "no test here"
+        elif code in (-signal.SIGVTALRM, -signal.SIGALRM):
+            verdict = "timed out"
+        elif code and not mutant.killers:  # a test that takes the process down has noticed, too
+            verdict = "unclear" if mutant.tests else "killed"
+        self.done(mutant, verdict, time.monotonic() - start_s)
+
+    def done(self, mutant: Mutant, verdict: str, duration_s: float) -> None:
+        mutant.verdict = verdict
+        if self.by_rule:
+            with self.options.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(mutant.record()) + "\n")
+        if mutant.tests:
+            detail = ", ".join(mutant.killers or mutant.tests)
+            print(f"{verdict:8} {duration_s:5.1f} s  {mutant.name}: {detail}", flush=True)
+        elif verdict == "survived":
+            change = f"{mutant.before} -> {mutant.after or 'nothing'}"
+            print(f"{verdict:8} {mutant.name} (line {mutant.line}): {change}", flush=True)
+
+
+def _is_one_of(node: str, names: Sequence[str]) -> bool:
+    return any(node == name or node.startswith(f"{name}[") for name in names)
+
+
+def _end_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def silence() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+
+
+# The command
+
+
+def modules(names: Sequence[str]) -> list[str]:
+    """Those of modules and folders, from the root."""
+    roots = [ROOT / name for name in names]
+    paths = [path for root in roots for path in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def chosen(options: argparse.Namespace) -> list[Mutant]:
+    """The mutants that are asked for; `ValueError` for what there is not. Of those by rule only the ones that
+    have no result yet.
+    """
+    if not options.places:
+        known = {mistake.name: mistake for mistake in MISTAKES}
+        if unknown := [name for name in options.only or () if name not in known]:
+            raise ValueError(f"there is no mistake {unknown[0]!r}; --list shows their names")
+        return [by_hand(mistake) for mistake in MISTAKES if mistake.name in (options.only or known)]
+    found = [mutant for file in modules(options.places) for mutant in by_rule(file, ROOT)]
+    if options.sample and options.sample < len(found):
+        found = random.Random(options.seed).sample(found, options.sample)
+    results = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
+    done = {(each["name"], each["digest"]) for each in map(json.loads, results)}
+    return [mutant for mutant in found if (mutant.name, mutant.digest) not in done]
+
+
+def compare(before: Path, after: Path) -> list[str]:
+    """Names of mutants that were killed before, are still made and are no longer killed."""
+    old, new = (
+        {each["name"]: each["verdict"] for each in map(json.loads, path.read_text().splitlines())}
+        for path in (before, after)
+    )
+    return [name for name in old if old[name] in NOTICED and new.get(name, "killed") not in NOTICED]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Checks that the tests notice deliberate mistakes.")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this mutant (may be repeated)")
-    parser.add_argument("--list", action="store_true", help="show the mutants and plant none")
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("places", nargs="*", help="modules or folders, from the root of the project")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this mistake (may be repeated)")
+    parser.add_argument("--list", action="store_true", help="show the mistakes and plant none")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="files (default: the first tier)")
+    parser.add_argument("--sample", type=int, metavar="N", help="so many of the mutants, at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--matrix", action="store_true", help="every test that notices, not only the first")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="at a time (default 2)")
+    parser.add_argument("--fresh", action="store_true", help="judge again what has a result")
+    parser.add_argument("--output", type=Path, help="instead of a file in results/mutants")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     options = parser.parse_args(arguments)
+    if options.compare:
+        lost = compare(*options.compare)
+        print("\n".join(lost) or "all that was noticed before still is")
+        return bool(lost)
+    if options.list:
+        for each in MISTAKES:
+            print(f"{each.name}\n    {each.place}: {each.why}\n    {', '.join(each.tests)}")
+        return 0
+    if options.matrix and not options.places:
+        options.places, options.sample = list(PACKAGES), options.sample or 1500
+    if options.places:
+        options.output = options.output or RESULTS / ("matrix.jsonl" if options.matrix else "kills.jsonl")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        if options.fresh:
+            options.output.unlink(missing_ok=True)
     try:
         if options.jobs < 1:
             raise ValueError(f"--jobs is {options.jobs}; plant at least 1 at a time")
-        mutants = chosen(options.only)
-        if options.list:
-            for mutant in mutants:
-                print(f"{mutant.name}\n    {mutant.file}: {mutant.why}\n    {', '.join(mutant.tests)}")
-            return 0
-        lost = 0
-        for outcome in judge_all(mutants, options.jobs):
-            lost += outcome.verdict != "killed"
-            line = f"{outcome.verdict:8} {outcome.duration_s:5.1f} s  {outcome.mutant.name}: {outcome.detail}"
-            print(line, flush=True)
+        mutants = chosen(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{len(mutants) - lost} of {len(mutants)} mutants killed")
-    return 1 if lost else 0
+    os.environ["CI"] = "true"  # the same examples each time
+    tests = [*FIRST_TIER, *options.tests]
+    if not options.places:
+        tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+    session = Session(mutants, options)
+    status = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(ROOT), *tests], [session]
+    )
+    verdicts = [mutant.verdict for mutant in mutants]
+    if options.places:
+        print(
+            ", ".join(f"{verdicts.count(each)} {each}" for each in sorted(set(verdicts)))
+            or "nothing to judge"
+        )
+        return int(status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED))
+    print(f"{verdicts.count('killed')} of {len(verdicts)} mistakes noticed")
+    return int(verdicts.count("killed") < len(verdicts))
 
 
 if __name__ == "__main__":

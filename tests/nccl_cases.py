@@ -13,8 +13,7 @@ import torch
 from fakes.nccl import FakeNetwork, run
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline import Action, Pipeline, Schedule
 from gpipe_bench.pipeline.ranks import ends
 
 WIDTH = 3

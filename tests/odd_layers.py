@@ -6,6 +6,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 
+class Add(nn.Module):
+    """Of a pair, as behind a portal."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
 class Picky(nn.Module):
     """Uses one of its weights only for inputs that ask for it, and another never."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.experiments.plan import exact
 from gpipe_bench.experiments.plan.steps import Planned
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner import Candidate
 
 Built = tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
 MICROBATCHES, BATCH_SIZE = 4, 8

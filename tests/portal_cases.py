@@ -7,21 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ranks import EXACT, Ranks, assert_own_gradients
+from odd_layers import Add
+from ranks import EXACT, Ranks, assert_own_gradients, halves
 from tiny_models import seeded
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
-
-
-class Add(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] + pair[1]
 
 
 def unet(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -46,11 +41,6 @@ def decoder() -> nn.Sequential:
     )
 
 
-def _pairs() -> Ranks:
-    first = dist.get_rank() // 2 * 2
-    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True))
-
-
 def _check(ranks: Ranks, build: Callable[[], nn.Sequential], batch: Any, **options: Any) -> None:
     """Twice, so that receives are posted ahead in the second step; then an evaluation."""
     inputs, target = batch
@@ -71,7 +61,7 @@ def portals_between_processes() -> None:
     batch = images()
     numbers = torch.Generator().manual_seed(2)
     rows = tuple(torch.randn(6, 3, generator=numbers, dtype=torch.float64) for _ in range(2))
-    world, pair = Ranks(), _pairs()
+    world, pair = Ranks(), halves()
     _check(world, unet, batch, schedule="1f1b", remat="always")
     _check(world, unet, batch, schedule="zb-h1", remat="never", share_memory=False)
     _check(world, decoder, rows, schedule="gpipe", remat="except_last")
@@ -103,7 +93,7 @@ def portals_and_bits() -> None:
         return pipeline.state_dict()
 
     wanted = train(Pipeline(unet(0.2, torch.float32), num_stages=1, num_microbatches=4, schedule="1f1b"))
-    for ranks in (Ranks(), _pairs()):
+    for ranks in (Ranks(), halves()):
         with ranks.pipeline(unet(0.2, torch.float32), schedule="1f1b") as pipeline:
             found = train(pipeline)
         assert found

@@ -20,10 +20,9 @@ from random_schedules import random_remat, random_schedule
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, Schedule
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import to_text
-from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.ranks import ends
 
 NUM_PROCESSES = 3

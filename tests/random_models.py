@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline import Kind, Schedule
 from gpipe_bench.pipeline.stage.trees import Tree, sizes, split
 
 

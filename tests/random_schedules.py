@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 
+from gpipe_bench.pipeline import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Choice, Remat, of_stages
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
 def _of(name: str, num_microbatches: int, *rows: str) -> Schedule:

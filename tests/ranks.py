@@ -39,10 +39,10 @@ class Ranks:
         return batch if self.is_first else wrong, target if self.is_last else torch.full((1,), float("nan"))
 
 
-def halves() -> Ranks:
+def halves(**options: object) -> Ranks:
     """Ranks 0, 1 and ranks 2, 3 as pipelines of their own."""
     first = dist.get_rank() // 2 * 2
-    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True))
+    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True), **options)
 
 
 def shared_folder() -> Path:

@@ -14,10 +14,9 @@ from ranks import raises
 from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Kind, Pipeline
 from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.mesh.reduce import Buckets
-from gpipe_bench.pipeline.plan.schedule import Kind
 
 mse_loss = nn.functional.mse_loss
 

@@ -24,8 +24,9 @@ from divided_steps import (
     words,
 )
 from mesh_grids import Part, joint_step, own_part
+from odd_layers import Add
 from ranks import raises
-from tiny_models import Plain, everything, everything_batch, mlp, mlp_batch, seeded
+from tiny_models import AMOEBANET, Plain, everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,15 +35,11 @@ from torch.distributed.tensor import DTensor
 from gpipe_bench import models
 from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.models.tasks import class_loss, token_loss
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError, Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.mesh.reduce import Divided
 from gpipe_bench.pipeline.mesh.sharding import Holders
-from gpipe_bench.pipeline.stage.portals import Pop, PortalSequential, Stash
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
-AMOEBANET = {
-    "num_layers": 3, "num_filters": 8, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
-}  # fmt: skip
 FSDP_HOWS = (
     ("gpipe", "always", 2), ("gpipe", "never", 3), ("1f1b", "always", 3), ("1f1b", "never", 2),
     ("zb-h1", "never", 2), ("zb-h1", "always", 2), ("interleaved", "never", 2), ("zb-v", "always", 2),
@@ -257,11 +254,6 @@ def layers_of_many_kinds() -> None:
             pipeline.step(*own_part(pipeline, parts), mse_loss)
             assert_gradients(pipeline, wanted)
         pipeline.close()
-
-
-class Add(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] + pair[1]
 
 
 def joint_portals(plain: nn.Sequential, parts: Sequence[Part]) -> Plain:

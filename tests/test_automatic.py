@@ -11,14 +11,11 @@ import torch
 from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import SLOTS, Kind, Link, Pipeline, Schedule, named, replay, validate
 from gpipe_bench.pipeline.plan.auto import Calibration, automatic, link_s_of, times_of
 from gpipe_bench.pipeline.plan.generate import fused, most_alive_of
-from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of, validate
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import ends_of
 from gpipe_bench.pipeline.plan.vee import shared_by, vee
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -220,29 +217,3 @@ def test_times_that_are_given_need_no_steps() -> None:
     for _ in range(STEPS_OF_CALIBRATION + 1):
         pipeline.step(*mlp_batch(8), mse_loss)
     assert pipeline.schedule is chosen
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_workers": 3}, "num_stages=4 cannot be shared by num_workers=3"),
-        ({"num_workers": 0}, "num_stages=4 cannot be shared by num_workers=0"),
-        ({"remat": "sometimes"}, "remat is 'sometimes'"),
-        ({"most_alive": 0}, "most_alive is 0"),
-        ({"most_alive": 1}, "at least 2, one per stage of a worker"),
-        ({"link_s": -1.0}, "link_s is -1.0; give the seconds of a message, 0 or more"),
-        ({"link_s": float("nan")}, "link_s is nan"),
-        ({"action_s": [1, 2]}, "action_s is a list; give seconds by kind"),
-        ({"action_s": {Kind.F: 1}}, "no duration for 0B0"),
-        ({"action_s": {Kind.F: 1, Kind.B: 2}, "remat": "always"}, "no duration for 0R0"),
-        ({"action_s": {Kind.F: 1, Kind.B: -2}}, "0B0 takes -2 s; a duration must be finite and not negative"),
-        ({"action_s": {Kind.F: float("nan"), Kind.B: 2}}, "0F0 takes nan s"),
-        ({"schedule": "zb-v", "most_alive": 4}, "most_alive is given, but the schedule is 'zb-v'"),
-        ({"schedule": "gpipe", "action_s": SLOTS}, "it is for schedule='auto' alone"),
-        ({"schedule": "car"}, "dualpipe-v, auto, or give a Schedule"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(options: dict[str, object], message: str) -> None:
-    options = {"schedule": "auto", "remat": "never", **options}
-    with pytest.raises(ValueError, match=message):
-        Pipeline(seeded(mlp), num_stages=4, num_microbatches=4, **options)  # type: ignore[arg-type]

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
-from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, one_f_one_b
+from gpipe_bench.pipeline import FREE, LINKS, SLOTS, Kind, Link, gpipe, one_f_one_b, replay
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.planner.breakdown import PARTS, Breakdown, breakdown
 
 

@@ -22,8 +22,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from gpipe_bench.pipeline import Pipeline, checkpoint
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError, Pipeline, checkpoint
 
 
 class Evil:

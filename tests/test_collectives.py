@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
-from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, named
+from gpipe_bench.pipeline import FREE, SLOTS, Action, Kind, Link, Schedule, Timeline, gpipe, named, replay
+from gpipe_bench.pipeline.plan.links import Bucket, Gather
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.breakdown import COLLECTIVES, PARTS, breakdown
 from gpipe_bench.planner.collectives import (
     all_gather_s,

@@ -31,8 +31,8 @@ from own_model_cases import NEED_TRANSFORMERS
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from gpipe_bench.pipeline import launch
 from gpipe_bench.pipeline.ranks import wire
-from gpipe_bench.pipeline.ranks.launch import launch
 
 pytestmark = pytest.mark.processes  # four at a time
 MODULES = (

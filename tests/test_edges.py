@@ -13,6 +13,18 @@ from hypothesis import strategies as st
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 from test_schedule import schedules
 
+from gpipe_bench.pipeline import (
+    NAMED,
+    SLOTS,
+    Action,
+    Kind,
+    Schedule,
+    gpipe,
+    named,
+    one_f_one_b,
+    replay,
+    validate,
+)
 from gpipe_bench.pipeline.plan.edges import (
     SENDS_ON_THE_WAY,
     Direction,
@@ -24,9 +36,7 @@ from gpipe_bench.pipeline.plan.edges import (
     rings_of,
     turns,
 )
-from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, ends_of, validate
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import ends_of
 
 
 def test_gpipe_posts_every_activation_at_once() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
-from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline import Action, ActionError
+from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.ranks import failure
 from gpipe_bench.pipeline.ranks import store as store_module
 from gpipe_bench.pipeline.ranks.failure import Board, missing, peer_error_of

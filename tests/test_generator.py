@@ -8,14 +8,11 @@ from collections import Counter
 import pytest
 from random_schedules import random_placement
 
+from gpipe_bench.pipeline import NAMED, SLOTS, Action, Kind, Link, Schedule, generate, named, replay, validate
 from gpipe_bench.pipeline.plan import generate as generator
 from gpipe_bench.pipeline.plan import list_scheduler
-from gpipe_bench.pipeline.plan.generate import generate
-from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import NAMED, loop, named
+from gpipe_bench.pipeline.plan.named import loop
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, validate
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.vee import vee
 
 
@@ -157,18 +154,3 @@ def test_large_schedules_take_little_work(monkeypatch: pytest.MonkeyPatch) -> No
     num_policies = 6
     assert replays["all"] <= num_policies + len(NAMED)
     assert looks["all"] <= num_policies * (2 * 3 * 16 * 64 + 16)
-
-
-def test_what_cannot_be_generated_is_refused() -> None:
-    with pytest.raises(ValueError, match="has gaps"):
-        generate((0, 2), 2)
-    with pytest.raises(ValueError, match="has gaps"):
-        generate((0, -1), 2)
-    with pytest.raises(ValueError, match="num_stages is 0"):
-        generate((), 2)
-    with pytest.raises(ValueError, match="most_alive is 0"):
-        generate((0, 1), 2, most_alive=0)
-    with pytest.raises(ValueError, match="holds at most 1 graphs; give a larger most_alive, at least 2"):
-        generate((0, 1, 0), 2, most_alive=1)
-    with pytest.raises(ValueError, match="no duration for 0W0"):
-        generate((0,), 2, {Kind.F: 1, Kind.I: 1})

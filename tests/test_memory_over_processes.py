@@ -11,7 +11,7 @@ import over_processes_cases as cases
 import pytest
 
 from gpipe_bench.experiments.plan import exact
-from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline import launch
 
 PAGES = 2 * mmap.PAGESIZE + 64
 """Of shared memory, for the header and the loss, which the model counts as the few bytes that they are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpipe_bench.experiments.grid.machine import LAYERS, Waits
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline import Kind
 
 pytestmark = pytest.mark.alone  # steps of four processes are timed
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpipe_bench.models import MODELS
+from gpipe_bench.models import MODELS, count_parameters
 from gpipe_bench.models.amoebanet.network import MOVED_STRIDES
-from gpipe_bench.models.zoo import count_parameters
 
 
 def sides(moved_stride: str | None, image_size: int = 65, **options: object) -> dict[str, int]:
@@ -68,17 +67,3 @@ def test_a_training_step_reaches_every_parameter() -> None:
         logits, auxiliary = model(torch.randn(2, 3, 67, 67))
         (logits.sum() + auxiliary.sum()).backward()
         assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"moved_stride": "first cell"}, "moved_stride"),
-        ({"moved_stride": MOVED_STRIDES[0], "stem": "cifar"}, "whose first convolution has the stride"),
-        ({"moved_stride": MOVED_STRIDES[0], "preset": "torchgpipe"}, "give preset='tf'"),
-        ({"moved_stride": MOVED_STRIDES[0], "num_layers": 1}, "there is one reduction cell"),
-    ],
-)
-def test_a_stride_that_can_not_be_moved(options: dict[str, object], message: str) -> None:
-    with torch.device("meta"), pytest.raises(ValueError, match=message):
-        MODELS["amoebanet-d"](**{"num_layers": 3, "num_filters": 8} | options)

@@ -116,18 +116,3 @@ def test_initial_weights_are_torchvisions():
     square, widening = model.layer4_0_conv2.module.weight, model.layer4_0_conv3.module.weight
     assert square.std().item() == pytest.approx((2 / (256 * 9)) ** 0.5, rel=0.02)
     assert widening.std().item() == pytest.approx((2 / 1024) ** 0.5, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("num_classes", 0),
-        ("image_size", -1),
-        ("num_filters", 0),
-        ("num_blocks", (1, 2, 3)),
-        ("num_blocks", (1, 0, 1, 1)),
-    ],
-)
-def test_values_that_are_not_allowed_are_named(option, value):
-    with pytest.raises(ValueError, match=option):
-        small(**{option: value})

@@ -16,9 +16,7 @@ from nccl_cases import assert_as_plain, batch, large_messages, layers, mse_loss,
 from test_nccl_pipeline import Scale, Through, Turn
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.named import gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline import Action, ActionError, Schedule, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.control import Control
 from gpipe_bench.pipeline.ranks.ends import Outline, Progress, Receiver, Sender

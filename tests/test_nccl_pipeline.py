@@ -24,10 +24,7 @@ from nccl_cases import (
 )
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline import NAMED, Action, ActionError, Pipeline, Schedule, gpipe, named, one_f_one_b
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -330,7 +327,7 @@ def test_a_pipeline_that_is_dropped_closes_by_itself() -> None:
             value.decode() for key, value in network.world.shared["store", 1].items() if "alive" in key
         )
 
-    assert run(2, take)[1] == ["left", "left"]
+    assert run(2, take)[1] == ["left 0", "left 0"]
 
 
 def test_a_pipeline_in_one_process_can_be_closed_too() -> None:

@@ -11,9 +11,17 @@ from fakes.nccl import FakeNetwork, run
 from nccl_cases import WIDTH, assert_as_plain, batch, large_messages, mse_loss, pipeline_on, steps_of
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pop, PortalSequential, Stash
-from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline import (
+    NAMED,
+    Action,
+    Pop,
+    PortalSequential,
+    Schedule,
+    Stash,
+    gpipe,
+    named,
+    one_f_one_b,
+)
 
 
 class Add(nn.Module):

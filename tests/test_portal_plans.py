@@ -6,12 +6,8 @@ from fractions import Fraction
 
 import pytest
 
+from gpipe_bench.pipeline import NAMED, SLOTS, Link, draw, gpipe, named, one_f_one_b, replay, svg
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.files import draw
-from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.svg import svg
 from gpipe_bench.planner.breakdown import breakdown
 
 SKIP = Edge(0, 0, 3, ("skip",))
@@ -62,13 +58,6 @@ def test_the_time_of_portals_is_communication() -> None:
     assert without.seconds["communication"] == 0
     assert found.seconds["communication"] > 0
     assert sum(found.shares.values()) == 1
-
-
-def test_what_is_no_line_of_the_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="leads from stage 0 to stage 3; a schedule of 2 stages"):
-        replay(gpipe(2, 2), SLOTS, portals={SKIP: (1, 1)})
-    with pytest.raises(ValueError, match="give bytes there and back"):
-        replay(gpipe(4, 2), SLOTS, portals={SKIP: (1, -1)})
 
 
 def test_portals_are_drawn() -> None:

@@ -12,15 +12,26 @@ from property_cases import Example
 from random_schedules import random_remat
 from torch import nn
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import (
+    NAMED,
+    SLOTS,
+    Kind,
+    Pipeline,
+    Schedule,
+    draw,
+    from_csv,
+    generate,
+    gpipe,
+    naive,
+    named,
+    one_f_one_b,
+    replay,
+    to_csv,
+    validate,
+)
 from gpipe_bench.pipeline.plan.auto import automatic
 from gpipe_bench.pipeline.plan.edges import rings_of
-from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
-from gpipe_bench.pipeline.plan.generate import generate
-from gpipe_bench.pipeline.plan.named import NAMED, gpipe, naive, named, one_f_one_b
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, validate
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 7))
 
@@ -128,45 +139,6 @@ def test_buffers_of_a_stage_follow_its_own_choice() -> None:
     """One buffer for gradients where a recomputation hides the next one's transfer, else two."""
     schedule = gpipe(5, 4, remat=("always", "never", "except_last", [0, 3], "always"))
     assert [rings_of(schedule)[stage, True].tight.num_slots for stage in range(4)] == [1, 2, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("remat", "complaint"),
-    [
-        (True, r"remat is True; choose one of never, always, except_last, or give one choice per stage"),
-        (("always",), r"remat has 1 choices for 2 stages; give one per stage, or one name for all"),
-        (("always", "some"), r"remat\[1\] is 'some'; choose one of never, always, except_last"),
-        (("always", 3), r"remat\[1\] is 3; choose one of .*, or give the micro-batches"),
-        (("always", [0, 3]), r"remat\[1\] has micro-batch 3; they are the numbers 0 to 2"),
-        ([[-1], "never"], r"remat\[0\] has micro-batch -1"),
-        ([["0"], "never"], r"remat\[0\] has micro-batch '0'"),
-    ],
-)
-def test_an_impossible_choice_is_refused(remat: Remat, complaint: str) -> None:
-    layers = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    for ask in (
-        lambda: gpipe(2, 3, remat=remat),
-        lambda: named("zb-h1", 2, 3, remat=remat),
-        lambda: generate((0, 1), 3, remat=remat),
-        lambda: Pipeline(layers, num_stages=2, num_microbatches=3, remat=remat),
-        lambda: Pipeline(layers, num_stages=2, num_microbatches=3, remat=remat, schedule="auto"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            ask()
-
-
-def test_rows_that_recompute_something_else_are_refused() -> None:
-    schedule = from_csv("0F0,0R0,0B0\n1F0,1B0\n", remat=("never", "always"))
-    with pytest.raises(ValueError, match=r"stage 0 takes micro-batch 0 through B F R; with remat='never' it"):
-        validate(schedule)
-    with pytest.raises(ValueError, match=r"stage 1 .* through B F; with remat='always' it needs F R B"):
-        validate(from_csv("0F0,0B0\n1F0,1B0\n", remat=("never", "always")))
-
-
-@pytest.mark.parametrize("text", ["sometimes", "0,never+1", "always,,never", "3-", "0-99999999"])
-def test_text_that_says_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="nothing about recomputation|more micro-batches than any"):
-        from_text(text)
 
 
 def test_an_argument_of_the_pipeline() -> None:

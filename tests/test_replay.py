@@ -12,20 +12,24 @@ from hypothesis import strategies as st
 from work_done import lines_run
 
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
-from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import (
+from gpipe_bench.pipeline import (
+    FREE,
+    LINKS,
+    SLOTS,
     Action,
     Kind,
+    Link,
     Schedule,
-    dependencies,
-    execution_order,
-    transfers,
+    Timeline,
+    gpipe,
+    naive,
+    one_f_one_b,
+    replay,
     validate,
 )
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.plan.named import SCHEDULES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import dependencies, execution_order, transfers
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))
@@ -347,32 +351,7 @@ def test_the_most_specific_duration_counts() -> None:
     assert replay(schedule, lambda action: duration[str(action)]) == replay(schedule, times)
 
 
-def test_mistakes_are_named() -> None:
-    schedule = gpipe(2, 2, "always")
-    with pytest.raises(ValueError, match=r"no duration for 0R1; give one for 'R' or for \(0, 'R'\)"):
-        replay(schedule, {Kind.F: 1, Kind.B: 1})
-    with pytest.raises(ValueError, match=r"0F0 takes -1 s"):
-        replay(schedule, {**SLOTS, Kind.F: -1})
-    with pytest.raises(ValueError, match=r"0F0 takes nan s"):
-        replay(schedule, {**SLOTS, Kind.F: float("nan")})
-    with pytest.raises(ValueError, match="activation_bytes has 0 entries for 1 boundaries"):
-        replay(schedule, SLOTS, LINKS["ethernet-1g"])
-    with pytest.raises(ValueError, match="gradient_bytes has 2 entries for 1 boundaries"):
-        replay(schedule, SLOTS, LINKS["ethernet-1g"], activation_bytes=[1], gradient_bytes=[1, 2])
-    with pytest.raises(ValueError, match="update_s has 3 entries for 2 stages"):
-        replay(schedule, SLOTS, update_s=[1, 1, 1])
-    with pytest.raises(ValueError, match=r"setup_s\[1\] is -1"):
-        replay(schedule, SLOTS, setup_s=[0, -1])
-    rows = (tuple(reversed(schedule.actions[0])), schedule.actions[1])
-    with pytest.raises(ValueError, match="deadlocks: 0B0, 1F0 wait"):
-        replay(Schedule("backwards", 2, 2, "always", rows), SLOTS)
-
-
 def test_links_are_checked_and_say_where_they_come_from() -> None:
-    with pytest.raises(ValueError, match="latency_s is -1"):
-        Link("bad", latency_s=-1)
-    with pytest.raises(ValueError, match="bandwidth_bytes_per_s is 0"):
-        Link("bad", bandwidth_bytes_per_s=0)
     for name, link in LINKS.items():
         assert link.name == name
         assert len(link.source) > 20

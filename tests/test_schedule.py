@@ -12,23 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import mlp
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan import edges
-from gpipe_bench.pipeline.plan.edges import Edge, rings_of
-from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
-from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import (
+from gpipe_bench.pipeline import (
+    SLOTS,
     Action,
     Kind,
+    Pipeline,
     Schedule,
-    Transfer,
-    dependencies,
-    execution_order,
-    transfers,
+    draw,
+    from_csv,
+    gpipe,
+    naive,
+    one_f_one_b,
+    replay,
+    to_csv,
     validate,
 )
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan import edges
+from gpipe_bench.pipeline.plan.edges import Edge, rings_of
+from gpipe_bench.pipeline.plan.named import SCHEDULES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import Transfer, dependencies, execution_order, transfers
 
 
 @st.composite
@@ -178,9 +181,6 @@ def test_text_form_of_an_action() -> None:
     assert Action.parse(" 12W34 ") == Action(12, Kind.W, 34)
     assert Action.parse("0F1") < Action.parse("1F0")
     assert str(Transfer(Action.parse("0F1"), Action.parse("1F1"))) == "0F1->1F1"
-    for text in ("", "F0", "2X0", "2F", "-1F0", "2f0", "2F0,2F1", "²F1"):
-        with pytest.raises(ValueError, match="not an action"):
-            Action.parse(text)
 
 
 @given(schedules())
@@ -189,8 +189,6 @@ def test_csv_round_trip(schedule: Schedule) -> None:
     recognised = from_csv(to_csv(schedule))
     assert recognised.actions == schedule.actions
     validate(recognised)
-    with pytest.raises(ValueError, match="no actions"):
-        from_csv("\n")
 
 
 def written(*rows: str, remat: str = "never") -> Schedule:
@@ -209,49 +207,6 @@ def test_a_split_backward_is_valid() -> None:
             row += ([f"{s}R{m}"] if m < 7 else []) + [f"{s}I{m}", f"{s}W{m}"]
         rows.append(" ".join(row))
     assert replay(written(*rows, remat="except_last"), SLOTS).makespan_s == 45
-
-
-@pytest.mark.parametrize(
-    ("schedule", "complaint"),
-    [
-        (written("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B1"), "1B1 more than once"),
-        (
-            written("0F0 0F1 0B1 0B0", "1F0 1F1 1B1"),
-            "micro-batch 0 through F; with remat='never' it needs F B",
-        ),
-        (written("0F0 0B0", "0F0 1B0"), "row of stage 1 holds 0F0"),
-        (written("0F0 0R0 0B0"), "through B F R; with remat='never' it needs F B,"),
-        (written("0F0 0B0", remat="always"), "needs F R B"),
-        (written("0F0 0F1 0R0 0R1 0B1 0B0", remat="except_last"), "micro-batch 1"),
-        (written("0B0 0F0"), "deadlocks: 0B0 waits for 0F0"),
-        (written("0F0 0B0 0R0", remat="always"), "deadlocks: 0B0 waits for 0R0"),
-        (written("0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0"), "stage 1 sends 1B1 to stage 0, which waits for 1B0"),
-        (written("0F1 0F0 0B1 0B0", "1F0 1F1 1B1 1B0"), "sends 0F1 to stage 1, which waits for 0F0"),
-        (written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "deadlocks"),
-        (written("0F0 0I0 0W0", "1F0 1W0 1I0"), "deadlocks: .*1W0 waits for 1I0"),
-        (dataclasses.replace(gpipe(2, 2), num_stages=3), "2 rows of actions for 3 stages"),
-        (dataclasses.replace(gpipe(2, 2), num_microbatches=1), "outside micro-batches 0..0"),
-        (dataclasses.replace(gpipe(2, 2), remat="sometimes"), "choose one of never, always, except_last"),
-    ],
-)
-def test_an_impossible_schedule_is_refused(schedule: Schedule, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        validate(schedule)
-
-
-@pytest.mark.parametrize("make", SCHEDULES.values())
-def test_sizes_are_checked(make) -> None:
-    with pytest.raises(ValueError, match="num_stages is 0"):
-        make(0, 1)
-    with pytest.raises(ValueError, match="num_microbatches is 0"):
-        make(1, 0)
-    with pytest.raises(ValueError, match="'last'"):
-        make(1, 1, remat="last")
-
-
-def test_a_recomputation_needs_its_forward() -> None:
-    with pytest.raises(ValueError, match="deadlocks: 0R1 waits for 0F1"):
-        validate(from_csv("0R1,0F0,0F1,0B1,0R0,0B0\n", remat="always"))
 
 
 def test_a_recomputation_needs_nothing_but_its_forward() -> None:

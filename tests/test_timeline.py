@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_bench.experiments.report.drawing import gantt
-from gpipe_bench.pipeline.plan.named import gpipe, one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Action, Kind
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.timeline import Event, Timeline
+from gpipe_bench.pipeline import SLOTS, Action, Event, Kind, Timeline, gpipe, one_f_one_b, replay
 
 
 def test_events_are_ordered_and_start_at_zero() -> None:

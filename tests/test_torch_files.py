@@ -12,9 +12,8 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gpipe_bench.pipeline.plan.files import from_csv, to_csv
-from gpipe_bench.pipeline.plan.named import NAMED, loop, named
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule, validate
+from gpipe_bench.pipeline import NAMED, Action, Schedule, from_csv, named, to_csv, validate
+from gpipe_bench.pipeline.plan.named import loop
 from gpipe_bench.pipeline.plan.vee import vee
 
 NUM_WORKERS, NUM_MICROBATCHES = 2, 4

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from gpipe_bench.pipeline import Kind, Schedule, gpipe, named
 from gpipe_bench.pipeline.plan.edges import rings_of, turns
-from gpipe_bench.pipeline.plan.named import gpipe, named
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of
+from gpipe_bench.pipeline.plan.schedule import ends_of
 from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Receiver
 from gpipe_bench.pipeline.ranks.routes import (
     MOST_TENSORS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from mesh_grids import assert_gradients, joint_step, on_grid, own_part
-from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, raises
+from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, halves, raises
 from tiny_models import plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -44,11 +44,6 @@ def words(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randint(WORDS, (batch_size,), generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
-def pairs() -> Ranks:
-    first = dist.get_rank() // 2 * 2
-    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True))
-
-
 def sgd(pipeline: Pipeline) -> torch.optim.Optimizer:
     return torch.optim.SGD(pipeline.parameters(), lr=0.3, momentum=0.9)
 
@@ -79,8 +74,8 @@ def tied_weights_are_one_weight() -> None:
     for ranks, users, schedule, remat, num_stages in (
         (Ranks(), 2, "gpipe", "always", 4),
         (Ranks(), 3, "zb-h1", "never", 4),
-        (pairs(), 3, "1f1b", "always", 2),
-        (pairs(), 3, "interleaved", "never", 4),
+        (halves(), 3, "1f1b", "always", 2),
+        (halves(), 3, "interleaved", "never", 4),
     ):
         alone = Pipeline(
             seeded(lambda users=users: tied_model(users), torch.float32),
@@ -133,7 +128,7 @@ def tied_gradients_add_up() -> None:
 
 def tied_weights_in_checkpoints() -> None:
     """One entry of the weight and of its optimizer's state, however it was trained; runs go on alike."""
-    ranks, pair = Ranks(), pairs()
+    ranks, pair = Ranks(), halves()
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     alone = Pipeline(seeded(lambda: tied_model(2), torch.float32), num_stages=1, num_microbatches=1)
@@ -163,7 +158,7 @@ def tied_weights_in_checkpoints() -> None:
 
 
 def a_tie_of_sparse_gradients_is_refused() -> None:
-    pair = pairs()
+    pair = halves()
     embedding, output = nn.Embedding(WORDS, WIDTH, sparse=True), nn.Linear(WIDTH, WORDS)
     output.weight = embedding.weight
     pipeline = pair.pipeline([embedding, output], 1)
@@ -173,7 +168,7 @@ def a_tie_of_sparse_gradients_is_refused() -> None:
 
 def a_tied_weight_that_was_replaced_is_refused() -> None:
     """The others' copies would not learn of it."""
-    pair = pairs()
+    pair = halves()
     pipeline = pair.pipeline(seeded(lambda: tied_model(2)), 1)
     state = {name: value.clone() for name, value in pipeline.state_dict().items()}
     pipeline.load_state_dict(state, assign=True)

@@ -14,8 +14,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -25,22 +26,29 @@ SECOND = Path(__file__).with_name("second_tier.txt")
 SHOWN = 12  # lines of each of the two lists
 
 
-def patterns() -> list[str]:
+@cache
+def patterns() -> tuple[str, ...]:
     """The lines of `second_tier.txt` that say something."""
     lines = SECOND.read_text(encoding="utf-8").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
 
 
-def is_deep(name: str, patterns: list[str]) -> bool:
+def is_deep(name: str, patterns: Sequence[str]) -> bool:
     """Whether a test, or all of a file, is of the second tier; `name` is pytest's, from `tests/` on. The last
     pattern that holds it decides, and one behind `!` takes back, as in `.gitignore`.
     """
     found = False
     for pattern in patterns:
         inside = pattern.removeprefix("!")
-        if name == inside or name.startswith((f"{inside}::", f"{inside}[", f"{inside}/")):
+        if name.startswith(inside) and name[len(inside) : len(inside) + 1] in ("", ":", "[", "/"):
             found = not pattern.startswith("!")
     return found
+
+
+def is_all_deep(file: str) -> bool:
+    """Whether no test of a file is of the first tier."""
+    lines = patterns()
+    return is_deep(file, lines) and not any(line.startswith(f"!{file}::") for line in lines)
 
 
 def spent_s() -> float:

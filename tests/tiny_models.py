@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.rng import Generators, run_plain, stream_key
+from gpipe_bench.pipeline import run_plain
+from gpipe_bench.pipeline.stage.rng import Generators, stream_key
 from gpipe_bench.pipeline.stage.trees import Tree, change, num_examples, sizes, split
+
+AMOEBANET = {
+    "num_layers": 3, "num_filters": 8, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
+}  # fmt: skip
 
 
 class Start(nn.Module):

@@ -13,9 +13,7 @@ from tiny_models import mlp_batch, plain_step
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, validate
+from gpipe_bench.pipeline import NAMED, Action, Kind, Pipeline, named, validate
 
 mse_loss = nn.functional.mse_loss
 

@@ -10,27 +10,18 @@ from unittest import mock
 
 import numpy as np
 import torch
-from ranks import EXACT, Ranks, assert_own_gradients, raises
+from ranks import EXACT, Ranks, assert_own_gradients, halves, raises
 from shared_models import shared_model, what_is_shared
 from tiny_models import mlp_batch, plain_step, seeded
 from torch import Tensor, nn
-from torch import distributed as dist
 from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError, Pipeline, run_plain
 from gpipe_bench.pipeline.ranks import control
 from gpipe_bench.pipeline.ranks.control import Control
 from gpipe_bench.pipeline.ranks.ends import Outline
-from gpipe_bench.pipeline.stage.rng import run_plain
 
 mse_loss = nn.functional.mse_loss
-
-
-def pairs(**options: object) -> Ranks:
-    """Ranks 0, 1 and ranks 2, 3 as pipelines of their own."""
-    first = dist.get_rank() // 2 * 2
-    return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True), **options)
 
 
 class Outlined:
@@ -61,7 +52,7 @@ class Outlined:
 
 def any_tree_crosses_a_boundary() -> None:
     """On four ranks and on two, over memory and the network; agreed on once."""
-    for ranks in (Ranks(), pairs(share_memory=False)):
+    for ranks in (Ranks(), halves(share_memory=False)):
         for schedule, remat in (("gpipe", "always"), ("1f1b", "except_last"), ("zb-h1", "never")):
             plain = seeded(tree_model)
             pipeline = ranks.pipeline(seeded(tree_model), 3, schedule=schedule, remat=remat)
@@ -87,7 +78,7 @@ def any_tree_crosses_a_boundary() -> None:
 
 def keys_that_change_between_calls() -> None:
     """Another name for a tensor, and another number, in any micro-batch; the next ones are right as well."""
-    ranks = pairs()
+    ranks = halves()
 
     def changes(call: int) -> dict[str, Any]:
         return {"left" if call % 3 else "right": Tensor, "factor": call // 2}
@@ -107,7 +98,7 @@ def keys_that_change_between_calls() -> None:
 
 def keys_that_bring_other_tensors() -> None:
     """What the mini-batch shows is agreed on anew; what a layer makes up is refused, on every rank."""
-    ranks = pairs()
+    ranks = halves()
     plain = seeded(lambda: nn.Sequential(ByKey(), nn.Linear(6, 6)))
     pipeline = ranks.pipeline(seeded(lambda: nn.Sequential(ByKey(), nn.Linear(6, 6))), 2)
     with mock.patch.object(control, "MOST_AGREEMENTS", 2):
@@ -130,7 +121,7 @@ def keys_that_bring_other_tensors() -> None:
 
 
 def in_place_layers_first() -> None:
-    ranks = pairs()
+    ranks = halves()
 
     def build() -> nn.Sequential:
         return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))
@@ -148,7 +139,7 @@ def arguments_that_layers_share() -> None:
     """Given on the first rank, sent on where they are not what they were, to every stage: by their contents,
     which may change where no version counts.
     """
-    for ranks in (Ranks(), pairs(share_memory=False)):
+    for ranks in (Ranks(), halves(share_memory=False)):
         plain, pipeline = seeded(shared_model), ranks.pipeline(seeded(shared_model), 2)
         kept = what_is_shared(0)
         for step, (new, shared) in enumerate(

@@ -13,9 +13,7 @@ from tiny_models import everything, everything_batch, plain_step, seeded
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline import Kind, Pipeline, named
 from gpipe_bench.pipeline.ranks import ends
 
 cross_entropy = nn.functional.cross_entropy

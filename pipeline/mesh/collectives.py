@@ -41,7 +41,7 @@ class Replicas:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, job: Job) -> None:
         self.rank, self.size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
         self._processes = dist.get_process_group_ranks(group)
-        self._store, self._job = Store(group), job
+        self._store, self.job = Store(group), job
         self._store.connect(timeout_s)
         self._together: Together | None = None
         self._connections: list[Connection] = []
@@ -65,7 +65,7 @@ class Replicas:
         options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
         found = self.bounded(lambda: backend(self._store, rank, size, **options))
         self._connections.append(Connection(found, 0, {}))
-        self._job.cuts(self._connections[-1])
+        self.job.cuts(self._connections[-1])
         return found
 
     def bounded(self, call: Callable[[], T]) -> T:

@@ -61,6 +61,7 @@ class Joint:
         self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
         self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
+        self._num_steps = 0  # that trained, to their end
         self.journal = Journal(device)
         self._collectives = self._of_hosts = None
         if replicas is not None:
@@ -141,7 +142,10 @@ class Joint:
         alike = self._divided is not None and self._divided.by_layer
         if self.replicas is None or not (alike or (training and is_own)):
             return num_microbatches
-        return min(self.replicas.share(num_microbatches))
+        self._tell_steps(self._num_steps + training)
+        found = min(self.replicas.share(num_microbatches))
+        self._tell_steps(self._num_steps)  # it may be refused
+        return found
 
     def begin(
         self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool, has_loss: bool
@@ -149,6 +153,7 @@ class Joint:
         """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
         the process that has the loss.
         """
+        self._tell_steps(self._num_steps + 1)
         for stage in self._stages:
             stage.look(loss_fn)
         self._go_on_alike()
@@ -168,7 +173,13 @@ class Joint:
             reduction.finish()
         if collectives is not None:
             collectives.wait(of_all)
+        self._num_steps += 1
         return loss
+
+    def _tell_steps(self, number: int) -> None:
+        """That this replica has begun so many training steps, in which the others must take part."""
+        if self.replicas is not None:
+            self.replicas.job.board.num_steps = number
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""

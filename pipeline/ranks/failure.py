@@ -6,7 +6,8 @@ board, which is in the process group's store:
 
     failure     what happened. The first that any rank writes is what all ranks raise
     waiting     for whom the ranks wait in vain that have said so
-    alive r     how often rank r has looked, where waits do not break when a process is killed
+    alive r     how often rank r has looked, where waits do not break when a process is killed; in the end
+                that it has left, and how many steps it took
     knows       who knows of the failure
 
 A rank that raises writes the failure and then closes its connections. A wait on a closed connection fails at
@@ -15,7 +16,8 @@ pipeline. A rank that was killed writes nothing; then the first neighbour to not
 disappeared. A rank that is stopped closes nothing, so everybody waits until the timeout, most of them for a
 rank that only waits itself. Who is waited for but does not wait is the one that stopped. If the store does
 not answer either, it is the process that holds it. Of those who may be meant it is the one that gives no
-sign of life, where ranks do give them.
+sign of life, where ranks do give them. A replica that leaves in good order after fewer steps than others take
+is found in its last sign.
 
 All of them ask at the same time, and one process answers. So those who wait are one list, which is one
 question however many they are, and only the first of them asks for signs of life and concludes; the others
@@ -54,7 +56,7 @@ _ASK_S, _LONGEST_ASK_S = 0.02, 0.32  # between two questions, which double
 _LOOK_S = 0.5  # between two looks of the thread that watches
 _MOST_SILENT_S = 1.0  # that count between two looks
 _LAST_LOOK_S = 0.2  # how long the end waits for a look: torch must not be broken off in the middle of a call
-_LEFT = b"left"
+_LEFT = b"left"  # and behind it the number of steps
 # Through which every collective of torch's goes that Python calls; behind them is only the operator's call.
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 _OPERATORS = "torch._ops"
@@ -273,7 +275,9 @@ class Board:
         self._store, self._rank, self._ranks = store, rank, tuple(ranks)
         self._alive, self._coordinates = alive, coordinates
         self._now, self._sleep = now, sleep
+        self.num_steps = 0  # that this rank has begun, and its replicas must take too
         self._num_beats = 0
+        self._fewest: tuple[int, int] | None = None  # steps of a rank that has left, and which
         self._watched = self._behind(rank)
         self._heard: bytes | None = None
         self._looked_s, self._silent_s = now(), 0.0
@@ -314,20 +318,27 @@ class Board:
         """Gives a sign of life, and looks for that of the rank behind, of the last for the first's; what has
         happened if it has been missing for `limit_s`. `StoreError` if the store cannot be asked.
 
-        A rank that leaves takes its leave, and who watched it watches the next. What is watched is whether
-        the count changes; no clocks are compared. Nor does time count in which this process itself did not
-        run, because somebody has stopped all of them or they are short of processor time: the others then had
-        no time to beat either.
+        A rank that leaves takes its leave, and who watched it watches the next. If it has taken fewer steps
+        than this one has begun, it would be waited for in vain, and that is what has happened. What is
+        watched is whether the count changes; no clocks are compared. Nor does time count in which this
+        process itself did not run, because somebody has stopped all of them or they are short of processor
+        time: the others then had no time to beat either.
         """
         self._num_beats += 1
         # A busy process, of this rank or of the store, is no reason to give up sooner.
         self._store.set(_sign(self._rank), str(self._num_beats), limit_s)
+        if self._fewest is not None and self._fewest[0] < self.num_steps:
+            taken, rank = self._fewest
+            cause = f"rank {rank} left after {taken} training step{'s' * (taken != 1)}, and others go on; "
+            return self.error(None, f"{cause}give all replicas equally many mini-batches", rank)
         if self._watched == self._rank:
             return None
         heard, now_s = self._store.get(_sign(self._watched), limit_s), self._now()
         self._silent_s += min(now_s - self._looked_s, _MOST_SILENT_S)
         self._looked_s = now_s
-        if heard == _LEFT:
+        if heard is not None and heard.startswith(_LEFT):
+            left = int(heard.removeprefix(_LEFT)), self._watched
+            self._fewest = min(left, self._fewest or left)
             self._watched = self._behind(self._watched)
             self._heard, self._silent_s = None, 0.0
         elif heard != self._heard:
@@ -338,8 +349,10 @@ class Board:
         return None
 
     def leave(self) -> None:
-        """Nobody needs to wait for this rank's signs of life any more. `StoreError` as in `beat`."""
-        self._store.set(_sign(self._rank), _LEFT.decode())
+        """Nobody needs to wait for this rank's signs of life any more, nor for further steps of it.
+        `StoreError` as in `beat`.
+        """
+        self._store.set(_sign(self._rank), f"{_LEFT.decode()} {self.num_steps}")
 
     def _behind(self, rank: int) -> int:
         return self._ranks[(self._ranks.index(rank) + 1) % len(self._ranks)]
@@ -373,7 +386,7 @@ class Board:
             if not certain:
                 waiting = self._waiting()
                 after = self._signs(tuple(before))
-                quiet = {rank for rank, sign in after.items() if sign == before[rank] and sign != _LEFT}
+                quiet = {r for r, sign in after.items() if sign == before[r] and _LEFT not in (sign or b"")}
             found = self._blamed(waiting, quiet, timed_out=error.timed_out)
         except StoreError as gone:
             host = self._store.host

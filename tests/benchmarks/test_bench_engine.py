@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline import Pipeline, Timeline, gpipe
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 

@@ -9,12 +9,8 @@ import torch
 from torch import nn
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.cut import StagePeaks
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline import Boundary, Profiler, StagePeaks, gpipe, pipeline_memory
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.named import gpipe
 
 OPTIONS: dict[str, Any] = {
     "num_layers": 12, "vocab_size": 1000, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 32,

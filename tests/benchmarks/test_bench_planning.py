@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe
-from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.schedule import execution_order, transfers, validate
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline import LINKS, SLOTS, gpipe, partition, replay, validate
+from gpipe_bench.pipeline.plan.named import SCHEDULES
+from gpipe_bench.pipeline.plan.schedule import execution_order, transfers
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 NUM_LAYERS = 1665  # the paper's deepest Transformer

@@ -31,8 +31,7 @@ from torch import Tensor
 from fakes.calls import TYPE, Calls, Kernels, address_of, copy_of
 from fakes.happens_before import HOST, Buffer, Fault, History, Kind
 from fakes.queues import FakeEvent, FakeStream
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline import Action, devices
 
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 

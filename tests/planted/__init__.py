@@ -1,1 +1,0 @@
-"""The deliberate mistakes of `mutants`, a file for each part of the code."""

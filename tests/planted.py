@@ -113,7 +113,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="loss not weighted by its share",
-        place="pipeline/stage/stage.py::Stage._gradient_of_loss",
+        place="pipeline/stage/stage.py::Stage._roots",
         old="key = (self._shares[m], metadata.dtype)",
         new="key = (1 / len(self._shares), metadata.dtype)",
         why="with micro-batches of unequal size the mean of means is not the mean",
@@ -274,10 +274,10 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="outputs kept by the graph's owner",
         place="pipeline/stage/graph.py::Kept.keep_graph",
-        old="self.places = tuple(",
+        old="self.places, self.edges = ",
         new="""\
 self.outputs = tuple(outputs)
-        self.places = tuple(\
+        self.places, self.edges = \
 """,
         why="an output lives on only if a layer saved it",
         tests=("tests/test_stage.py::test_graphs_and_inputs_alive_at_every_action[never-gpipe]",),
@@ -398,9 +398,9 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="an interval that reaches into the margin is enough",
-        place="experiments/consistency/judging.py::Distance.word",
-        old="if self.high <= margin:",
-        new="if self.low <= margin:",
+        place="experiments/consistency/judging.py::word_of",
+        old="if high <= margin:",
+        new="if low <= margin:",
         why="whatever is too rough to tell apart would be called the same",
         tests=("tests/test_consistency.py::test_only_an_interval_inside_the_margin_is_reproduced",),
     ),
@@ -454,9 +454,9 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="ties by the layers' names",
-        place="pipeline/arguments.py::layout_of",
-        old="if isinstance(layers, OwnLayers) else named,",
-        new="if not modules else named,",
+        place="pipeline/arguments.py::Layout.__init__",
+        old="if isinstance(layers, OwnLayers) else self.named",
+        new="if not modules else self.named",
         why="checkpoints would not find a tied weight of a model that is no sequence",
         tests=(
             "tests/test_distributed.py::test_case[a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph]",
@@ -514,7 +514,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="one mode for both",
-        place="pipeline/model/traced.py::Traced.forward",
+        place="pipeline/model/split.py::Traced.forward",
         old="program = self._programs[self.training]",
         new="program = self._programs[True]",
         why="a functional dropout between modules would go on in evaluation",
@@ -554,7 +554,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="portals sent twice",
-        place="pipeline/transport.py::PortalTransport._send_portals",
+        place="pipeline/transport.py::PortalTransport.send_activation",
         old="            self.inner.send(edge, microbatch, portals)\n",
         new="""\
             self.inner.send(edge, microbatch, portals)
@@ -634,5 +634,37 @@ self.outputs = tuple(outputs)
         new="stage.look(None)",
         why="the gradients of a loss that is a module would stay each replica's own",
         tests=("tests/test_mesh.py::test_case[parameters_that_come_later]",),
+    ),
+    Mistake(
+        name="a result known for other strides",
+        place="pipeline/memory/fake_tensors.py::_kind",
+        old="return value.shape, value.stride(), value.storage_offset(),",
+        new="return value.shape, value.storage_offset(),",
+        why="what a layer copies depends on the layout of its input",
+        tests=("tests/test_fake_tensors.py::test_results_are_those_of_torch",),
+    ),
+    Mistake(
+        name="another engine takes ours along",
+        place="experiments/on_gpus.py",
+        old="        if len(job.engines) == 1:\n            raise\n",
+        new="        raise\n",
+        why="what ours took would be lost where torch's finds no memory beside it",
+        tests=("tests/test_on_gpus.py::test_an_engine_that_fails_beside_ours_does_not_take_ours_along",),
+    ),
+    Mistake(
+        name="a table for two cores on a GPU",
+        place="experiments/commands/run.py",
+        old='("full" if device == "cuda" else "short")',
+        new='"short"',
+        why="models of a few milliseconds time the host, and sentences would be judged by them",
+        tests=("tests/test_cli.py::test_torch_is_asked_for_a_device_unless_it_is_built_for_none",),
+    ),
+    Mistake(
+        name="the largest is looked for from below",
+        place="experiments/table1/real_steps.py",
+        old="    for more in (1, 0, *(",
+        new="    for more in (0, 1, *(",
+        why="that one layer more does not fit would not be known",
+        tests=("tests/test_stage_alone.py::test_the_largest_model_is_the_first_that_fits_from_above",),
     ),
 )

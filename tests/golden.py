@@ -74,7 +74,10 @@ def commands(page: Path) -> dict[str, list[str]]:
 def said(arguments: list[str]) -> str:
     """Status and both streams of one command, without what is no result."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "120"}
-    environment = {name: value for name, value in os.environ.items() if name != "CI"} | threads
+    found = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # as `python`
+    environment = (
+        {name: value for name, value in os.environ.items() if name != "CI"} | threads | {"PATH": found}
+    )
     done = subprocess.run(
         [sys.executable, "-m", "experiments", *arguments],
         cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,

@@ -284,6 +284,7 @@ def test_whoever_has_no_records_is_shown_those_of_the_project_in_a_screen(name, 
     assert f"records that came with the project (cpu-2-cores); yours: gpipe-bench run {name}\n" in out
     assert [line for line in out.splitlines() if len(line) > 100] == []
     assert len(out.splitlines()) < 110
+    assert "records that came with the project" in call("compare", name, "--json")[2]
     if f"gpipe-bench compare {name} --full" in out:
         assert len(call("compare", name, "--full")[1]) > len(out)
 

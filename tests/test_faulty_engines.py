@@ -53,6 +53,13 @@ class Third(FillDrain):
         )
 
 
+class Slightly(FillDrain):
+    def step(self, batch, target, loss_fn):
+        loss = super().step(batch, target, loss_fn)
+        next(self.stages[0].parameters()).grad.mul_(1 + 1e-7)
+        return loss
+
+
 class Forgets(FillDrain):
     def forward(self, stage, value, m):
         return stage(value)
@@ -190,6 +197,7 @@ def test_a_good_engine_passes_in_one_process_and_over_two(scene: Path) -> None:
             1,
             "every gradient is 4 times that of the mean loss over the mini-batch: the losses of the",
         ),
+        ("Slightly", 1, "the gradients of the engine are wrong: 0.weight differs by 1.0e-07"),
         ("Empty", 1, "engine 'scene_engines:Empty' returned Empty, which has no method step(batch, target,"),
         ("Refuses", 1, "it can do nothing that was asked: needs another kind of computer"),
     ],

@@ -210,7 +210,7 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
     status, out, err = call("compare", "peers", "--results", results, "--engine", "mine:Engin")
     assert (status, out) == (2, "")
     assert "no record has it (did you mean 'mine:Engine'?); there are: all, ours, torch-gpipe" in err
-    status, _, err = call("compare", "peers", "--machines", results, "--engine", "mine:Engine")
+    status, _, err = call("compare", "peers", "--machines", results, "cpu-2-cores", "--engine", "mine:Engine")
     assert (status, "leave it out" in err) == (2, True)
     status, _, err = call("compare", "table1", "--results", REFERENCE / "cpu-2-cores", "--engine", "ours")
     assert (status, err) == (2, "error: --engine ours: table1 runs no engine; leave the option out\n")

@@ -88,6 +88,8 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
         comparisons = [
             replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in comparisons
         ]
+    if whose and (arguments.json or arguments.markdown):
+        warn(whose)
     if arguments.json:
         for cell in (*comparisons, *shown.joint) or _numbers(shown.records):
             print_line(msgspec.json.encode(cell))

@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{experiment.name}"
         )
     ranking = rank(found)
+    if whose and arguments.json:
+        warn(whose)
     shown = ranking.fits if arguments.all else _shown(ranking)
     tell(
         arguments,

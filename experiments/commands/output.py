@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
@@ -87,10 +89,14 @@ def tell(arguments: argparse.Namespace, lines: Iterable[object], text: Callable[
     if not arguments.json:
         say(text())
         return
-    import msgspec  # not for a help
-
-    for line in lines:
-        print_line(msgspec.json.encode(line))
+    try:
+        from msgspec.json import encode
+    except ImportError:  # what the doctor is about to say
+        for line in lines:
+            print_line(json.dumps(line, default=asdict).encode())
+    else:
+        for line in lines:
+            print_line(encode(line))
 
 
 def say(text: str) -> None:

@@ -17,6 +17,7 @@ PROSE = 110
 """Columns of a paragraph. Tables, code and commands that are to be copied are as wide as they are."""
 SCREEN = 100
 """Columns of what `compare` and `run` show unless all is asked for."""
+HEADING = 2  # columns that tabulate adds to a heading
 NARROWEST = 14
 """Columns of a table's column that is wrapped to make room."""
 _width: ContextVar[int | None] = ContextVar("width", default=None)
@@ -56,8 +57,13 @@ class Grid:
         other, that all begin with the columns that have no heading, or the first.
         """
         rows = [[str(cell) for cell in row] for row in (self.columns, *self.lines)]
+        spare = [HEADING] + [0] * len(self.lines)
         widths = [
-            max(len(line) for cell in column for line in cell.split("\n"))
+            max(
+                len(line) + more
+                for cell, more in zip(column, spare, strict=True)
+                for line in cell.split("\n")
+            )
             for column in zip(*rows, strict=True)
         ]
         if width is None or sum(widths) + 2 * len(widths) - 2 <= width:
@@ -68,7 +74,8 @@ class Grid:
             widest = max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))
             widths[widest] -= 1
         columns, *lines = [
-            ["\n".join(_wrapped(*each)) for each in zip(row, widths, strict=True)] for row in rows
+            ["\n".join(_wrapped(cell, most - more)) for cell, most in zip(row, widths, strict=True)]
+            for row, more in zip(rows, spare, strict=True)
         ]
         room = width - sum(widths[:first]) - 2 * first + 2
         groups: list[list[int]] = [[]]

@@ -102,6 +102,12 @@ def test_a_user_with_packages_of_the_same_names_runs_and_compares(
     assert compared.returncode == 0, compared.stderr
     cells = [json.loads(line) for line in compared.stdout.splitlines()]
     assert any(cell["printed"] == "318M" and cell["verdict"] == "identity" for cell in cells)
+    shown = run(program, elsewhere, "compare", "table2").stdout
+    assert "records that came with the project (cpu-2-cores); yours: " in shown
+    assert "table2-transformer" in shown
+    assert run(program, elsewhere, "check-engine", "--help").stdout.startswith(
+        f"usage: {program} check-engine "
+    )
 
 
 def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(

@@ -75,13 +75,13 @@ def homes(package: str) -> dict[str, str]:
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id == "_HOMES"
+            and node.targets[0].id in ("_NAMES", "_HOMES")
         ):
             found = ast.literal_eval(node.value)
             if all(isinstance(home, str) for home in found.values()):
                 return found
             return {name: home for home, names in found.items() for name in names}
-    raise ValueError(f"{package}/__init__.py has no _HOMES")
+    raise ValueError(f"{package}/__init__.py has neither _NAMES nor _HOMES")
 
 
 def parsed(path: Path) -> ast.Module:

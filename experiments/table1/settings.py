@@ -252,8 +252,8 @@ def _reasons(records: Sequence[Record]) -> Iterator[Hypothesis]:
                 zip(map(_frozen, _product(capacity["settings"])), capacity["parameters"], strict=True)
             )
             found = {key: activations, (table, "maximum parameters", "naive-1"): list(naive.values())}
-            for row, of_half, over, under in CLAIMS if largest is not None else ():
-                if (of_half, under) == (half, "naive-1"):
+            for row, of_half, over, under in CLAIMS:
+                if largest is not None and (of_half, under) == (half, "naive-1"):
                     choices = capacity_choices(largest)
                     pairs = [
                         (value, naive[_frozen({name: settings[name] for name in capacity["settings"]})])

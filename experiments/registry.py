@@ -23,7 +23,7 @@ EXPERIMENTS: dict[str, str] = {
     "table4": "gpipe_bench.experiments.table4",
     "figure2": "gpipe_bench.experiments.figure2.experiment",
     "figure3": "gpipe_bench.experiments.figure3",
-    "computed": "gpipe_bench.experiments.computed.experiment",
+    "computed": "gpipe_bench.experiments.computed",
     "engine": "gpipe_bench.experiments.engine",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
     "predictions": "gpipe_bench.experiments.predicted.experiment",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.experiments.computed.answer import Computed, over, spread_of, to_details, to_quantities
+from gpipe_bench.experiments.computed import computed, outcome, over, spreads_of
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
 from gpipe_bench.harness.experiment import Case, Outcome, PaperTable
 from gpipe_bench.harness.record import Record, Scalar, of_case
@@ -168,13 +168,10 @@ def run(key: dict[str, Scalar]) -> Outcome:
     """The answers to all rows of a case."""
     found = {RATES_V: of_vee, ELSEWHERE: of_projects}.get(str(key["what"]), lambda: rates(str(key["model"])))
     answers = [
-        Computed(
-            row=row, column=column, value=value, unit=unit, what=what, provenance="replayed",
-            spread=over(OPEN, tried) if tried else None,
-        )
+        computed(row, column, value, unit, what, over(OPEN, tried) if tried else None, "replayed")
         for row, column, value, unit, what, tried in found()
-    ]  # fmt: skip
-    return Outcome(to_quantities(answers), to_details(answers))
+    ]
+    return outcome(answers)
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:
@@ -193,7 +190,7 @@ def cells(records: Sequence[Record]) -> list[Answer]:
                     source="others",
                     question="as published",
                     quantity=quantity,
-                    spread=spread_of(record, row, column),
+                    spread=spreads_of(record).get((row, column)),
                     not_comparable=WHOLE if row.endswith("over 1F1B, memory") else "",
                     record=record,
                     note=quantity.note,

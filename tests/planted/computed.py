@@ -29,7 +29,7 @@ COMPUTED = (
     ),
     Mutant(
         name="the auxiliary head always counted",
-        file="experiments/computed/stride.py",
+        file="experiments/computed.py",
         old='        counted = head == "counted in"\n',
         new="        counted = True\n",
         why="whether it counts is not stated, so the range has both",
@@ -37,7 +37,7 @@ COMPUTED = (
     ),
     Mutant(
         name="a part of the range with other settings moved along",
-        file="experiments/computed/stride.py",
+        file="experiments/computed.py",
         old="ratios[*middle[:place], value, *middle[place + 1 :]]",
         new="ratios[*middle[:place], value, *[v[-1] for v in list(allowed.values())[place + 1 :]]]",
         why="a part says what one setting does alone",

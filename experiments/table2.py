@@ -40,7 +40,7 @@ from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results,
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
 from gpipe_bench.harness.frame import frame
-from gpipe_bench.harness.joint import Walk
+from gpipe_bench.harness.hypotheses import Walk
 from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples

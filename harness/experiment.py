@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpipe_bench.harness.hypotheses import Hypothesis
-from gpipe_bench.harness.joint import Walk
+from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
 from gpipe_bench.harness.verdict import Answer, Comparison
 

@@ -11,9 +11,8 @@ from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.records import select_records
-from gpipe_bench.harness.hypotheses import Fit, Ranking, rank
+from gpipe_bench.harness.hypotheses import Fit, Ranking, base_of, rank, summary, table
 from gpipe_bench.harness.report.grid import fill
-from gpipe_bench.harness.report.hypotheses import base_of, summary, table
 from gpipe_bench.harness.store import Store, lines_of
 
 BEST = 5

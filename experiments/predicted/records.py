@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.claims import SMOKE, admitted, prediction_interval
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.hypotheses import Hypothesis
-from gpipe_bench.harness.joint import Walk
+from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, fill, numbers

@@ -19,8 +19,7 @@ from gpipe_bench.experiments.report.timelines import Chart, charts_of
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.environment import differences
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.hypotheses import with_reasons
-from gpipe_bench.harness.joint import Joint, joint_text, judge_jointly
+from gpipe_bench.harness.hypotheses import Joint, joint_text, judge_jointly, with_reasons
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.table import Row, short_text, text_table
 from gpipe_bench.harness.verdict import Answer, Comparison

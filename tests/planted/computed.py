@@ -81,9 +81,9 @@ TESTED_REASONS = (
     ),
     Mutant(
         name="jointly by any cell",
-        file="harness/joint.py",
-        old="if max(misses) <= 1 + _ULP:",
-        new="if min(misses) <= 1 + _ULP:",
+        file="harness/hypotheses.py",
+        old="        return max(\n            _apart(",
+        new="        return min(\n            _apart(",
         why="a setting that gives one cell of a table would give the table",
         tests=("tests/test_joint.py::test_every_cell_may_be_met_by_a_setting_of_its_own_and_all_by_none",),
     ),

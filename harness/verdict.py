@@ -140,6 +140,10 @@ class Comparison(Place):
     context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
     `explained_by` names the settings that account for a difference, of the `tried` ones, among which are the
     reasons `named`.
+
+    `entry` is our answer. Where our number was found say `machine`, `profile` and `command`, empty where
+    there is none; `narrow` and `wide` are the verdicts with every range half and twice as wide. These are
+    for the page, and not among what `to_data` has.
     """
 
     kind: str = "ours"
@@ -171,6 +175,21 @@ class Comparison(Place):
     footnotes: tuple[str, ...]
     hardware: str = ""
     location: str = ""
+    entry: Answer | None = None
+    machine: str = ""
+    profile: str = ""
+    command: str = ""
+    narrow: Verdict = "not run"
+    wide: Verdict = "not run"
+
+    def to_data(self) -> dict[str, Any]:
+        """For other programs: all that the two numbers come to."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_PAGE}
+
+    @property
+    def label(self) -> str:
+        """The name of its row; beside others' numbers also whose it is and what is asked."""
+        return self.row if self.source == "paper" else f"{self.row} ({self.source}, {self.question})"
 
     @property
     def why(self) -> str:
@@ -181,6 +200,9 @@ class Comparison(Place):
     def paper_text(self) -> str:
         """As printed, with the corrected value where an erratum gives one; empty where nothing is printed."""
         return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
+
+
+_OF_THE_PAGE = frozenset({"entry", "machine", "profile", "command", "narrow", "wide"})
 
 
 def judge(
@@ -228,6 +250,7 @@ def judge(
         tried=ours.tried,
         named=ours.named if differs else (),
         footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
+        entry=ours,
         **known,
         **held,
     )

@@ -19,8 +19,16 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.registry import PROFILES, load, suggestion
-from gpipe_bench.experiments.report.readings import Shown, environment_warnings, readable, screen, shown_of
-from gpipe_bench.experiments.report.records import check_engine_is_there, engines_of, select_records
+from gpipe_bench.experiments.report.readings import (
+    Shown,
+    check_engine_is_there,
+    engines_of,
+    environment_warnings,
+    readable,
+    screen,
+    select_records,
+    shown_of,
+)
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
@@ -70,8 +78,9 @@ def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
             replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in comparisons
         ]
     if arguments.json:
-        for cell in (*comparisons, *shown.joint) or _numbers(shown.records):
-            print_line(msgspec.json.encode(cell))
+        found = [*(cell.to_data() for cell in comparisons), *shown.joint]
+        for line in found or _numbers(shown.records):
+            print_line(msgspec.json.encode(line))
         return
     if arguments.markdown and not comparisons:
         say(f"```text\n{shown.text}\n```")
@@ -86,7 +95,7 @@ def _one(arguments: argparse.Namespace, experiment: Experiment) -> None:
 
 def _several(arguments: argparse.Namespace, experiment: Experiment) -> None:
     from gpipe_bench.harness.bundle import unpacked
-    from gpipe_bench.harness.report.side import side_by_side, side_markdown, side_text
+    from gpipe_bench.harness.report.side import side_by_side
 
     problems: list[Problem] = []
     packed = [name for name in arguments.machines if Path(name).is_file()]
@@ -110,7 +119,10 @@ def _several(arguments: argparse.Namespace, experiment: Experiment) -> None:
             line = {
                 "table": known.table, "row": known.row, "column": known.column, "part": row.part,
                 "source": known.source, "unit": known.unit, "printed": known.paper_text,
-                "machines": dict(zip(side.machines, row.cells, strict=True)),
+                "machines": {
+                    name: None if cell is None else cell.to_data()
+                    for name, cell in zip(side.machines, row.cells, strict=True)
+                },
                 "ratio_to_first": dict(zip(side.machines, row.ratios, strict=True)),
                 "differences": side.differences,
             }  # fmt: skip
@@ -118,7 +130,7 @@ def _several(arguments: argparse.Namespace, experiment: Experiment) -> None:
         return
     heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
     say(f"{experiment.title}: {heading}\n")
-    say(side_markdown(side) if arguments.markdown else side_text(side))
+    say(side.markdown() if arguments.markdown else side.text())
     if problems:
         say(f"\n{left_out(problems, experiment.name)}")
 

@@ -10,7 +10,7 @@ import msgspec
 from gpipe_bench.experiments.commands import exits
 from gpipe_bench.experiments.commands.output import print_line, say, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report.records import select_records
+from gpipe_bench.experiments.report.readings import select_records
 from gpipe_bench.harness.hypotheses import Fit, Ranking, base_of, rank, summary, table
 from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.store import Store, lines_of

@@ -1,4 +1,4 @@
-"""Figure 2 and the formulas from their records alone, as tables and as figures."""
+"""The schedules of Figure 2, and what their records show: tables and figures, from the records alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from math import isnan, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from gpipe_bench.experiments.figure2.computed import UNIT, VARIANTS
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
 from gpipe_bench.harness.experiment import KeptTimeline, Plot
 from gpipe_bench.harness.record import Record, Scalar, find, of_case
@@ -16,18 +15,81 @@ from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import Comparison
+from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.remat import Remat
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+UNIT = "forwards"
 GIB = 2**30
 SHOWN_STAGES = 4
 SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
 MOST_STAGES = 8
 """Of the paper's Table 2, about which it says that M >= 4K is enough. Bubbles are drawn up to this K; more
 lines would hide each other."""
+
+
+class Variant(NamedTuple):
+    """A schedule as drawn and counted; `formula` is that of its bubble."""
+
+    title: str
+    schedule: Callable[[int, int, Remat], Schedule]
+    remat: Remat
+    formula: str
+    early_recompute: bool = True
+    microbatches_at_once: bool = False  # the whole mini-batch goes through as one micro-batch
+
+    def closed_form(self, num_stages: int, num_microbatches: int) -> Fraction:
+        """Idle share of the device time by the formula."""
+        others = num_stages - 1
+        if self.microbatches_at_once:
+            return Fraction(others, num_stages)
+        if self.remat == "never" or not self.early_recompute:
+            return Fraction(others, num_microbatches + others)
+        # Recomputation fills no gap of the drain, so it adds to the step and not to the idle time.
+        recomputed = num_microbatches - (self.remat == "except_last")
+        idle = 3 * others  # a forward and a backward each
+        return Fraction(idle, 3 * num_microbatches + idle + recomputed)
+
+    def replay(self, num_stages: int, num_microbatches: int) -> Timeline:
+        """The step of a mini-batch that is worth M forwards, in forwards."""
+        scale = num_microbatches if self.microbatches_at_once else 1
+        return replay(
+            self.schedule(num_stages, num_microbatches // scale, self.remat),
+            {kind: slots * scale for kind, slots in SLOTS.items()},
+            early_recompute=self.early_recompute,
+        )
+
+    def bubble(self, num_stages: int, num_microbatches: int) -> Fraction:
+        """Idle share of the replayed step, exact."""
+        timeline = self.replay(num_stages, num_microbatches)
+        return Fraction(timeline.idle_s) / Fraction(num_stages * timeline.makespan_s)
+
+    def graphs_alive(self, num_stages: int, num_microbatches: int) -> int:
+        """Most micro-batches whose graph the first stage keeps at a time."""
+        live = self.replay(num_stages, num_microbatches).live_activations(0)
+        return max(count for _, count in live) * (num_microbatches if self.microbatches_at_once else 1)
+
+
+_FORMULA, _EARLY = "(K-1)/(M+K-1)", "GPipe, recomputing early"
+VARIANTS: dict[str, Variant] = {
+    "naive": Variant(
+        "naive: the mini-batch in one piece", naive, "never", "(K-1)/K", microbatches_at_once=True
+    ),
+    "gpipe": Variant("GPipe without re-materialization", gpipe, "never", _FORMULA),
+    "gpipe-late": Variant(
+        "GPipe, recomputing when the gradient is there", gpipe, "always", _FORMULA, early_recompute=False
+    ),
+    "gpipe-early": Variant(f"{_EARLY} (the paper's)", gpipe, "always", "3(K-1)/(3(M+K-1)+M)"),
+    "gpipe-kept": Variant(f"{_EARLY}, last micro-batch kept", gpipe, "except_last", "3(K-1)/(3(M+K-1)+M-1)"),
+    "1f1b": Variant("1F1B without re-materialization", one_f_one_b, "never", _FORMULA),
+}
+"""By the name that cases and records use, in the order in which they are shown."""
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:

@@ -21,7 +21,7 @@ EXPERIMENTS: dict[str, str] = {
     "table2": "gpipe_bench.experiments.table2",
     "table3": "gpipe_bench.experiments.table3",
     "table4": "gpipe_bench.experiments.table4",
-    "figure2": "gpipe_bench.experiments.figure2.experiment",
+    "figure2": "gpipe_bench.experiments.figure2",
     "figure3": "gpipe_bench.experiments.figure3",
     "computed": "gpipe_bench.experiments.computed",
     "engine": "gpipe_bench.experiments.engine",

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.claims import CORRELATION, REDUCTION, TABLE, admitted
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.unknowns import Value, load_unknowns, steps_from_middle
@@ -295,18 +295,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "control-stride": PaperTable(
-            title="Control experiment: the stride of AmoebaNet-D (2, 256)",
-            short="Stride control",
-            about="Larger activations at the same number of parameters, first version, section 5.",
-        ),
-        "growth": PaperTable(
-            title="Figure 1: how models have grown",
-            short="Growth of models",
-            about="Sizes, accuracies and accelerators that the introduction sets out from.",
-        ),
-    },
+    paper_tables=("control-stride", "growth"),
     options=(),
     untimed=True,
 )

@@ -30,7 +30,7 @@ from gpipe_bench.experiments.figure2_shown import (
     timelines,
 )
 from gpipe_bench.experiments.timed.claims import TABLE as SENTENCES
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
 from gpipe_bench.harness.unknowns import load_unknowns, points
@@ -491,15 +491,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "formulas": PaperTable(
-            title="Figure 2 and the formulas of section 2",
-            short="Formulas",
-            about=(
-                "Bubble fractions and activation memory by the paper's algebra and by replaying the schedule."
-            ),
-        ),
-    },
+    paper_tables=("formulas",),
     tables=tables,
     figures=figures,
     timelines=timelines,

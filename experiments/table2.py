@@ -38,7 +38,7 @@ from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims, cuts, real_steps
 from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.frame import frame
 from gpipe_bench.harness.hypotheses import Walk
 from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
@@ -616,9 +616,6 @@ def _efficiency(found: Mapping[str, Record]) -> Figure:
     return figure
 
 
-_ABOUT = "Training throughput over stages K and micro-batches M, relative to K=2, M=1."
-
-
 def _walks(records: Sequence[Record]) -> list[Walk]:
     """The predictions', both models beside each other, and the closed form of equal stages."""
     of_each = walks(records)
@@ -638,23 +635,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "table2-amoebanet": PaperTable(
-            title="Table 2, AmoebaNet-D (18, 256): normalized throughput",
-            short="Table 2, AmoebaNet-D",
-            about=_ABOUT,
-        ),
-        "table2-transformer": PaperTable(
-            title="Table 2, Transformer-48: normalized throughput",
-            short="Table 2, Transformer",
-            about=_ABOUT,
-        ),
-        "table2-bound": PaperTable(
-            title="Table 2: what theory allows",
-            short="Table 2, bound",
-            about="What GPipe's schedule gives with equal stages, F : B : R = 1 : 2 : 1 and a free link.",
-        ),
-    },
+    paper_tables=("table2-amoebanet", "table2-transformer", "table2-bound"),
     tables=tables,
     figures=figures,
     timelines=kept_timelines,

@@ -33,10 +33,10 @@ from gpipe_bench.experiments.report.readings import answers, folders, readings, 
 from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, ticks, timelines
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import PaperTable, load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.html import html, markdown
-from gpipe_bench.harness.report.page import TableInfo, page_of
+from gpipe_bench.harness.report.page import page_of
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import VERDICTS, Answer, judge
 from gpipe_bench.pipeline.plan.named import gpipe
@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MACHINE = REFERENCE / "cpu-2-cores"
 EXPERIMENTS = [registry.load(name) for name in registry.EXPERIMENTS]
 TIMED = dataclasses.replace(FAKE, timelines=kept_timelines)
-INFO = {"t": TableInfo(title="T", short="T", about="", missing="nobody ran it")}
+INFO = {"t": PaperTable(title="T", short="T", about="", missing="nobody ran it")}
 
 
 class Parsed(HTMLParser):

@@ -17,10 +17,10 @@ from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli, exits
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import PaperTable, load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.html import html, plot
-from gpipe_bench.harness.report.page import COLUMNS, TableInfo, cells_csv, page_of
+from gpipe_bench.harness.report.page import COLUMNS, cells_csv, page_of
 from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.report.table import (
     ASKED,
@@ -81,7 +81,7 @@ def page():
     paper = load_paper()
     made = {"machine": "m", "profile": "short", "command": "made, by | this"}
     answers = [replace(cell, **made) for cell in compare(ENTRIES, whole=())]
-    infos = {cell.table: TableInfo(title=cell.table, short=f"The {cell.table}", about="") for cell in paper}
+    infos = {cell.table: PaperTable(title=cell.table, short=f"The {cell.table}", about="") for cell in paper}
     return page_of(answers, paper, infos)
 
 

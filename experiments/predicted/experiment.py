@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from gpipe_bench.experiments.predicted.records import predicted_numbers
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
@@ -179,24 +179,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 5e-4 else f"{100 * share:.3f} %"
 
 
-PAPER_TABLES = {
-    "unet-memory": PaperTable(
-        title="torchgpipe's largest U-Nets",
-        short="torchgpipe, U-Net memory",
-        about="Counted on the zoo's U-Net; memory by the memory model, with torchgpipe's batches and cuts.",
-    ),
-    "unet-speed": PaperTable(
-        title="torchgpipe's U-Net speeds",
-        short="torchgpipe, U-Net speed",
-        about="torchgpipe's own numbers; predicted where a skip goes to the next stage only.",
-    ),
-    "resnet101-accuracy": PaperTable(
-        title="torchgpipe's ResNet-101 accuracy and throughput",
-        short="torchgpipe, ResNet-101",
-        about="torchgpipe's own numbers, with real images; its speeds are predicted, its accuracies are not.",
-    ),
-}
-
 EXPERIMENT = Experiment(
     name="predictions",
     title="Predictions tested on numbers they were not made for",
@@ -210,7 +192,7 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     tables=tables,
-    paper_tables=PAPER_TABLES,
+    paper_tables=("unet-memory", "unet-speed", "resnet101-accuracy"),
     docs="docs/method.md",
     options=(),
     untimed=True,

@@ -6,12 +6,13 @@ about the paper and comes from the committed records alone: a number of one's ow
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import (
@@ -24,22 +25,16 @@ from gpipe_bench.experiments.report.readings import (
     sources,
 )
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.places import PUBLISHED, REFERENCE, short_path
+from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
+from gpipe_bench.harness.places import REFERENCE, short_path
 from gpipe_bench.harness.record import Record, of_case
-from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, TableInfo, page_of
+from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
 from gpipe_bench.harness.store import lines_of
 from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"
-NOT_TO_BE_RUN = PUBLISHED / "tables.toml"
-"""The published tables that no experiment answers, in words and with the reason.
-
-A cell that nobody ran must say why; "not run" alone would look like an oversight where the reason is a
-thousand TPU hours.
-"""
 
 
 def build(
@@ -106,13 +101,13 @@ def build(
     )
 
 
-def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[str]]) -> dict[str, TableInfo]:
-    """The published tables in words, with the reason for cells that no record answers: in the order
-    of the experiments, then those that none answers.
+def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[str]]) -> dict[str, PaperTable]:
+    """The published tables in words, with the reason for cells that no record answers: a cell that nobody
+    ran must say why; "not run" alone would look like an oversight where the reason is a thousand TPU hours.
 
     `profiles` are those that each experiment has records of.
     """
-    infos = {}
+    infos = dict(load_tables())
     for experiment in experiments:
         having = profiles.get(experiment.name, set())
         missing = f"the records of {experiment.name} do not report this number"
@@ -120,13 +115,10 @@ def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[st
             missing = f"there is no record yet; `nox -s {experiment.name}` makes one"
         elif having == {"smoke"}:
             missing = f"only a smoke run is on record; `nox -s {experiment.name}` makes this number"
-        for name, table in experiment.paper_tables.items():
-            infos[name] = TableInfo(
-                title=table.title, short=table.short, about=table.about, experiment=experiment.name,
-                missing=missing,
-            )  # fmt: skip
-    others = tomllib.loads(NOT_TO_BE_RUN.read_text(encoding="utf-8"))
-    return infos | {name: TableInfo(**words) for name, words in others.items()}
+        for name in experiment.paper_tables:
+            words = infos.get(name) or PaperTable(title=name, short=name, about="")
+            infos[name] = msgspec.structs.replace(words, experiment=experiment.name, missing=missing)
+    return infos
 
 
 def _first_of_each(found: Mapping[str, Sequence[Reading]]) -> list[Comparison]:

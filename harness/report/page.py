@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gpipe_bench.harness.compare import absent, peers_of
-from gpipe_bench.harness.paper import PaperNumber
+from gpipe_bench.harness.paper import PaperNumber, PaperTable
 from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.side import SideBySide
@@ -48,17 +48,6 @@ NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every range under which the verdicts are counted again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableInfo:
-    """A table of the paper in words. `experiment` would produce it; `missing` is why nothing does."""
-
-    title: str
-    short: str
-    about: str
-    experiment: str = ""
-    missing: str = ""
-
-
 class Published(NamedTuple):
     """A number of others that nothing of ours answers. `ours` is our number at the same place, if any."""
 
@@ -72,7 +61,7 @@ class TableView:
     """One table of the page, part by part. `commands` made its rows; `settings` and `others` stand below."""
 
     name: str
-    info: TableInfo
+    info: PaperTable
     location: str
     hardware: str
     parts: tuple[Table, ...]
@@ -180,7 +169,7 @@ class Page:
 def page_of(
     answers: Sequence[Comparison],
     paper: Sequence[PaperNumber],
-    infos: Mapping[str, TableInfo],
+    infos: Mapping[str, PaperTable],
     facts: Mapping[str, str] = MappingProxyType({}),
     headline: Sequence[Comparison] | None = None,
 ) -> Page:
@@ -199,7 +188,7 @@ def page_of(
             name,
             [cell for cell in answers if cell.table == name],
             [cell for cell in paper if cell.table == name],
-            infos.get(name) or TableInfo(title=name, short=name, about=""),
+            infos.get(name) or PaperTable(title=name, short=name, about=""),
         )
         for name in dict.fromkeys([*(name for name in infos if name in names), *names])
     )
@@ -222,7 +211,7 @@ def page_of(
 
 
 def _table(
-    name: str, answers: Sequence[Comparison], paper: Sequence[PaperNumber], info: TableInfo
+    name: str, answers: Sequence[Comparison], paper: Sequence[PaperNumber], info: PaperTable
 ) -> TableView:
     published = {(*cell.key, cell.source): cell for cell in paper}
     answered = {cell.key[:-1] for cell in answers if cell.verdict != "not judged"}

@@ -13,8 +13,7 @@ from fake_experiment import steps
 
 import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
-from gpipe_bench.harness.progress import Reporter
-from gpipe_bench.harness.runner import run_experiment
+from gpipe_bench.harness.runner import Reporter, run_experiment
 from gpipe_bench.harness.store import Store
 
 

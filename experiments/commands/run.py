@@ -19,9 +19,8 @@ from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.report.readings import Shown, readable, screen, select_records, shown_of
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.places import short_path
-from gpipe_bench.harness.progress import Reporter, reporter
 from gpipe_bench.harness.record import Record, encode, printable
-from gpipe_bench.harness.runner import RunResult, run_experiment
+from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs

@@ -31,7 +31,7 @@ COMPILED = (
     ),
     Mutant(
         name="tiles of 16 rows",
-        file="experiments/labels.py",
+        file="experiments/paper_profiles.py",
         old="_up(shape[low], 8)",
         new="_up(shape[low], 16)",
         why="memory would be padded twice as much",
@@ -39,7 +39,7 @@ COMPILED = (
     ),
     Mutant(
         name="a length is relabelled once",
-        file="experiments/labels.py",
+        file="experiments/paper_profiles.py",
         old="                while rest and rest % label.prime == 0:\n",
         new="                if rest and rest % label.prime == 0:\n",
         why="weights, which are quadratic in the width, would grow linearly",

@@ -196,10 +196,9 @@ def ask_torch() -> dict[str, Any] | str:
 
     In a process of its own: a build that does not fit the machine dies without a message.
     """
+    asked = [sys.executable, "-c", _ASK_TORCH]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode < 0:

@@ -1,0 +1,1 @@
+"""Predictions of the paper's tables for its own accelerators."""

@@ -1,0 +1,1 @@
+"""From records to the report: which records, which figures, which words."""

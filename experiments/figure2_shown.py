@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
 from gpipe_bench.harness.experiment import KeptTimeline, Plot
-from gpipe_bench.harness.frame import frame
-from gpipe_bench.harness.record import Record, Scalar, find, of_case
+from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.units import show
@@ -384,8 +383,9 @@ def _bubbles(records: Sequence[Record]) -> Figure:
     seaborn.lineplot(closed, linewidth=1.1, **look)
     seaborn.scatterplot(replayed, markers=["o", "^"], s=26, legend=False, zorder=3, **look)
     rule = found[(found.schedule == "gpipe") & (4 * found.num_stages == found.M)]
-    ring = {"facecolors": "none", "edgecolors": "0.3", "zorder": 4}
-    axes.scatter(rule.M.astype(int), rule.value, s=90, label="M = 4K", **ring)
+    axes.scatter(
+        rule.M.astype(int), rule.value, s=90, label="M = 4K", facecolors="none", edgecolors="0.3", zorder=4
+    )
     axes.axhline(0.2, color="0.4", linewidth=0.8, linestyle=":")
     axes.annotate("20 %", (1.02, 0.205), fontsize=7.5, color="0.3", va="bottom")
     axes.set_xscale("log", base=2)

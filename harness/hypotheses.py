@@ -420,11 +420,11 @@ def judge_jointly(
 def _evaluated(claim: Claim, walk: Walk, published: Mapping[Key, PaperNumber]) -> Joint | None:
     """None where the walk has no setting with all of the numbers."""
     ours = [_quotients(walk, claim.cells(each.over), claim.cells(each.under)) for each in claim.conditions]
-    tried: list[tuple[Mapping[str, Scalar], tuple[float, ...]]] = [
-        (settings, values)
+    tried = [
+        (settings, known)
         for settings, *values in zip(walk.settings, *ours, strict=True)
-        if None not in values
-    ]  # type: ignore[assignment]
+        if len(known := [value for value in values if value is not None]) == len(ours)
+    ]
     if not tried:
         return None
     wanted = [_wanted(claim, each, published) for each in claim.conditions]

@@ -307,10 +307,11 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
     met = None
     if ours.spread is not None and ours.spread.values:
         # the ends of a bound are open, so all that may be meant counts as met
-        inside = (
-            (allowed.possible_low, allowed.possible_high) if allowed.open else (allowed.low, allowed.high)
-        )
-        met = ours.spread.share_within(*(convert(e, cell.unit, quantity.unit) for e in inside), tolerance)
+        edges = (allowed.low, allowed.high)
+        if allowed.open:
+            edges = (allowed.possible_low, allowed.possible_high)
+        low_edge, high_edge = (convert(edge, cell.unit, quantity.unit) for edge in edges)
+        met = ours.spread.share_within(low_edge, high_edge, tolerance)
     verdict = _verdict(cell.kind, allowed, low, high)
     sliver = verdict == "reproduced" and met is not None and met < SLIVER
     if sliver:

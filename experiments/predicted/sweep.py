@@ -414,7 +414,8 @@ def _attributed(work: Sequence[Array], steps: Sequence[Array], count: int) -> di
     idle = total - sum(work)
 
     def lost(longer: Array, than: Array, left: Array, known: Array = ZERO) -> Array:
-        return np.minimum(np.maximum(count * (longer - than) - known, 0), left)
+        found: Array = np.minimum(np.maximum(count * (longer - than) - known, 0), left)
+        return found
 
     communication = lost(step, free, idle)
     waiting = lost(free, ready, idle - communication, setup)

@@ -276,8 +276,9 @@ def answers(found: Sequence[Reading]) -> list[Comparison]:
             cell = compared[entry.key]
             if cell.ours is not None or entry.status == "out_of_memory":
                 command = source.command if entry.record is None else entry.record.command
-                made = {"machine": source.machine, "profile": source.profile, "command": command}
-                cell = dataclasses.replace(cell, **made)
+                cell = dataclasses.replace(
+                    cell, machine=source.machine, profile=source.profile, command=command
+                )
             if entry.key not in chosen or (cell.machine and not chosen[entry.key].machine):
                 chosen[entry.key] = cell
     return list(chosen.values())

@@ -50,12 +50,11 @@ def run_experiment(
     store: Store,
     *,
     reporter: Reporter,
-    fresh: bool = False,
     jobs: int = 1,
     command: str = "",
     on_record: Callable[[Record, bool], None] = lambda record, saved: None,
 ) -> RunResult:
-    """Runs what is not on record, or all with `fresh`; `on_record(record, saved)` sees each result.
+    """Runs what is not on record, or all with `options.fresh`; `on_record(record, saved)` sees each result.
 
     `jobs` cases are at work at the same time, each in a process of its own if there are several. Raises
     ValueError, before anything is run, where options name what the experiment doesn't have or `jobs` is more
@@ -77,7 +76,7 @@ def run_experiment(
     jobs = min(jobs, len(cases))
     executor = (Here if jobs <= 1 else Workers)(experiment, options, command)
     try:
-        return _Run(experiment, options, store, reporter, fresh, jobs, executor, on_record).over(cases)
+        return _Run(experiment, options, store, reporter, jobs, executor, on_record).over(cases)
     finally:
         executor.stop()
 
@@ -88,7 +87,6 @@ class _Run:
     options: RunOptions
     store: Store
     reporter: Reporter
-    fresh: bool
     jobs: int
     executor: Here
     on_record: Callable[[Record, bool], None]
@@ -151,7 +149,7 @@ class _Run:
     def _in_turn(self, waiting: dict[str, Case], claims: Claims, *, wait: bool = False) -> None:
         """Finds or makes the cases' records; leaves those that another run is at work on, unless `wait`."""
         for identity, case in waiting.items():
-            if self.fresh:
+            if self.options.fresh:
                 self._execute(case, identity)
                 continue
             if self._take_known(case, identity):

@@ -40,7 +40,7 @@ def test_what_is_on_record_is_not_run_again(store, log):
     assert steps(log) == [1, 2, 3, 4, 5]
     assert (first.ran, first.reused, second.ran, second.reused) == (5, 0, 0, 5)
     assert second.records == first.records == [record for record, saved in seen]
-    go(store, fresh=True)
+    go(store, options=RunOptions(device="cpu", fresh=True))
     assert steps(log) == [1, 2, 3, 4, 5] * 2
 
 

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
                 emit(encode(record))
 
         result = run_experiment(
-            experiment, asked, store, reporter=show, fresh=arguments.fresh, jobs=jobs,
+            experiment, asked, store, reporter=show, jobs=jobs,
             command=printable(shlex.join(["python", "-m", "experiments", *arguments.arguments])),
             on_record=on_record,
         )  # fmt: skip

@@ -70,7 +70,8 @@ def _of_record(record: Record, exact: Mapping[tuple[str, str], Quantity]) -> Ite
             yield Remark("refused", f"{quantity.label} {text}")
     control = record.quantity("control")
     if control is not None and control.low is not None and control.high is not None:
-        ends, off = f"{control.low:.3f} to {control.high:.3f}", not control.low <= 1 <= control.high
+        off = not control.low <= 1 <= control.high
+        ends = f"{control.low:.3f} to {control.high:.3f}"
         if off and not record.details.get("void"):
             yield Remark("refused", f"the control is {ends}, but not void")
         elif off:

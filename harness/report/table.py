@@ -177,22 +177,21 @@ def short_text(comparisons: Sequence[Comparison]) -> str:
 
 def text_table(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons for a terminal, then the footnotes and the totals."""
-    tables = tables_of(comparisons)
-    notes = enumerate(tables[0].notes if tables else (), start=1)
-    lines = [fill(note, f"[{number}] ", " " * (len(str(number)) + 3)) for number, note in notes]
-    return _joined([_grid(table).text() for table in tables], lines, comparisons)
+    return _shown(comparisons, Grid.text, lambda n, note: fill(note, f"[{n}] ", " " * (len(str(n)) + 3)))
 
 
 def markdown_table(comparisons: Sequence[Comparison]) -> str:
     """The same for a markdown page."""
+    return _shown(comparisons, Grid.markdown, lambda n, note: f"{n}. {note}")
+
+
+def _shown(
+    comparisons: Sequence[Comparison], laid_out: Callable[[Grid], str], noted: Callable[[int, str], str]
+) -> str:
     tables = tables_of(comparisons)
-    notes = enumerate(tables[0].notes if tables else (), start=1)
-    lines = [f"{number}. {note}" for number, note in notes]
-    return _joined([_grid(table).markdown() for table in tables], lines, comparisons)
-
-
-def _joined(parts: Sequence[str], notes: Sequence[str], comparisons: Sequence[Comparison]) -> str:
-    return "\n\n".join([*parts, *(["\n".join(notes)] if notes else []), "\n".join(counts_lines(comparisons))])
+    notes = [noted(n, note) for n, note in enumerate(tables[0].notes if tables else (), start=1)]
+    parts = [*(laid_out(_grid(table)) for table in tables), "\n".join(notes)]
+    return "\n\n".join([*filter(None, parts), "\n".join(counts_lines(comparisons))])
 
 
 def _grid(table: Table) -> Grid:
@@ -203,11 +202,14 @@ def _grid(table: Table) -> Grid:
     title = f"{table.title} ({known})" if known else table.title
 
     def said(cell: Comparison | None, what: str, *, provenance: bool) -> str:
-        text = "" if cell is None else LINES[what](cell)
-        if cell is not None and what == "verdict" and (marks := table.marks[cell.key]):
-            return f"{text} [{','.join(map(str, marks))}]"
-        more = provenance and what == "ours" and cell is not None and cell.ours is not None
-        return (f"{text} {cell.provenance}" if more and cell is not None else text) or _ABSENT
+        if cell is None:
+            return _ABSENT
+        text = LINES[what](cell)
+        if what == "verdict" and (marks := table.marks[cell.key]):
+            text += f" [{','.join(map(str, marks))}]"
+        if what == "ours" and provenance and text:
+            text += f" {cell.provenance}"
+        return text or _ABSENT
 
     if table.diagonal:
         shown = _found(table.rows, ("paper", "ours", "verdict"), ("our range", _FAILS))

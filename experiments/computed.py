@@ -1,7 +1,8 @@
-"""What can be had without a run: the stride control, quotients of printed numbers, what is counted.
+"""What takes no device: the stride control, quotients of printed numbers, what is counted, small networks.
 
-Counted on models without memory, or divided; nothing is timed and nothing trained. Quotients confirm
-arithmetic and no more, so all of them are identities; a wrong one would be an erratum. No GPU is needed:
+Counted on models without memory, or divided; nothing is timed. Quotients confirm arithmetic and no more, so
+all of them are identities; a wrong one would be an erratum. Two sentences about which networks GPipe takes
+are put to the engine on small ones (`trained`). No GPU is needed:
 
     python -m experiments run computed
 
@@ -22,7 +23,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.unknowns import Value, load_unknowns, steps_from_middle
-from gpipe_bench.harness.verdict import Answer, Part, Spread
+from gpipe_bench.harness.verdict import Answer, Part, Question, Spread
 
 STRIDE = "control-stride"
 SECONDS = {STRIDE: 40.0, TABLE: 10.0}
@@ -60,16 +61,19 @@ def over(what: str, values: Sequence[float]) -> Spread:
 
 def cases(options: RunOptions) -> list[Case]:
     tables = list(QUOTIENTS) if options.profile == "smoke" else [*QUOTIENTS, STRIDE]
-    return [
+    published = [
         Case({"part": "as published", "table": table, "what": table}, SECONDS.get(table, 1.0))
         for table in tables
     ]
+    return [*published, Case({"part": "trained", "table": TABLE}, 10.0)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     import torch
 
     torch.set_num_threads(1)
+    if case.key["part"] == "trained":
+        return outcome(trained())
     table = str(case.key["table"])
     return outcome(stride() if table == STRIDE else QUOTIENTS[table]())
 
@@ -91,13 +95,14 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for every answer on record."""
     paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     found = []
-    for record in of_case(records, "done", part="as published"):
+    for record in of_case(records, "done"):
+        question: Question = "as published" if record.case["part"] == "as published" else "here"
         table, spreads = str(record.case["table"]), spreads_of(record)
         for quantity in record.quantities:
             row, column = quantity.name, str(quantity.key["column"])
             found.append(
                 Answer(
-                    table=table, row=row, column=column, question="as published", quantity=quantity,
+                    table=table, row=row, column=column, question=question, quantity=quantity,
                     spread=spreads.get((row, column)), allowed=admitted(paper[table, row, column]),
                     record=record, note=quantity.note,
                 )
@@ -279,13 +284,104 @@ QUOTIENTS: dict[str, Callable[[], list[Computed]]] = {
 """By the table that they answer."""
 
 
+# Two sentences about what GPipe takes and keeps, put to the engine on small networks. "Any network that can
+# be expressed as a sequence of layers": every network of the zoo trains a few steps on several stages, and
+# its weights are compared with those of one stage, bit by bit. "The moving average of the sufficient
+# statistics using the entire mini-batch": what a batch normalization has kept after a step in micro-batches,
+# over what the same layer keeps that sees the mini-batch whole.
+
+_AMOEBANET = {"num_layers": 3, "num_filters": 16, "num_classes": 10, "image_size": 32, "aux_head": False}
+_TEXT = {"d_model": 32, "num_heads": 2, "vocab_size": 100, "seq_len": 16}
+NETWORKS: dict[str, dict[str, Any]] = {
+    **{f"amoebanet-{kind}": _AMOEBANET for kind in "abcd"},
+    "transformer-lm": {**_TEXT, "num_layers": 4, "ffn_dim": 64, "dropout": 0.1},
+    "transformer-seq2seq": {**_TEXT, "num_layers": 2, "ffn_dim": 64, "head_dim": 16, "dropout": 0.1},
+    "resnet101": {"num_classes": 10, "image_size": 32, "num_blocks": (1, 1, 2, 1), "num_filters": 8},
+    "gpt2": {**_TEXT, "num_layers": 4},
+    "llama": {**_TEXT, "num_layers": 4, "ffn_dim": 64},
+    "unet": {"num_convs": 1, "num_filters": 4, "depth": 2, "image_size": 16},
+}
+"""Every network of the zoo, small; dropout and batch normalization are on where it has them."""
+STAGES = (2, 4)
+NUM_MICROBATCHES, EXAMPLES, NUM_STEPS = 4, 8, 3
+
+
+def trained() -> list[Computed]:
+    """Both sentences."""
+    return [networks(), statistics()]
+
+
+def networks() -> Computed:
+    """The share of the networks whose weights are the same bits with every number of stages."""
+    from gpipe_bench.models import MODELS
+
+    same = [name for name in MODELS if len({_weights(name, count) for count in (1, *STAGES)}) == 1]
+    others = [name for name in MODELS if name not in same]
+    row, steps = (
+        "networks that train to the same weights whatever K is",
+        f"{NUM_STEPS} steps on 1, 2 and 4 stages",
+    )
+    what = f"{len(same)} of {len(MODELS)} small networks, {steps}, every bit"
+    what += f"; not {', '.join(others)}" if others else ""
+    share = len(same) / len(MODELS)
+    return computed(row, "share of the zoo", share, "ratio", what, provenance="measured")
+
+
+def _weights(name: str, num_stages: int) -> bytes:
+    """All weights and buffers after a few steps from one seed."""
+    import torch
+
+    from gpipe_bench.models import MODELS, example_batch, loss_fn
+    from gpipe_bench.pipeline import Pipeline
+
+    torch.manual_seed(0)
+    options = NETWORKS[name]
+    pipeline = Pipeline(MODELS[name](**options), num_stages=num_stages, num_microbatches=NUM_MICROBATCHES)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+    compute_loss, draws = loss_fn(name, **options), torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS):
+        inputs, target = example_batch(name, EXAMPLES, generator=draws, **options)
+        pipeline.step(inputs, target, compute_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = sorted(pipeline.state_dict().items())
+    return b"".join(value.detach().contiguous().numpy().tobytes() for _, value in values)
+
+
+def statistics() -> Computed:
+    """Running mean and variance after one step of several micro-batches over those of the mini-batch."""
+    import torch
+    from torch import nn
+
+    from gpipe_bench.pipeline import Pipeline
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10)]
+    model = nn.Sequential(*layers).double()
+    images, classes = torch.randn(EXAMPLES, 3, 8, 8).double(), torch.randint(10, (EXAMPLES,))
+    whole = nn.BatchNorm2d(8).double()
+    whole(model[0](images))
+    pipeline = Pipeline(model, num_stages=2, num_microbatches=NUM_MICROBATCHES)
+    pipeline.step(images, classes, nn.functional.cross_entropy)
+    kept = pipeline.state_dict()
+    ratios = [
+        float(ratio)
+        for name in ("running_mean", "running_var")
+        for ratio in kept[f"1.{name}"] / whole.state_dict()[name]
+    ]
+    row = "batch normalization's running statistics over the mini-batch's"
+    what = f"means and variances of {len(ratios) // 2} channels after one step, float64"
+    mean, spread = sum(ratios) / len(ratios), over("which channel", ratios)
+    return computed(row, f"M={NUM_MICROBATCHES}", mean, "ratio", what, spread, "measured")
+
+
 EXPERIMENT = Experiment(
     name="computed",
-    title="What follows without a run: stride control and quotients",
+    title="What takes no device: stride control, quotients, small networks",
     source="arXiv v1, sections 1 and 5",
     describe=(
-        "Activations and parameters of v1's stride control over all that it leaves open, and numbers that "
-        "follow from printed ones."
+        "Activations and parameters of v1's stride control over all that it leaves open, numbers that "
+        "follow from printed ones, and whether every network of the zoo trains the same on several stages."
     ),
     profiles={
         "smoke": "all but the stride control",

@@ -21,19 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise, permutations
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
+
+T = TypeVar("T")
 
 EXAMPLES = 43
 """Examples in a micro-batch of the profiled layers; a micro-batch of one is profiled by itself: a dimension
@@ -52,12 +55,15 @@ class Reading:
 
     Args:
         compiled: as `torch.compile` would run them
+        keeps_least: compiled so that all but products and convolutions is computed again where that keeps
+            less (`aggressive_recomputation` of torch's compiler)
         number_format: of the activations, "float32" or "bfloat16"
         autocast: bfloat16 by autocast, as this engine has it, and not throughout
         with_shapes: so that layouts can be applied
     """
 
     compiled: bool = False
+    keeps_least: bool = False
     number_format: str = "float32"
     autocast: bool = True
     with_shapes: bool = False
@@ -94,7 +100,19 @@ def profiled(reading: Reading, half: str, microbatch_size: int, **options: Any) 
     return profiled_model(reading, HALVES[half].model, microbatch_size, **{**HALVES[half].options, **options})
 
 
-@cache
+def _once(function: Callable[..., T]) -> Callable[..., T]:
+    """Keeps what was profiled under a reading, and cuts compiled layers as the reading says."""
+
+    @cache
+    @wraps(function)
+    def profiled(reading: Reading, *args: Any, **options: Any) -> T:
+        with functorch_config.patch(aggressive_recomputation=reading.keeps_least):
+            return function(reading, *args, **options)
+
+    return profiled
+
+
+@_once
 def profiled_model(reading: Reading, name: str, microbatch_size: int, **options: Any) -> ModelProfile:
     """The same of any model of the zoo with these options."""
     with torch.device("meta"):
@@ -157,9 +175,6 @@ def _is_of_the_family(num_layers: int, num_filters: int) -> bool:
     needs no projection.
     """
     return num_layers % 3 == 0 and num_layers >= 9 and num_filters % 16 == 0 and num_filters != 128
-
-
-T = TypeVar("T")
 
 
 def stacked(
@@ -237,7 +252,7 @@ class _Kinds:
     ends: dict[bool, tuple[LayerProfile, LayerProfile]]  # classifier and loss, without and with the head
 
 
-@cache
+@_once
 def _kinds(reading: Reading, examples: int) -> _Kinds:
     """Profiles each kind once: what the paper's image leads into at 224 pixels, the cells at 416."""
     profiler, half = reading.profiler(), HALVES["amoebanet"]

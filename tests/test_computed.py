@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from records import record
 
@@ -10,6 +12,7 @@ from gpipe_bench.experiments.computed import EXPERIMENT, QUOTIENTS, Computed, Si
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record
+from gpipe_bench.models import MODELS
 
 
 def kept(table: str, answers: list[Computed]) -> Record:
@@ -93,6 +96,25 @@ def test_sentences_by_hand() -> None:
     assert of_ranks.quantity.value == pytest.approx(1 - 6 * 6 / (7 * 48)), "by the ranks of v1's Table 2"
     assert set(words("claims-text", sentences).values()) == {"identity"}
     assert set(words("growth", [of_ranks]).values()) == {"identity"}, "they follow by counting"
+
+
+def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the_mini_batchs() -> None:
+    assert list(computed.NETWORKS) == list(MODELS)
+    networks, statistics = computed.trained()
+    assert networks.quantity.value == 1, networks.quantity.note
+    assert statistics.spread is not None
+    assert (statistics.spread.low, statistics.spread.high) == pytest.approx((1, 1), abs=1e-12)
+    found = kept("claims-text", [networks, statistics])
+    answers = cells([replace(found, case={"part": "trained", "table": "claims-text"})])
+    assert {answer.question for answer in answers} == {"here"}
+    assert [each.verdict for each in compare(answers, whole=())] == ["reproduced", "identity"]
+
+
+def test_a_network_that_trains_to_other_weights_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computed, "_weights", lambda name, num_stages: name == "unet" and num_stages > 1)
+    found = computed.networks()
+    assert (found.quantity.value, found.quantity.note[-8:]) == (0.9, "not unet")
+    assert set(words("claims-text", [found]).values()) == {"below"}
 
 
 # The experiment

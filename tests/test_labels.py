@@ -100,3 +100,10 @@ def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer(monkeypat
 def test_the_transformer_at_another_micro_batch(examples: int, attention: str) -> None:
     made = transformer(Reading(), 2, examples, attention)
     check_equal(made, profiled(Reading(), "transformer", examples, num_layers=2, attention=attention))
+
+
+def test_a_compiler_that_keeps_as_little_as_it_can_keeps_less_of_both_models() -> None:
+    plain, least = (Reading(compiled=True, keeps_least=each, with_shapes=True) for each in (False, True))
+    for made in (lambda reading: amoebanet(reading, 9, 48, 2), lambda reading: transformer(reading, 1, 2)):
+        kept = [sum(layer.first.kept_inside for layer in made(reading).layers) for reading in (plain, least)]
+        assert kept[1] < 0.95 * kept[0]

@@ -53,6 +53,8 @@ from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.named import gpipe, naive
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
+KEEPS_LEAST = "a compiler that keeps as little as it can"
+"""A setting of no range: only a reason by name has it (`naive`)."""
 BYTES_PER_PARAMETER = 12
 GRADIENT_BYTES = 4  # parameters are single precision, as stated, and so are the sums of their gradients
 
@@ -210,7 +212,8 @@ def model_of(
 ) -> ModelProfile:
     """The profiles of a model under some settings, without the gradients of parameters."""
     reading = Reading(
-        compiled=settings["kept_by"] == "a fusing compiler",
+        compiled=settings["kept_by"] in ("a fusing compiler", KEEPS_LEAST),
+        keeps_least=settings["kept_by"] == KEEPS_LEAST,
         number_format=str(settings["activation_format"]),
         autocast=False,
         with_shapes=True,

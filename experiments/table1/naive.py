@@ -1,10 +1,12 @@
-"""What a model without GPipe keeps if a compiler goes as far as it can: the outputs of products alone.
+"""What a model without GPipe keeps if a compiler computes again more than it does by default.
 
 Naive-1 is where our predictions of Table 1 lie farthest from the paper: kept by every operation, or by what a
-fusing compiler keeps by default, the activations are about twice what is printed. A compiler may also keep
-the outputs of matrix products and convolutions alone, and compute again what follows from them element by
-element. That was thought of once the difference had been seen, so no range covers it: it is a reason by name
-(results/unknowns.toml), computed here over everything else that is left open.
+fusing compiler keeps by default, the activations are about twice what is printed. A compiler may go further.
+It may keep the outputs of matrix products and convolutions alone, and compute again what follows from them
+element by element; or it may keep the smallest cut of the graph from which everything but products and
+convolutions can be computed again, as torch's own compiler does on request. Both were thought of once the
+difference had been seen, so no range covers them: they are reasons by name (results/unknowns.toml), computed
+here over everything else that is left open.
 """
 
 from __future__ import annotations
@@ -14,50 +16,78 @@ from itertools import product
 from typing import Any
 
 from gpipe_bench.experiments.predicted.sizes import FullSize, scaled
-from gpipe_bench.experiments.table1.as_published import BYTES_PER_PARAMETER, GRADIENT_BYTES
+from gpipe_bench.experiments.table1.as_published import (
+    BYTES_PER_PARAMETER,
+    GRADIENT_BYTES,
+    counted,
+    largest,
+    stages_of,
+)
 from gpipe_bench.experiments.table1.largest import last_that
 from gpipe_bench.experiments.table1.settings import CAP, OWN_OF_MODEL, Combination, allowed, unknown
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.unknowns import Reason, load_unknowns
 from gpipe_bench.models.paper import HALVES, PAPER_NUM_LAYERS, column
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+PRODUCTS_ONLY = "products only"
+COMPLETED: Combination = {
+    "tensor_layout": "dense", "partition_cost": "layers", "partition_rule": "least variance",
+    "boundary_tensors": "inputs",
+}  # fmt: skip
+"""Settings that change nothing of a model on one accelerator, or that a reason leaves out."""
 
 
 def reasons(half: str) -> Outcome:
-    """Activations of the paper's naive-1 and the largest model that fits, where only outputs of products are
-    kept, under everything else that is left open.
+    """Activations of the paper's naive-1 and the largest model that fits, for every reason of this half,
+    under everything else that is left open.
     """
-    (reason,) = load_unknowns().reasons(HALVES[half].table)
+    found = [_tried(half, reason) for reason in load_unknowns().reasons(HALVES[half].table)]
+    tried = sum(len(each["bytes"]) for each in found)
+    combinations = Quantity(name="combinations", value=tried, unit="number", provenance="modelled")
+    return Outcome((combinations,), {"reasons": found})
+
+
+def _tried(half: str, reason: Reason) -> dict[str, Any]:
+    """One reason: its settings with the bytes and the largest models that they give."""
+    kept_by = str(reason.settings["kept_by"])
+    counts_products = kept_by == PRODUCTS_ONLY
     size = column(half, "naive-1")
     names = ("activation_format", "gradient_copies", *OWN_OF_MODEL[half])
     choices = {name: allowed(half)[name] for name in names}
-    activations = [
-        _kept(half, size.num_layers, size.num_filters, each)
-        + _gradients(half, size.num_layers, size.num_filters, each)
-        for each in _product(choices)
-    ]
+    activations = []
+    for each in _product(choices):
+        if counts_products:
+            of_model = (half, size.num_layers, size.num_filters, each)
+            activations.append(_kept(*of_model) + _gradients(*of_model))
+        else:
+            stages = stages_of(half, size, {**COMPLETED, **each, "kept_by": kept_by})
+            assert stages is not None, "a single stage has every layer"
+            activations.append(counted(stages[0], {**COMPLETED, **each}))
     grid = {
         "activation_format": allowed(half)["activation_format"],
         "gradient_copies": tuple(copies for copies in allowed(half)["gradient_copies"] if copies),
         CAP: unknown(half)[CAP].ends,
         **({"filters_step": unknown(half)["filters_step"].allowed} if half == "amoebanet" else {}),
     }  # fmt: skip
-    found = [_largest(half, each) for each in _product(grid)]
-    return Outcome(
-        (Quantity(name="combinations", value=len(activations), unit="number", provenance="modelled"),),
-        {
-            "name": reason.name,
-            "settings": {name: list(values) for name, values in choices.items()},
-            "bytes": activations,
-            "capacity": {
-                "settings": {name: list(values) for name, values in grid.items()},
-                "parameters": [parameters for parameters, _, _ in found],
-                "sizes": [[num_layers, num_filters] for _, num_layers, num_filters in found],
-            },
+    found = []
+    for each in _product(grid):
+        if counts_products:
+            found.append(_largest(half, each))
+        else:
+            best = largest(half, size, {**COMPLETED, **each, "kept_by": kept_by})
+            found.append((best.num_parameters, best.num_layers, best.num_filters) if best else (0, 0, 0))
+    return {
+        "name": reason.name,
+        "settings": {name: list(values) for name, values in choices.items()},
+        "bytes": activations,
+        "capacity": {
+            "settings": {name: list(values) for name, values in grid.items()},
+            "parameters": [parameters for parameters, _, _ in found],
+            "sizes": [[num_layers, num_filters] for _, num_layers, num_filters in found],
         },
-    )  # fmt: skip
+    }
 
 
 def _product(choices: dict[str, tuple[Any, ...]]) -> list[Combination]:

@@ -235,41 +235,43 @@ CLAIMS = (
 
 
 def _reasons(records: Sequence[Record]) -> Iterator[Hypothesis]:
-    """What naive-1 is where only outputs of products are kept (`naive`), by half: its activations, the
-    largest model, and how many times larger GPipe's are, under the same settings of whatever both leave open.
+    """What naive-1 is where a compiler keeps less than by default (`naive`), by half and reason: its
+    activations, the largest model, and how many times larger GPipe's are, under the same settings of whatever
+    both leave open.
     """
     units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
     for half in HALVES:
         record, table = _done(find(records, part="reasons", half=half)), HALVES[half].table
-        if record is None:
-            continue
+        largest = capacity_record(records, half)
         key = (table, ROW, "naive-1")
-        activations = [convert(value, "bytes", units[key]) for value in record.details["bytes"]]
-        capacity = record.details["capacity"]
-        naive = dict(zip(map(_frozen, _product(capacity["settings"])), capacity["parameters"], strict=True))
-        found = {key: activations, (table, "maximum parameters", "naive-1"): list(naive.values())}
-        if (largest := capacity_record(records, half)) is not None:
-            choices = capacity_choices(largest)
-            for row, of_half, over, under in CLAIMS:
+        for reason in record.details["reasons"] if record is not None else ():
+            activations = [convert(value, "bytes", units[key]) for value in reason["bytes"]]
+            capacity = reason["capacity"]
+            naive = dict(
+                zip(map(_frozen, _product(capacity["settings"])), capacity["parameters"], strict=True)
+            )
+            found = {key: activations, (table, "maximum parameters", "naive-1"): list(naive.values())}
+            for row, of_half, over, under in CLAIMS if largest is not None else ():
                 if (of_half, under) == (half, "naive-1"):
+                    choices = capacity_choices(largest)
                     pairs = [
                         (value, naive[_frozen({name: settings[name] for name in capacity["settings"]})])
                         for settings, value in zip(choices.settings, choices.columns[over], strict=True)
                     ]
                     found["claims", row, f"{over} / {under}"] = [a / b for a, b in pairs if a and b]
-        yield Hypothesis(
-            name=f"{table}: {record.details['name']}",
-            values={key: activations[0]},
-            settings={"reason": record.details["name"]},
-            after_looking=True,
-            spreads={
-                cell: Spread(
-                    low=min(values), high=max(values), combinations=len(values), values=tuple(values)
-                )
-                for cell, values in found.items()
-                if values
-            },
-        )
+            yield Hypothesis(
+                name=f"{table}: {reason['name']}",
+                values={key: activations[0]},
+                settings={"reason": reason["name"]},
+                after_looking=True,
+                spreads={
+                    cell: Spread(
+                        low=min(values), high=max(values), combinations=len(values), values=tuple(values)
+                    )
+                    for cell, values in found.items()
+                    if values
+                },
+            )
 
 
 def _frozen(settings: Combination) -> tuple[tuple[str, Value], ...]:

@@ -31,7 +31,7 @@ from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims, cuts, real_steps
 from gpipe_bench.experiments.timed.replay import results
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
@@ -271,18 +271,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "figure3-amoebanet": PaperTable(
-            title="Figure 3(a) of the first version: AmoebaNet-D (4, 512) speed-up",
-            short="Figure 3, AmoebaNet-D",
-            about="Throughput over partitions, relative to naive-2.",
-        ),
-        "figure3-resnet101": PaperTable(
-            title="Figure 3(b) of the first version: ResNet-101 speed-up",
-            short="Figure 3, ResNet-101",
-            about="Throughput over partitions, relative to one device without re-materialization.",
-        ),
-    },
+    paper_tables=("figure3-amoebanet", "figure3-resnet101"),
     tables=tables,
     figures=figures,
     timelines=kept_timelines,

@@ -242,15 +242,12 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
             provenance="measured", note="mean over the micro-batches of our latest step",
         ),
     ]  # fmt: skip
-    details |= {
-        "faulty": {name: fault.reason for name, fault in faulty.items()},
-        "microbatch_size": job.microbatch_size,
-        "precision": "float32",
-    }
+    reasons = {name: fault.reason for name, fault in faulty.items()}
+    details |= {"faulty": reasons, "microbatch_size": job.microbatch_size, "precision": "float32"}
     if not faulty:
         return Outcome(tuple(quantities), details)
     details["traceback"] = "\n".join(fault.traceback for fault in faulty.values())
-    reason = "; ".join(f"{name}: {fault.reason}" for name, fault in faulty.items())
+    reason = "; ".join(f"{name}: {why}" for name, why in reasons.items())
     return Outcome(tuple(quantities), details, "failed", reason)
 
 
@@ -351,10 +348,10 @@ def _among(record: Record, word: str) -> list[str]:
 
 def _peak(record: Record, name: str) -> str:
     """`1.20 MiB, 0.81 MiB`: of every process."""
-    found = [each for each in record.quantities if each.name == f"peak memory of {name}"]
     return ", ".join(
         "not seen" if each.value is None else show(convert(each.value, each.unit, "MiB"), "MiB", 3)
-        for each in found
+        for each in record.quantities
+        if each.name == f"peak memory of {name}"
     )
 
 

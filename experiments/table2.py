@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments import on_gpus
 from gpipe_bench.experiments.engines.setup import ENGINES
+from gpipe_bench.experiments.predicted import SENTENCES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
     as_published,
@@ -39,10 +40,9 @@ from gpipe_bench.experiments.report.timelines import kept_timelines
 from gpipe_bench.experiments.timed import claims, cuts, layers, real_steps
 from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
-from gpipe_bench.harness.frame import frame
-from gpipe_bench.harness.joint import Walk
-from gpipe_bench.harness.record import Provenance, Quantity, Record, of_case
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
+from gpipe_bench.harness.hypotheses import Walk
+from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, of_case
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Comparison
@@ -345,20 +345,8 @@ def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[An
 def _speed_ups(
     records: Sequence[Record], model: str, record: Record, fitted: Record | None
 ) -> Iterator[Answer]:
-    """What the text says of throughput with 8 stages over that with 2: row, column, M, divisor."""
-    constant, share = "throughput without pipelining, over the accelerators", "share of a linear speed-up"
-    sentences = {
-        "amoebanet": [
-            (constant, "AmoebaNet-D (18, 256): K=8 / K=2, M=1", 1, 1.0),
-            (f"AmoebaNet-D: {share}", "K=8 over K=2, M=32", 32, 4.0),
-        ],
-        "transformer": [
-            (constant, "Transformer-48: K=8 / K=2, M=1", 1, 1.0),
-            ("Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32", 32, 1.0),
-            (f"Transformer-48: {share} at M >> K", "K=8 over K=2, M=32", 32, 4.0),
-        ],
-    }
-    for row, column, m, divisor in sentences[model]:
+    """What the text says of throughput with 8 stages over that with 2."""
+    for (row, column), (m, divisor) in SENTENCES[TABLES[model]].items():
         quotient = partial(_quotient, divisor)
         names = [f"K={k} M={m}" for k in (8, 2)]
         pair = [_at(record, k, m) for k in (8, 2)]
@@ -635,9 +623,6 @@ def _efficiency(found: Mapping[str, Record]) -> Figure:
     return figure
 
 
-_ABOUT = "Training throughput over stages K and micro-batches M, relative to K=2, M=1."
-
-
 def _walks(records: Sequence[Record]) -> list[Walk]:
     """The predictions', both models beside each other, and the closed form of equal stages."""
     of_each = walks(records)
@@ -657,23 +642,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "table2-amoebanet": PaperTable(
-            title="Table 2, AmoebaNet-D (18, 256): normalized throughput",
-            short="Table 2, AmoebaNet-D",
-            about=_ABOUT,
-        ),
-        "table2-transformer": PaperTable(
-            title="Table 2, Transformer-48: normalized throughput",
-            short="Table 2, Transformer",
-            about=_ABOUT,
-        ),
-        "table2-bound": PaperTable(
-            title="Table 2: what theory allows",
-            short="Table 2, bound",
-            about="What GPipe's schedule gives with equal stages, F : B : R = 1 : 2 : 1 and a free link.",
-        ),
-    },
+    paper_tables=("table2-amoebanet", "table2-transformer", "table2-bound"),
     tables=tables,
     figures=figures,
     timelines=kept_timelines,

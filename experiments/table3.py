@@ -53,7 +53,7 @@ from gpipe_bench.experiments.timed.replay import (
     slowdowns,
 )
 from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.rounds import used_by_others
@@ -611,7 +611,6 @@ def _drawn(title: str, laid_out: Mapping[str, Record], measured: Mapping[str, Re
     return figure
 
 
-_ABOUT = "Throughput without a fast interconnect (PCIe), M=32, relative to K=2."
 EXPERIMENT = Experiment(
     name="table3",
     title="Table 3: throughput without a fast interconnect",
@@ -629,18 +628,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "table3-amoebanet": PaperTable(
-            title="Table 3, AmoebaNet-D (18, 128): throughput over a slow link",
-            short="Table 3, AmoebaNet-D",
-            about=_ABOUT,
-        ),
-        "table3-transformer": PaperTable(
-            title="Table 3, Transformer-24: throughput over a slow link",
-            short="Table 3, Transformer",
-            about=_ABOUT,
-        ),
-    },
+    paper_tables=("table3-amoebanet", "table3-transformer"),
     tables=tables,
     figures=figures,
     hypotheses=hypotheses_of,

@@ -37,7 +37,7 @@ from gpipe_bench.experiments.timed.replay import (
     take_apart,
 )
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
@@ -292,18 +292,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "breakdown-v5": PaperTable(
-            title="Table 4: where the time of a step goes",
-            short="Time breakdown",
-            about="Shares of a training step, each device-second attributed once.",
-        ),
-        "breakdown-v1": PaperTable(
-            title="Figure 4 of the first version: overheads of ResNet-101",
-            short="Time breakdown, v1",
-            about="Recomputation and load imbalance with two and four partitions.",
-        ),
-    },
+    paper_tables=("breakdown-v5", "breakdown-v1"),
     tables=tables,
     figures=figures,
     timelines=kept_timelines,

@@ -75,9 +75,8 @@ def unpacked(paths: Iterable[Path]) -> Iterator[list[Path]]:
             try:
                 contents = unpack(path)
             except OSError as error:
-                raise ValueError(
-                    f"{path}: {error.strerror or error}; give a file that export wrote"
-                ) from error
+                cause = error.strerror or error
+                raise ValueError(f"{path}: {cause}; give a file that export wrote") from error
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
             folder = Path(name) / str(number)

@@ -120,13 +120,11 @@ def code_state(root: Path) -> dict[str, Any]:
     top = git("rev-parse", "--show-toplevel")
     if top is None or Path(os.fsdecode(top.strip())).resolve() != root:
         return known  # also where it is installed inside another repository
-    commit = git("rev-parse", "HEAD")
-    status = git("status", "--porcelain", "--untracked-files=normal")
-    diff = git("diff", "--no-ext-diff", "--no-color", "HEAD")
+    commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=normal")
+    diff = git("diff", "--no-ext-diff", "--no-color", "HEAD") if status and status.strip() else None
     known["git_commit"] = None if commit is None else commit.decode().strip()
     known["git_dirty"] = None if status is None else bool(status.strip())
-    if diff is not None and known["git_dirty"]:
-        known["git_diff_sha256"] = hashlib.sha256(diff).hexdigest()
+    known["git_diff_sha256"] = None if diff is None else hashlib.sha256(diff).hexdigest()
     return known
 
 
@@ -211,10 +209,8 @@ def _cpu_model() -> str | None:
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
             return value.strip()
-    if sys.platform == "darwin":
-        said = _said("sysctl", "-n", "machdep.cpu.brand_string")
-        return None if said is None else said.decode(errors="replace").strip() or None
-    return platform.processor() or None
+    said = _said("sysctl", "-n", "machdep.cpu.brand_string") if sys.platform == "darwin" else None
+    return (said or b"").decode(errors="replace").strip() or platform.processor() or None
 
 
 def _cgroup_cpus() -> float | None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpipe_bench.harness.hypotheses import Hypothesis
-from gpipe_bench.harness.joint import Walk
+from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
 from gpipe_bench.harness.verdict import Answer, Comparison
 
@@ -103,7 +102,7 @@ class Experiment:
         timelines: the timelines in the records that a report shows as charts
         hypotheses: settings of the same model that may explain differences, as they were run; the base first
         walks: the settings that predictions went through, for claims about several cells at once
-        paper_tables: the tables of paper.csv that it answers, in words, in the order of the report
+        paper_tables: the tables of paper.csv that it answers; results/tables.toml has them in words
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
         options: the run options its results depend on; a case is run again for each of their values
@@ -130,7 +129,7 @@ class Experiment:
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
     hypotheses: Callable[[Sequence[Record]], list[Hypothesis]] | None = None
     walks: Callable[[Sequence[Record]], list[Walk]] | None = None
-    paper_tables: Mapping[str, PaperTable] = field(default_factory=dict)
+    paper_tables: tuple[str, ...] = ()
     docs: str = ""
     revision: int = 1
     options: tuple[str, ...] = ("device", "engine", "seed")
@@ -175,15 +174,6 @@ def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[C
 def text(value: Scalar) -> str:
     """A key's value as it is typed after --only."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PaperTable:
-    """A table of paper.csv in words: its heading, a name for where room is scarce, a sentence about it."""
-
-    title: str
-    short: str
-    about: str
 
 
 class Drawing(Protocol):

@@ -23,6 +23,7 @@ from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.units import UNITS, parse_printed
 
 PATH = PUBLISHED / "paper.csv"
+TABLES = PUBLISHED / "tables.toml"
 OURS = ("paper", "theory")
 """Sources of numbers that count; all other numbers are somebody else's, of the kind `external`."""
 TO_ANSWER = ("result", "claim", "identity")
@@ -149,6 +150,24 @@ class PaperNumber:
         if self.same_as is not None:
             return f"the paper prints this number twice; it is judged at {' / '.join(self.same_as)}"
         return f"needs {self.needs}" if self.needs else ""
+
+
+class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file in words: its heading, a name for where room is scarce, a sentence about it, the
+    experiment that answers it, and why a number of it is missing.
+    """
+
+    title: str
+    short: str
+    about: str
+    experiment: str = ""
+    missing: str = ""
+
+
+@functools.cache
+def load_tables(path: Path = TABLES) -> dict[str, PaperTable]:
+    """The tables in words, in the order of the report. Those that no experiment answers say why."""
+    return msgspec.toml.decode(path.read_bytes(), type=dict[str, PaperTable])
 
 
 COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for field in fields(PaperNumber))

@@ -140,6 +140,10 @@ class Comparison(Place):
     context, no repetition, nobody else's. `peer` is the same number as somebody else published it.
     `explained_by` names the settings that account for a difference, of the `tried` ones, among which are the
     reasons `named`.
+
+    `entry` is our answer. Where our number was found say `machine`, `profile` and `command`, empty where
+    there is none; `narrow` and `wide` are the verdicts with every range half and twice as wide. These are
+    for the page, and not among what `to_data` has.
     """
 
     kind: str = "ours"
@@ -171,6 +175,21 @@ class Comparison(Place):
     footnotes: tuple[str, ...]
     hardware: str = ""
     location: str = ""
+    entry: Answer | None = None
+    machine: str = ""
+    profile: str = ""
+    command: str = ""
+    narrow: Verdict = "not run"
+    wide: Verdict = "not run"
+
+    def to_data(self) -> dict[str, Any]:
+        """For other programs: all that the two numbers come to."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_PAGE}
+
+    @property
+    def label(self) -> str:
+        """The name of its row; beside others' numbers also whose it is and what is asked."""
+        return self.row if self.source == "paper" else f"{self.row} ({self.source}, {self.question})"
 
     @property
     def why(self) -> str:
@@ -181,6 +200,9 @@ class Comparison(Place):
     def paper_text(self) -> str:
         """As printed, with the corrected value where an erratum gives one; empty where nothing is printed."""
         return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
+
+
+_OF_THE_PAGE = frozenset({"entry", "machine", "profile", "command", "narrow", "wide"})
 
 
 def judge(
@@ -228,6 +250,7 @@ def judge(
         tried=ours.tried,
         named=ours.named if differs else (),
         footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
+        entry=ours,
         **known,
         **held,
     )
@@ -260,11 +283,19 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
     """The fields of a comparison that the verdict decides, but for those that nothing is known of."""
     quantity, found = ours.quantity, ours.range
     if quantity is None or quantity.value is None or found is None:
-        verdict, reason = _without_number(ours)
-        return {"verdict": verdict, "reason": reason}
+        if ours.status == "out_of_memory":
+            reason = f"ran out of memory here: {ours.reason or 'no reason was recorded'}"
+            return {"verdict": "below", "reason": reason}
+        if ours.not_comparable:
+            return {"verdict": "not comparable", "reason": ours.not_comparable}
+        reason = ours.reason or ("" if quantity is None else quantity.note) or NO_RECORD
+        told = ours.reason and ours.status != "done"
+        return {"verdict": "not run", "reason": f"{ours.status}: {reason}" if told else reason}
     if cell is None:
-        reason = ours.not_comparable or "the paper prints no such number"
-        return {"verdict": "not comparable", "reason": reason}
+        return {
+            "verdict": "not comparable",
+            "reason": ours.not_comparable or "the paper prints no such number",
+        }
     value, low, high = (convert(number, quantity.unit, cell.unit) for number in (quantity.value, *found))
     low, high = (value + tolerance * (end - value) for end in (low, high))
     held: dict[str, Any] = {"range_low": low, "range_high": high}
@@ -276,10 +307,10 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
     met = None
     if ours.spread is not None and ours.spread.values:
         # the ends of a bound are open, so all that may be meant counts as met
-        inside = (
-            (allowed.possible_low, allowed.possible_high) if allowed.open else (allowed.low, allowed.high)
-        )
-        low_edge, high_edge = (convert(edge, cell.unit, quantity.unit) for edge in inside)
+        edges = (allowed.low, allowed.high)
+        if allowed.open:
+            edges = (allowed.possible_low, allowed.possible_high)
+        low_edge, high_edge = (convert(edge, cell.unit, quantity.unit) for edge in edges)
         met = ours.spread.share_within(low_edge, high_edge, tolerance)
     verdict = _verdict(cell.kind, allowed, low, high)
     sliver = verdict == "reproduced" and met is not None and met < SLIVER
@@ -317,16 +348,6 @@ def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
     return "reproduced" if meets and narrow(low, high) else "undecided"
 
 
-def _without_number(ours: Answer) -> tuple[Verdict, str]:
-    if ours.status == "out_of_memory":
-        return "below", f"ran out of memory here: {ours.reason or 'no reason was recorded'}"
-    if ours.not_comparable:
-        return "not comparable", ours.not_comparable
-    if ours.reason:
-        return "not run", f"{ours.status}: {ours.reason}" if ours.status != "done" else ours.reason
-    return "not run", (ours.quantity.note if ours.quantity is not None else "") or NO_RECORD
-
-
 def _reason(
     verdict: Verdict,
     cell: PaperNumber,
@@ -337,7 +358,10 @@ def _reason(
     sliver: float | None,
 ) -> str:
     value, low, high = found
-    mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{_made_of(ours)}"
+    made_of = " (our 95 % interval)" if ours.spread is None else ""
+    if ours.spread is not None and ours.spread.parts:
+        made_of = f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
+    mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{made_of}"
     theirs = f"{_interval(allowed.low, allowed.high, cell.unit)} ({allowed.words})"
     match verdict:
         case "reproduced" | "identity" if allowed.open:
@@ -347,9 +371,8 @@ def _reason(
         case "identity":
             reason = f"{mine} follows from the arithmetic: {theirs}"
         case "undecided" if sliver is not None:
-            reason = (
-                f"{mine} meets {theirs}, but {100 * sliver:.2g} % of the settings do, and it takes a tenth"
-            )
+            few = f"{100 * sliver:.2g} % of the settings do, and it takes a tenth"
+            reason = f"{mine} meets {theirs}, but {few}"
         case "undecided" if allowed.open:
             reason = f"{mine} lies on both sides of what {theirs} may mean"
         case "undecided" if narrow(low, high):
@@ -361,18 +384,11 @@ def _reason(
             if factor:  # neither nothing nor too small for a number of its own
                 times = max(factor, 1 / factor)
                 apart = f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
-            reason = (
-                f"{mine} lies {verdict} {theirs}{apart}; {why(ours.explained_by, ours.tried, ours.named)}"
-            )
+            known = why(ours.explained_by, ours.tried, ours.named)
+            reason = f"{mine} lies {verdict} {theirs}{apart}; {known}"
     if cell.corrected_printed:
         return f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}; {reason}"
     return reason
-
-
-def _made_of(ours: Answer) -> str:
-    if ours.spread is not None and ours.spread.parts:
-        return f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
-    return " (our 95 % interval)" if ours.spread is None else ""
 
 
 def _interval(low: float, high: float, unit: str) -> str:

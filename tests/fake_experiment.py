@@ -13,7 +13,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.verdict import Answer
 
@@ -133,5 +133,5 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     figures=figures,
-    paper_tables={TABLE: PaperTable(title="Table 1, AmoebaNet-D", short="Table 1", about="Parameters.")},
+    paper_tables=(TABLE,),
 )

@@ -37,6 +37,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     registry.write_text(f"{before}{brace}{block('registry')}{after}")
     with (project / "results" / "paper.csv").open("a", encoding="utf-8") as paper:
         paper.write(block("csv"))
+    with (project / "results" / "tables.toml").open("a", encoding="utf-8") as tables:
+        tables.write("\n" + block("toml"))
     return project
 
 

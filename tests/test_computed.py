@@ -5,30 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from records import record
 
-from gpipe_bench.experiments.computed import experiment as quotients
-from gpipe_bench.experiments.computed import stride, trained
-from gpipe_bench.experiments.computed.answer import Computed, spread_of, to_details, to_quantities
-from gpipe_bench.experiments.computed.experiment import EXPERIMENT, cells
+from gpipe_bench.experiments import computed
+from gpipe_bench.experiments.computed import EXPERIMENT, QUOTIENTS, Computed, Size, cells, outcome
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.record import SCHEMA, Record
+from gpipe_bench.harness.record import Record
 from gpipe_bench.models import MODELS
 
 
-def record(table: str, answers: list[Computed], what: str = "") -> Record:
+def kept(table: str, answers: list[Computed]) -> Record:
     """What a run of the case leaves."""
-    return Record(
-        schema=SCHEMA, experiment="computed", profile="short",
-        case={"part": "as published", "table": table, "what": what or table}, status="done", reason="",
-        quantities=to_quantities(answers), details=to_details(answers), environment={}, command="",
-        started_at="", duration_s=0.0,
-    )  # fmt: skip
+    found, case = outcome(answers), {"part": "as published", "table": table, "what": table}
+    return record(experiment="computed", case=case, quantities=found.quantities, details=found.details)
 
 
 def words(table: str, answers: list[Computed]) -> dict[tuple[str, str], str]:
     """Verdicts by row and column."""
-    found = compare(cells([record(table, answers)]), whole=())
+    found = compare(cells([kept(table, answers)]), whole=())
     return {(c.row, c.column): c.verdict for c in found}
 
 
@@ -37,53 +32,53 @@ def words(table: str, answers: list[Computed]) -> dict[tuple[str, str], str]:
 
 def test_a_moved_stride_keeps_nearly_four_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every map but those behind the place has twice the side."""
-    monkeypatch.setattr(stride, "NUM_FILTERS", 16)
-    monkeypatch.setattr(stride, "NUM_LAYERS", 3)
-    original = stride.size(67, False, None)
-    moved = {place: stride.size(67, False, place) for place in ("second reduction cell", "last normal cell")}
+    monkeypatch.setattr(computed, "NUM_FILTERS", 16)
+    monkeypatch.setattr(computed, "NUM_LAYERS", 3)
+    original = computed.size(67, False, None)
+    moved = {
+        place: computed.size(67, False, place) for place in ("second reduction cell", "last normal cell")
+    }
     ratios = {place: size.activation_bytes / original.activation_bytes for place, size in moved.items()}
     assert 3 < ratios["second reduction cell"] < ratios["last normal cell"] < 4.3
     assert moved["second reduction cell"].num_parameters == original.num_parameters
-    assert stride.size(67, True, None).num_parameters > original.num_parameters
+    assert computed.size(67, True, None).num_parameters > original.num_parameters
 
 
 def test_the_range_goes_over_everything_that_is_not_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> stride.Size:
+    def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Size:
         seen.append((image_size, auxiliary_head, moved_stride))
         if moved_stride is None:
-            return stride.Size(100.0, 1000)
+            return Size(100.0, 1000)
         more = 10 * (moved_stride == "last normal cell") + image_size - 224 + 5 * auxiliary_head
-        return stride.Size(360.0 + more, 1000 + more)
+        return Size(360.0 + more, 1000 + more)
 
-    monkeypatch.setattr(stride, "size", size)
-    memory, parameters = stride.stride()
+    monkeypatch.setattr(computed, "size", size)
+    memory, parameters = computed.stride()
     assert len(seen) == len(set(seen)) == 3 * 2 * 3
     assert memory.spread is not None
     assert memory.spread.combinations == 12
     assert (memory.spread.low, memory.spread.high) == (3.6, pytest.approx(3.6 + 0.1 + 1.07 + 0.05))
-    assert memory.value == pytest.approx(4.4), "299 pixels, the middle"
+    assert memory.quantity.value == pytest.approx(4.4), "299 pixels, the middle"
     assert {part.what: (part.low, part.high) for part in memory.spread.parts} == {
         "moved_stride": (4.4, 4.5), "image_size": (3.65, pytest.approx(4.72)), "auxiliary_head": (4.35, 4.4),
     }  # fmt: skip
-    assert parameters.value == pytest.approx(1.08)
-    assert words("control-stride", [memory, parameters]) == {
-        (memory.row, "moved stride"): "reproduced", (parameters.row, "moved stride"): "reproduced",
-    }  # fmt: skip
+    assert parameters.quantity.value == pytest.approx(1.08)
+    assert set(words("control-stride", [memory, parameters]).values()) == {"reproduced"}
 
 
 # Quotients
 
 
 def test_quotients_of_printed_numbers_by_hand() -> None:
-    (growth,) = quotients.growth()
-    assert growth.value == pytest.approx(145.8 / 4)
+    growth = computed.growth()
+    assert growth.quantity.value == pytest.approx(145.8 / 4)
     assert growth.spread is not None
     assert growth.spread.low == pytest.approx(145.75 / 4.5)
     assert growth.spread.high == pytest.approx(145.85 / 3.5)
-    errors = quotients.error_rates()
-    assert [(error.row, error.value) for error in errors] == [
+    errors = computed.error_rates()
+    assert [(error.quantity.name, error.quantity.value) for error in errors] == [
         ("CIFAR-10", pytest.approx(1.0)), ("CIFAR-100", pytest.approx(8.7)),
     ]  # fmt: skip
     assert set(words("growth", [growth]).values()) == {"identity"}
@@ -92,33 +87,34 @@ def test_quotients_of_printed_numbers_by_hand() -> None:
 
 def test_sentences_by_hand() -> None:
     """Filters double and sides halve; 24 layers have 96 rings; the versions are 8, 7, ..., 1."""
-    activations, parameters, spmd, pipedream = quotients.sentences()
-    assert activations.value == pytest.approx(0.5, rel=0.01)
-    assert parameters.value == pytest.approx(4, rel=0.01)
-    assert (spmd.value, pipedream.value) == (84.0, 4.5)
-    of_ranks = quotients.correlation()
-    assert of_ranks.value == pytest.approx(1 - 6 * 6 / (7 * 48)), "by the ranks of v1's Table 2"
-    assert set(words("claims-text", [activations, parameters, spmd, pipedream]).values()) == {"identity"}
+    sentences = QUOTIENTS["claims-text"]()
+    activations, parameters, spmd, pipedream = (each.quantity.value for each in sentences)
+    assert activations == pytest.approx(0.5, rel=0.01)
+    assert parameters == pytest.approx(4, rel=0.01)
+    assert (spmd, pipedream) == (84.0, 4.5)
+    of_ranks = computed.correlation()
+    assert of_ranks.quantity.value == pytest.approx(1 - 6 * 6 / (7 * 48)), "by the ranks of v1's Table 2"
+    assert set(words("claims-text", sentences).values()) == {"identity"}
     assert set(words("growth", [of_ranks]).values()) == {"identity"}, "they follow by counting"
 
 
 def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the_mini_batchs() -> None:
-    assert list(trained.NETWORKS) == list(MODELS)
-    networks, statistics = trained.trained()
-    assert networks.value == 1, networks.what
+    assert list(computed.NETWORKS) == list(MODELS)
+    networks, statistics = computed.trained()
+    assert networks.quantity.value == 1, networks.quantity.note
     assert statistics.spread is not None
     assert (statistics.spread.low, statistics.spread.high) == pytest.approx((1, 1), abs=1e-12)
-    found = record("claims-text", [networks, statistics])
+    found = kept("claims-text", [networks, statistics])
     answers = cells([replace(found, case={"part": "trained", "table": "claims-text"})])
     assert {answer.question for answer in answers} == {"here"}
     assert [each.verdict for each in compare(answers, whole=())] == ["reproduced", "identity"]
 
 
 def test_a_network_that_trains_to_other_weights_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "_weights", lambda name, num_stages: name == "unet" and num_stages > 1)
-    networks = trained.networks()
-    assert (networks.value, networks.what[-8:]) == (0.9, "not unet")
-    assert words("claims-text", [networks]) == {(networks.row, networks.column): "below"}
+    monkeypatch.setattr(computed, "_weights", lambda name, num_stages: name == "unet" and num_stages > 1)
+    found = computed.networks()
+    assert (found.quantity.value, found.quantity.note[-8:]) == (0.9, "not unet")
+    assert set(words("claims-text", [found]).values()) == {"below"}
 
 
 # The experiment
@@ -126,16 +122,11 @@ def test_a_network_that_trains_to_other_weights_is_a_difference(monkeypatch: pyt
 
 def test_a_run_keeps_numbers_with_their_ranges() -> None:
     key = {"part": "as published", "table": "growth", "what": "growth"}
-    outcome = EXPERIMENT.run(Case(key), RunOptions(profile="smoke"))
-    (growth,) = quotients.growth()
-    assert [quantity.value for quantity in outcome.quantities] == [
-        growth.value,
-        quotients.correlation().value,
-    ]
-    kept = record("growth", [growth])
-    assert spread_of(kept, growth.row, growth.column) == growth.spread
-    assert spread_of(kept, "another", growth.column) is None
-    assert {entry.question for entry in cells([kept])} == {"as published"}
+    found = EXPERIMENT.run(Case(key), RunOptions(profile="smoke"))
+    growth = computed.growth()
+    assert found.quantities == (growth.quantity, computed.correlation().quantity)
+    (entry,) = cells([kept("growth", [growth])])
+    assert (entry.spread, entry.question) == (growth.spread, "as published")
 
 
 def test_a_smoke_run_leaves_out_what_takes_a_minute() -> None:

@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.figure2.computed import (
-    VARIANTS,
-    Shape,
-    peak,
-    peak_activations,
-    shape,
-    traffic,
-)
-from gpipe_bench.experiments.figure2.experiment import EXPERIMENT
+from gpipe_bench.experiments.figure2 import EXPERIMENT, Shape, peak, peak_activations, shape, traffic
+from gpipe_bench.experiments.figure2_shown import VARIANTS
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions

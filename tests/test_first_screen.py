@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_bench.experiments.report.build import build
-from gpipe_bench.experiments.report.facts import idle_share, speed
+from gpipe_bench.experiments.report.build import build, idle_share, speed
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.report.first_screen import PATH, first_screen
+from gpipe_bench.harness.report.page import PATH, first_screen
 from gpipe_bench.harness.store import Store
 
 MACHINE = REFERENCE / "cpu-2-cores"
@@ -103,5 +102,5 @@ def test_one_s_own_numbers_change_nothing_of_it(page, tmp_path):
         lines = (MACHINE / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / f"{name}.jsonl").write_text("".join(lines[:2]))
     own = build(tmp_path, figures=False)
-    assert {row.machine for row in own.rows} > {"", "cpu-2-cores"}, "own numbers are in the tables"
+    assert {cell.machine for cell in own.cells} > {"", "cpu-2-cores"}, "own numbers are in the tables"
     assert own.first == page.first

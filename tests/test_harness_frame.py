@@ -8,8 +8,8 @@ import sys
 import pytest
 from records import quantity, record
 
-from gpipe_bench.harness.frame import BEFORE, BEHIND, frame
 from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.record import BEFORE, BEHIND, frame
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.store import Store
 
@@ -49,5 +49,5 @@ def test_a_key_named_like_a_column_is_refused() -> None:
 
 
 def test_pandas_is_imported_for_a_frame_alone() -> None:
-    code = "import sys, gpipe_bench.harness.frame; assert 'pandas' not in sys.modules"
+    code = "import sys, gpipe_bench.harness.record; assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,8 +16,7 @@ from fake_experiment import processes, steps
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness import environment
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.progress import Reporter
-from gpipe_bench.harness.runner import run_experiment
+from gpipe_bench.harness.runner import Reporter, run_experiment
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.workers import sensible_jobs
 

@@ -11,7 +11,7 @@ import pytest
 from records import record
 
 from gpipe_bench.harness.experiment import Case
-from gpipe_bench.harness.progress import BarReporter, Remaining, Reporter, reporter, words
+from gpipe_bench.harness.runner import BarReporter, Remaining, Reporter, reporter, words
 
 CASES = [Case({"step": step}, estimate_s=10) for step in (1, 2, 3)]
 

@@ -13,8 +13,7 @@ from fake_experiment import steps
 
 import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
-from gpipe_bench.harness.progress import Reporter
-from gpipe_bench.harness.runner import run_experiment
+from gpipe_bench.harness.runner import Reporter, run_experiment
 from gpipe_bench.harness.store import Store
 
 
@@ -41,7 +40,7 @@ def test_what_is_on_record_is_not_run_again(store, log):
     assert steps(log) == [1, 2, 3, 4, 5]
     assert (first.ran, first.reused, second.ran, second.reused) == (5, 0, 0, 5)
     assert second.records == first.records == [record for record, saved in seen]
-    go(store, fresh=True)
+    go(store, options=RunOptions(device="cpu", fresh=True))
     assert steps(log) == [1, 2, 3, 4, 5] * 2
 
 

@@ -11,11 +11,10 @@ from command_line import call
 
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.hypotheses import Hypothesis, rank, with_reasons
+from gpipe_bench.harness.hypotheses import Hypothesis, base_of, rank, summary, table, with_reasons
 from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.harness.report.hypotheses import base_of, summary, table
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Answer, Spread, judge
 

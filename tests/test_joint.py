@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_bench.harness.joint import Claim, Condition, Walk, joint_text, judge_jointly, load_claims
+from gpipe_bench.harness.hypotheses import Claim, Condition, Walk, joint_text, judge_jointly, load_claims
 from gpipe_bench.harness.paper import PaperNumber
 
 A, B = ("t", "r", "a"), ("t", "r", "b")

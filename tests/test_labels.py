@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.labels import Label, Relabel, padded, tiled
-from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, profiled, transformer
+from gpipe_bench.experiments.paper_profiles import (
+    Label,
+    Reading,
+    Relabel,
+    amoebanet,
+    padded,
+    profiled,
+    tiled,
+    transformer,
+)
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes

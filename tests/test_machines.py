@@ -15,7 +15,7 @@ from gpipe_bench.experiments.report.readings import shown_of
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.report.side import side_by_side, side_text
+from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Answer
 
@@ -68,7 +68,7 @@ def test_equal_environments_say_so(machines, tmp_path):
         {name: [each.environment for each in found] for name, found in records.items()},
     )
     assert side.differences == {}
-    assert "equal in every field" in side_text(side)
+    assert "equal in every field" in side.text()
     assert side.rows[0].ratios == (1.0, pytest.approx(1 / 82))
 
 

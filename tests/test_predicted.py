@@ -41,8 +41,7 @@ from gpipe_bench.experiments.predicted.sizes import (
     product_flops,
     tiled_elements,
 )
-from gpipe_bench.experiments.predicted.steps import Steps
-from gpipe_bench.experiments.predicted.sweep import LINK, Axis, Prediction, Sweep
+from gpipe_bench.experiments.predicted.sweep import LINK, Axis, Prediction, Steps, Sweep
 from gpipe_bench.experiments.predicted.tables import adjusted
 from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, SIZES, predict
 from gpipe_bench.harness import paper as paper_file

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report.readings import shown_of
-from gpipe_bench.experiments.report.records import select_records
+from gpipe_bench.experiments.report.readings import select_records, shown_of
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.store import Store

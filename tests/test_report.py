@@ -26,20 +26,18 @@ from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.output import BAD_USAGE, DONE
 from gpipe_bench.experiments.report import build as report_build
-from gpipe_bench.experiments.report import records as report_records
+from gpipe_bench.experiments.report import readings as report_readings
 from gpipe_bench.experiments.report import timelines as report_timelines
 from gpipe_bench.experiments.report.build import build, table_infos
 from gpipe_bench.experiments.report.figures import draw, drawn
-from gpipe_bench.experiments.report.readings import answers, readings
-from gpipe_bench.experiments.report.records import Source, folders, select_records, sources
+from gpipe_bench.experiments.report.readings import answers, folders, readings, select_records, sources
 from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, ticks, timelines
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import PaperTable, load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.html import html, markdown
-from gpipe_bench.harness.report.page import TableInfo, page_of
-from gpipe_bench.harness.report.table import Row
+from gpipe_bench.harness.report.page import page_of
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import VERDICTS, Answer, judge
 from gpipe_bench.pipeline.plan.named import gpipe
@@ -50,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MACHINE = REFERENCE / "cpu-2-cores"
 EXPERIMENTS = [registry.load(name) for name in registry.EXPERIMENTS]
 TIMED = dataclasses.replace(FAKE, timelines=kept_timelines)
-INFO = {"t": TableInfo(title="T", short="T", about="", missing="nobody ran it")}
+INFO = {"t": PaperTable(title="T", short="T", about="", missing="nobody ran it")}
 
 
 class Parsed(HTMLParser):
@@ -115,7 +113,7 @@ def test_every_published_number_is_on_the_page_once(page, parsed):
     shown = Counter(map(place_of, parsed.rows))
     assert {(*cell.key, "paper") for cell in paper if cell.source == "paper"} <= shown.keys()
     assert max(shown.values()) <= 2, "once for each question"
-    answered = {row.comparison.key[:-1] for table in page.tables for row in table.rows}
+    answered = {row.key[:-1] for table in page.tables for row in table.rows}
     others = {(*cell.key, cell.source) for cell in paper if cell.source != "paper"} - answered
     assert Counter(map(place_of, parsed.peers)) == Counter(others)
 
@@ -124,14 +122,14 @@ def test_totals_are_those_of_the_rows_under_every_tolerance(page):
     paper = {cell.key: cell for cell in load_paper() if cell.source == "paper" and cell.counted}
     for view in page.questions:
         for tolerance, counts in zip((1.0, 0.5, 2.0), view.scores, strict=True):
-            rows = [row for row in page.rows if row.comparison.question == view.question]
+            rows = [row for row in page.cells if row.question == view.question]
             ours = [row.entry for row in rows if row.machine]
             judged = {c.key: c.verdict for c in compare(ours, None, tolerance, whole=())}
             recount = Counter(
-                judged.get(row.comparison.key, row.comparison.verdict)
+                judged.get(row.key, row.verdict)
                 for row in rows
-                if row.comparison.source == "paper" and row.comparison.place in paper
-                if row.comparison.verdict != "not judged"
+                if row.source == "paper" and row.place in paper
+                if row.verdict != "not judged"
             )
             found = {verdict: n for verdict in VERDICTS if (n := counts.with_verdict(verdict))}
             assert dict(recount) == found
@@ -141,13 +139,13 @@ def test_totals_are_those_of_the_rows_under_every_tolerance(page):
 
 def test_numbers_and_verdicts_are_those_of_compare(page, parsed):
     """Of every experiment, in HTML and in markdown, each with its reason."""
-    shown = {row.comparison.key: row for table in page.tables for row in (*table.rows, *table.settings)}
+    shown = {row.key: row for table in page.tables for row in (*table.rows, *table.settings)}
     text = markdown(page)
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
         records = select_records(Store(MACHINE).load(name).records, experiment, None)
         for cell in compare(experiment.cells(records), whole=()):
-            row = shown[cell.key].comparison
+            row = shown[cell.key]
             assert (cell.verdict, cell.ours) == (row.verdict, row.ours), cell.key
             texts = parsed.rows["|".join(cell.key)]
             assert cell.verdict in texts
@@ -162,7 +160,7 @@ def test_numbers_and_verdicts_are_those_of_compare(page, parsed):
 
 def test_a_table_that_is_not_run_says_why(page):
     for table in page.tables:
-        reasons = {row.comparison.reason for row in table.rows if row.comparison.verdict == "not run"}
+        reasons = {row.reason for row in table.rows if row.verdict == "not run"}
         for reason in reasons:
             assert reason not in ("", "there is no record of this case"), table.name
     infos = table_infos(EXPERIMENTS, {"table1": {"short"}, "table2": {"smoke"}})
@@ -245,7 +243,7 @@ def fake(step, value, **changes):
 def alone(monkeypatch):
     """There is no other experiment than the fake one."""
     monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
-    monkeypatch.setattr(report_records, "EXPERIMENTS", {"fake": "fake_experiment"})
+    monkeypatch.setattr(report_readings, "EXPERIMENTS", {"fake": "fake_experiment"})
 
 
 def put(folder, *records):
@@ -256,7 +254,7 @@ def put(folder, *records):
 
 def chosen(*places):
     found, problems = sources(FAKE, [(place.name, place) for place in places])
-    return {a.comparison.column: a for a in answers(readings(FAKE, found)[0])}, problems
+    return {a.column: a for a in answers(readings(FAKE, found)[0])}, problems
 
 
 def test_own_records_come_first_and_references_fill_in(tmp_path):
@@ -347,7 +345,7 @@ def test_each_folder_of_records_is_named_once(tmp_path):
 
 def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, monkeypatch):
     some = {"fake": "fake_experiment", "table1": registry.EXPERIMENTS["table1"]}
-    monkeypatch.setattr(report_records, "EXPERIMENTS", some)
+    monkeypatch.setattr(report_readings, "EXPERIMENTS", some)
     broken = dataclasses.replace(FAKE, cells=lambda records: [records[0].details["a key of long ago"]])
     monkeypatch.setattr("fake_experiment.EXPERIMENT", broken)
     monkeypatch.setitem(registry.EXPERIMENTS, "fake", "fake_experiment")
@@ -387,17 +385,17 @@ def test_text_of_records_cannot_become_markup(tmp_path):
 
 def test_two_answers_for_a_cell_are_refused():
     entry = Answer(table="t", row="r", column="c", quantity=quantity(1))
-    answer = Row(comparison=judge(None, entry), entry=entry, machine="m", profile="short")
+    answer = dataclasses.replace(judge(None, entry), machine="m", profile="short")
     with pytest.raises(ValueError, match="two answers"):
         page_of([answer, answer], [], INFO)
     (view,) = page_of([answer], [], INFO).tables
     (row,) = view.rows
-    assert (row.comparison.kind, row.comparison.counted) == ("ours", False)
+    assert (row.kind, row.counted) == ("ours", False)
     assert str(view.parts[0].scores[0]) == "nothing counted"
 
 
-def chart_source(details):
-    return Source("fake", "m", Path(), "short", (record(1, details=details),), True)
+def charts_in(details):
+    return charts_of(TIMED, [record(1, details=details)])
 
 
 def test_timelines_are_found_wherever_records_keep_them():
@@ -405,14 +403,14 @@ def test_timelines_are_found_wherever_records_keep_them():
     data = timeline.to_data()
     details = {"timeline": data, "all": [{"measured": data}, 3], "other": {"events": []}}
     assert [path for path, _ in timelines(details)] == [("timeline",), ("all", "0", "measured")]
-    charts = charts_of(TIMED, chart_source(details))
+    charts = charts_in(details)
     assert [chart.title for chart in charts] == ["step=1", "step=1, all, 0, measured"]
     assert len({chart.name for chart in charts}) == 2
 
 
 def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
     timeline = replay(gpipe(2, 2, "always"), {kind: slots * 1e-3 for kind, slots in SLOTS.items()})
-    (chart,) = charts_of(TIMED, chart_source({"timeline": timeline.to_data()}))
+    (chart,) = charts_in({"timeline": timeline.to_data()})
     titles = [box.title for box in chart.boxes]
     assert titles[0] == "0F0: forward, stage 0, micro-batch 0, 1 ms, from 0 ms"
     assert len(titles) == len(timeline.events)
@@ -424,7 +422,7 @@ def test_a_chart_says_what_each_action_is_and_carries_the_same_trace():
     )
     content = gzip.decompress(b64decode(urllib.parse.unquote(chart.trace).partition(",")[2]))
     assert json.loads(content) == json.loads(json.dumps(timeline.to_chrome()))
-    assert chart.trace == charts_of(TIMED, chart_source({"timeline": timeline.to_data()}))[0].trace
+    assert chart.trace == charts_in({"timeline": timeline.to_data()})[0].trace
 
 
 @given(st.floats(1e-6, 1e6))
@@ -436,14 +434,14 @@ def test_axes_are_round_and_inside(span):
 
 
 def test_an_empty_timeline_is_an_empty_chart():
-    (chart,) = charts_of(TIMED, chart_source({"timeline": Timeline((), 2).to_data()}))
+    (chart,) = charts_in({"timeline": Timeline((), 2).to_data()})
     assert (chart.boxes, chart.ticks) == ((), ())
 
 
 def test_too_many_boxes_leave_traces(monkeypatch):
     monkeypatch.setattr(report_timelines, "MOST_BOXES", 20)
     steps = [replay(gpipe(2, count, "never"), SLOTS).to_data() for count in (3, 5, 2)]
-    charts = charts_of(TIMED, chart_source({"all": steps}))
+    charts = charts_in({"all": steps})
     assert [len(chart.boxes) for chart in charts] == [12, 0, 8]
     assert all(chart.trace for chart in charts)
 

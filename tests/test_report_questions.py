@@ -7,6 +7,7 @@ import gzip
 import io
 import re
 from base64 import b64decode
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -17,15 +18,14 @@ from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.output import DONE
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import PaperTable, load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.html import html, plot
-from gpipe_bench.harness.report.page import COLUMNS, TableInfo, cells_csv, page_of
-from gpipe_bench.harness.report.side import side_by_side, side_text
+from gpipe_bench.harness.report.page import COLUMNS, cells_csv, page_of
+from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.report.table import (
     ASKED,
     Counts,
-    Row,
     counts_lines,
     fails_text,
     markdown_table,
@@ -81,10 +81,8 @@ def page():
     """The same as a page."""
     paper = load_paper()
     made = {"machine": "m", "profile": "short", "command": "made, by | this"}
-    answers = [
-        Row(comparison=c, entry=e, **made) for e in ENTRIES for c in compare(ENTRIES) if c.key == e.key
-    ]
-    infos = {cell.table: TableInfo(title=cell.table, short=f"The {cell.table}", about="") for cell in paper}
+    answers = [replace(cell, **made) for cell in compare(ENTRIES, whole=())]
+    infos = {cell.table: PaperTable(title=cell.table, short=f"The {cell.table}", about="") for cell in paper}
     return page_of(answers, paper, infos)
 
 
@@ -164,9 +162,7 @@ def test_on_the_page_others_numbers_are_answered_rows_of_their_own_and_not_count
     (view,) = [table for table in page.tables if table.name == TABLE]
     assert [part.part for part in view.parts] == ["as published", "here", "others' numbers"]
     others = view.parts[-1]
-    assert [(row.comparison.source, row.comparison.verdict) for row in others.rows] == [
-        ("torchgpipe", "above")
-    ]
+    assert [(row.source, row.verdict) for row in others.rows] == [("torchgpipe", "above")]
     assert str(others.scores[0]) == "nothing counted"
     left = {(other.cell.row, other.cell.column) for other in view.others}
     assert (ROW, "pipeline-1") not in left
@@ -203,11 +199,11 @@ def test_the_cells_read_back_as_the_comparisons(tmp_path):
     shown = [row for table in page.tables for row in (*table.rows, *table.settings)]
     assert len(found) == len(rows) == len(shown) + sum(len(table.others) for table in page.tables)
     for row in shown:
-        read = found[row.comparison.key]
+        read = found[row.key]
         for name in COLUMNS[:-2]:
-            value = getattr(row.comparison, name)
+            value = getattr(row, name)
             same = float(read[name]) == value if isinstance(value, float) else read[name] == str(value or "")
-            assert same or (value == 0 and read[name] == "0"), (row.comparison.key, name)
+            assert same or (value == 0 and read[name] == "0"), (row.key, name)
         assert (read["machine"], read["command"]) == (row.machine, row.command)
     published = {(*cell.key, cell.source) for cell in load_paper()}
     assert published <= {key[:-1] for key in found}, "every published number is in it"
@@ -224,7 +220,7 @@ def test_machines_are_set_side_by_side_question_by_question(cells):
     side = side_by_side({"a": cells, "b": compare(ENTRIES[4:5])}, {"a": [], "b": []})
     parts = [(row.part, row.known.column) for row in side.rows]
     assert parts.count(("as published", "pipeline-4")) == parts.count(("here", "pipeline-4")) == 1
-    text = side_text(side)
+    text = side.text()
     assert text.index(f"{TABLE}, computed from") < text.index(f"{TABLE}, run here")
     row = next(row for row in side.rows if (row.part, row.known.column) == ("here", "pipeline-8"))
     assert row.cells[1] is not None

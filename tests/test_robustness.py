@@ -44,7 +44,7 @@ import json, os, signal, sys
 from pathlib import Path
 import fake_experiment, gpipe_bench.harness.environment, gpipe_bench.harness.store
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.progress import Reporter
+from gpipe_bench.harness.runner import Reporter
 from gpipe_bench.harness.runner import run_experiment
 
 WATCHED = gpipe_bench.harness.store.__file__

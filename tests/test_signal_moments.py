@@ -112,8 +112,8 @@ MODULES = {
     "consistency": "gpipe_bench.experiments.consistency.experiment",
 }
 PEERS_WORK = "gpipe_bench.experiments.engine_turns"
-BEGIN = "gpipe_bench.harness.progress:Reporter.begin"
-FINISHED = "gpipe_bench.harness.progress:Reporter.finished"
+BEGIN = "gpipe_bench.harness.runner:Reporter.begin"
+FINISHED = "gpipe_bench.harness.runner:Reporter.finished"
 APPEND = "gpipe_bench.harness.store:Store.append"
 COMPARE = "gpipe_bench.experiments.commands.run:_shown"
 

@@ -19,12 +19,16 @@ import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
 from gpipe_bench.experiments.registry import PROFILES, load, program, suggestion
-from gpipe_bench.experiments.report.readings import Shown, environment_warnings, readable, screen, shown_of
-from gpipe_bench.experiments.report.records import (
+from gpipe_bench.experiments.report.readings import (
+    Shown,
     check_engine_is_there,
     engines_of,
+    environment_warnings,
     folder_of,
+    readable,
+    screen,
     select_records,
+    shown_of,
 )
 from gpipe_bench.harness.bundle import unpacked
 from gpipe_bench.harness.compare import compare
@@ -91,8 +95,9 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
     if whose and (arguments.json or arguments.markdown):
         warn(whose)
     if arguments.json:
-        for cell in (*comparisons, *shown.joint) or _numbers(shown.records):
-            print_line(msgspec.json.encode(cell))
+        found = [*(cell.to_data() for cell in comparisons), *shown.joint]
+        for line in found or _numbers(shown.records):
+            print_line(msgspec.json.encode(line))
         return
     if arguments.markdown and not comparisons:
         say(f"```text\n{shown.text}\n```")
@@ -108,7 +113,7 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
 
 
 def _several(arguments: argparse.Namespace, experiment: Experiment, folders: Mapping[str, Path]) -> None:
-    from gpipe_bench.harness.report.side import side_by_side, side_markdown, side_text
+    from gpipe_bench.harness.report.side import side_by_side
 
     problems: list[Problem] = []
     found = {name: _shown(name, folder, experiment, arguments, problems) for name, folder in folders.items()}
@@ -126,7 +131,10 @@ def _several(arguments: argparse.Namespace, experiment: Experiment, folders: Map
             line = {
                 "table": known.table, "row": known.row, "column": known.column, "part": row.part,
                 "source": known.source, "unit": known.unit, "printed": known.paper_text,
-                "machines": dict(zip(side.machines, row.cells, strict=True)),
+                "machines": {
+                    name: None if cell is None else cell.to_data()
+                    for name, cell in zip(side.machines, row.cells, strict=True)
+                },
                 "ratio_to_first": dict(zip(side.machines, row.ratios, strict=True)),
                 "differences": side.differences,
             }  # fmt: skip
@@ -134,7 +142,7 @@ def _several(arguments: argparse.Namespace, experiment: Experiment, folders: Map
         return
     heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
     say(f"{experiment.title}: {heading}\n")
-    say(side_markdown(side) if arguments.markdown else side_text(side))
+    say(side.markdown() if arguments.markdown else side.text())
     if problems:
         say(f"\n{left_out(problems, experiment.name)}")
 

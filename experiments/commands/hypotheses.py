@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from gpipe_bench.experiments.commands.output import DONE, tell, warn
 from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
-from gpipe_bench.experiments.report.records import folder_of, select_records
-from gpipe_bench.harness.hypotheses import Fit, Ranking, rank
+from gpipe_bench.experiments.report.readings import folder_of, select_records
+from gpipe_bench.harness.hypotheses import Fit, Ranking, base_of, rank, summary, table
 from gpipe_bench.harness.report.grid import fill
-from gpipe_bench.harness.report.hypotheses import base_of, summary, table
 from gpipe_bench.harness.store import Store, lines_of
 
 BEST = 5

@@ -10,9 +10,9 @@ from gpipe_bench.experiments.commands.output import DONE, tell, warn
 from gpipe_bench.experiments.commands.run import usual_options
 from gpipe_bench.experiments.registry import EXPERIMENTS, load, program
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.progress import words
 from gpipe_bench.harness.record import FINAL
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.runner import words
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.workers import sensible_jobs
 

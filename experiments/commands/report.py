@@ -43,10 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     warn(*page.warnings)
     if arguments.json:
         for table in page.tables:
-            for row in (*table.rows, *table.settings):
-                line = {**msgspec.to_builtins(row.comparison), "machine": row.machine or None,
-                        "at_half": row.narrow, "at_twice": row.wide}  # fmt: skip
-                print_line(msgspec.json.encode(line))
+            for cell in (*table.rows, *table.settings):
+                more = {"machine": cell.machine or None, "at_half": cell.narrow, "at_twice": cell.wide}
+                print_line(msgspec.json.encode(cell.to_data() | more))
         return DONE
     folder = arguments.output or arguments.results
     print(page.first.text(), end="\n\n")

@@ -23,15 +23,13 @@ from gpipe_bench.experiments.commands.output import (
 )
 from gpipe_bench.experiments.registry import PROFILES, load, program, suggestion
 from gpipe_bench.experiments.report.figures import draw
-from gpipe_bench.experiments.report.readings import Shown, readable, screen, shown_of
-from gpipe_bench.experiments.report.records import merge, select_records
+from gpipe_bench.experiments.report.readings import Shown, readable, screen, select_records, shown_of
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.places import short_path
-from gpipe_bench.harness.progress import Reporter, reporter
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
-from gpipe_bench.harness.runner import RunResult, run_experiment
-from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment
+from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs
 
@@ -96,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
                 emit(encode(record))
 
         result = run_experiment(
-            experiment, asked, store, reporter=show, fresh=arguments.fresh, jobs=jobs,
+            experiment, asked, store, reporter=show, jobs=jobs,
             command=printable(shlex.join(["python", "-m", "experiments", *arguments.arguments])),
             on_record=on_record,
         )  # fmt: skip
@@ -233,7 +231,8 @@ def _shown(
     """What is on record for these options, also from earlier runs, and what this run could not write."""
     stored = select_records(store.load(experiment.name).records, experiment, options.profile)
     wanted = experiment.relevant(options)
-    records = merge([record for record in stored if record.options == wanted], result.records)
+    known = [record for record in stored if record.options == wanted]
+    records = list(latest([*known, *result.records]).values())  # on a full disk new ones are not stored
     shown, left_out = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
     for line in left_out:
         show.warn(line)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.consistency.judging import cells, load_protocol
 from gpipe_bench.experiments.consistency.recipes import DEEP, Subject, image_layout, subject_of
 from gpipe_bench.experiments.consistency.tables import figures, tables
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity
 
 if TYPE_CHECKING:
@@ -299,13 +299,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables={
-        "consistency": PaperTable(
-            title="Consistent training, section 4.3.1 of the first version",
-            short="Consistent training",
-            about="Whether the final accuracy depends on the number of partitions.",
-        ),
-    },
+    paper_tables=("consistency",),
     tables=tables,
     figures=figures,
     docs="docs/consistency.md",

@@ -18,7 +18,7 @@ from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.accelerators import CAP_GIB
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, Plot, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
@@ -281,12 +281,6 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
-    paper_tables={
-        TABLE: PaperTable(
-            title="Sentences about pipelines and data parallelism",
-            short="Grids",
-            about="What each way sends in a step, and what replicas of a pipeline add.",
-        )
-    },
+    paper_tables=("grid",),
     options=("seed",),
 )

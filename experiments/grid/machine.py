@@ -1,7 +1,7 @@
 """Grids of processes on this machine: what each rank sends, and steps beside their replay.
 
 Traffic: bytes that a rank sends in a step, as a stage of a pipeline and as a replica. By shape at the
-paper's sizes (`experiments/figure2/computed.py`: cuts of equal operations, and for the range those of equal
+paper's sizes (`experiments/figure2.py`: cuts of equal operations, and for the range those of equal
 parameters and of as many layers; a ring for the sums). Counted on two processes of a small model: what each
 of them wrote in a step (Linux counts it, in /proc/self/io), all messages over sockets. Whatever else is sent,
 such as signs of life, is in the count.
@@ -136,7 +136,7 @@ def run(key: Mapping[str, Any], profile: str, seed: int) -> Outcome:
 
 
 def _modelled(subject: Subject) -> Outcome:
-    from gpipe_bench.experiments.figure2.computed import shape, traffic
+    from gpipe_bench.experiments.figure2 import shape, traffic
 
     of_model = shape(subject.model, subject.options)
     # What stages are balanced by is not said; a stack's maps are twice as large as those of the next.

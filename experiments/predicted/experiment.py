@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from gpipe_bench.experiments.predicted.records import predicted_numbers
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
@@ -53,12 +53,8 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    match case.key["part"]:
-        case "torchgpipe":
-            return _speeds(str(case.key["script"]))
-        case "memory":
-            return _memory(str(case.key["column"]))
-    return _count()
+    runs = {"torchgpipe": _speeds, "memory": _memory, "count": _count}
+    return runs[str(case.key["part"])](str(case.key.get("script") or case.key.get("column") or ""))
 
 
 def _speeds(script: str) -> Outcome:
@@ -75,16 +71,15 @@ def _memory(column: str) -> Outcome:
 
     given = UNETS[column]
     num_parameters, peaks = unet_memory(given)
-    return Outcome(
-        (
-            quantity(("unet-memory", "parameters", column), num_parameters, "parameters"),
-            quantity(("unet-memory", "memory", column), sum(peaks) / 2**30, "GiB"),
-        ),
-        {"title": f"U-Net ({given.num_convs}, {given.num_filters})", "peaks_bytes": list(peaks)},
+    found = (
+        quantity(("unet-memory", "parameters", column), num_parameters, "parameters"),
+        quantity(("unet-memory", "memory", column), sum(peaks) / 2**30, "GiB"),
     )
+    title = f"U-Net ({given.num_convs}, {given.num_filters})"
+    return Outcome(found, {"title": title, "peaks_bytes": list(peaks)})
 
 
-def _count() -> Outcome:
+def _count(_: str) -> Outcome:
     """AmoebaNet-C (6, 228), six cells in each of three stacks; what is unknown of AmoebaNet-B's count is
     unknown of its, too.
     """
@@ -146,56 +141,32 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
 
 
 def _grid(kind: str, found: Sequence[tuple[Answer, PaperNumber]]) -> str:
-    lines, off, inside = [], [], 0
+    lines, off = [], []
     for entry, cell in found:
         assert entry.range is not None
         assert entry.quantity is not None
         assert entry.quantity.value is not None
         (low, high), value, unit = entry.range, entry.quantity.value, entry.quantity.unit
-        ratio = value / cell.value
-        is_inside = low <= cell.value + cell.rounding and high >= cell.value - cell.rounding
-        off.append(abs(ratio - 1))
-        inside += is_inside
+        off.append(abs(value / cell.value - 1))
         lines.append(
             [
                 f"{entry.table}: {entry.row}, {entry.column}",
                 cell.printed,
                 show(value, unit, 4),
                 "-" if low == high else f"{show(low, unit, 3)} to {show(high, unit, 3)}",
-                f"{ratio:.3f}",
-                "yes" if is_inside else "no",
+                f"{value / cell.value:.3f}",
+                "yes" if low <= cell.value + cell.rounding and high >= cell.value - cell.rounding else "no",
             ]
         )
+    said = [f"{100 * each:.{1 if each >= 5e-4 else 3}f} %" for each in (median(off), max(off))]
     title = (
         f"{kind.capitalize()}: predicted, in the middle of what is unknown, against published\n"
-        f"  the middle is off by {_percent(median(off))} in the median, {_percent(max(off))} at worst; "
-        f"{inside} of {len(lines)} lie in the range"
+        f"  the middle is off by {said[0]} in the median, {said[1]} at worst; "
+        f"{sum(line[-1] == 'yes' for line in lines)} of {len(lines)} lie in the range"
     )
     headers = ["", "published", "middle", "range", "middle / published", "in the range"]
     return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
 
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %" if share >= 5e-4 else f"{100 * share:.3f} %"
-
-
-PAPER_TABLES = {
-    "unet-memory": PaperTable(
-        title="torchgpipe's largest U-Nets",
-        short="torchgpipe, U-Net memory",
-        about="Counted on the zoo's U-Net; memory by the memory model, with torchgpipe's batches and cuts.",
-    ),
-    "unet-speed": PaperTable(
-        title="torchgpipe's U-Net speeds",
-        short="torchgpipe, U-Net speed",
-        about="torchgpipe's own numbers; predicted where a skip goes to the next stage only.",
-    ),
-    "resnet101-accuracy": PaperTable(
-        title="torchgpipe's ResNet-101 accuracy and throughput",
-        short="torchgpipe, ResNet-101",
-        about="torchgpipe's own numbers, with real images; its speeds are predicted, its accuracies are not.",
-    ),
-}
 
 EXPERIMENT = Experiment(
     name="predictions",
@@ -210,7 +181,7 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     tables=tables,
-    paper_tables=PAPER_TABLES,
+    paper_tables=("unet-memory", "unet-speed", "resnet101-accuracy"),
     docs="docs/method.md",
     options=(),
     untimed=True,

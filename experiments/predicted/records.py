@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.claims import SMOKE, admitted, prediction_interval
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.hypotheses import Hypothesis
-from gpipe_bench.harness.joint import Walk
+from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
@@ -210,12 +209,10 @@ class Errors(NamedTuple):
     @property
     def sentence(self) -> str:
         """Of both kinds: median and worst."""
+        kinds = {"ratios": [*map(abs, self.ratios)], "absolute speeds": [*map(abs, self.absolute)]}
         parts = [
             f"{kind} median {100 * median(found):.0f} %, worst {100 * max(found):.0f} % of {len(found)}"
-            for kind, found in (
-                ("ratios", [*map(abs, self.ratios)]),
-                ("absolute speeds", [*map(abs, self.absolute)]),
-            )
+            for kind, found in kinds.items()
             if found
         ]
         return (
@@ -340,11 +337,12 @@ def _of_record(record: Record, printed: Mapping[Cell, float]) -> Iterator[Hypoth
             values=kept(each["values"]),
             settings=reference | {each["setting"]: each["value"]},
         )
-    options = []
-    for settings, values in _tried(record.details["tried"], [each.cell for each in found]):
-        known = {cell: value for cell in judged.values() if (value := values[cell]) is not None}
-        if len(known) == len(judged):
-            options.append((settings, known))
+    tried = record.details["tried"]
+    options: list[tuple[Settings, dict[Cell, float]]] = [
+        (settings, dict(zip(judged.values(), values, strict=True)))
+        for settings, *values in zip(_settings(tried), *(tried["values"][n] for n in judged), strict=True)
+        if None not in values
+    ]
     best = min(options, key=lambda each: _distance(each[1], printed), default=None)
     if best is not None and _distance(best[1], printed) < math.inf:
         yield Hypothesis(
@@ -374,32 +372,20 @@ def _of_record(record: Record, printed: Mapping[Cell, float]) -> Iterator[Hypoth
 Settings = dict[str, Scalar]
 
 
-def _tried(
-    tried: Mapping[str, Any], cells: Sequence[Cell]
-) -> Iterator[tuple[Settings, dict[Cell, float | None]]]:
-    """Every combination that was tried, and what it gives."""
-    names = list(tried["settings"])
-    for place, combination in enumerate(product(*tried["settings"].values())):
-        settings = dict(zip(names, combination, strict=True))
-        yield settings, {cell: values[place] for cell, values in zip(cells, tried["values"], strict=True)}
+def _settings(tried: Mapping[str, Any]) -> list[Settings]:
+    """Every combination that was tried."""
+    return [dict(zip(tried["settings"], each, strict=True)) for each in product(*tried["settings"].values())]
 
 
 def walks(records: Sequence[Record]) -> list[Walk]:
     """The combinations that each prediction tried, for claims about several cells at once."""
     found = []
     for record in of_case(records, "done", part=PART):
-        if record.profile == "smoke":  # of a tiny model
-            continue
-        cells = [each.cell for each in predicted_numbers(record)]
-        tried = [*_tried(record.details["tried"], cells)]
-        found.append(
-            Walk(
-                name=cells[0][0],
-                settings=[settings for settings, _ in tried],
-                values={cell: [values[cell] for _, values in tried] for cell in cells},
-                error=prediction_error(record) or (1.0, 1.0),
-            )
-        )
+        cells, tried = [each.cell for each in predicted_numbers(record)], record.details["tried"]
+        values = dict(zip(cells, tried["values"], strict=True))
+        error = prediction_error(record) or (1.0, 1.0)
+        if record.profile != "smoke":  # of a tiny model
+            found.append(Walk(cells[0][0], _settings(tried), values, error))
     return found
 
 

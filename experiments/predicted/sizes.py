@@ -25,9 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gpipe_bench.experiments.labels import Label, Relabel
-from gpipe_bench.experiments.paper_profiles import EXAMPLES, Reading, profiled_model
-from gpipe_bench.experiments.predicted.steps import Steps
+from gpipe_bench.experiments.paper_profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
+from gpipe_bench.experiments.predicted.sweep import Steps
 from gpipe_bench.experiments.timed.replay import TimedActions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary

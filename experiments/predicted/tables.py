@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from gpipe_bench.experiments.predicted import SENTENCES
 from gpipe_bench.experiments.predicted.sizes import FullSize, of_the_paper
 from gpipe_bench.experiments.predicted.sweep import (
     CUT,
@@ -157,25 +158,6 @@ def _fits(
 
 # Table 2 ----------------------------------------------------------------------------------------------------
 
-_CONSTANT = "throughput without pipelining, over the accelerators"
-Ratio = tuple[tuple[int, int], tuple[int, int], float]
-"""The (K, M) whose throughput is divided by that of another, and by a number."""
-SENTENCES: dict[str, dict[tuple[str, str], Ratio]] = {
-    "table2-amoebanet": {
-        (_CONSTANT, "AmoebaNet-D (18, 256): K=8 / K=2, M=1"): ((8, 1), (2, 1), 1.0),
-        ("AmoebaNet-D: share of a linear speed-up", "K=8 over K=2, M=32"): ((8, 32), (2, 32), 4.0),
-    },
-    "table2-transformer": {
-        (_CONSTANT, "Transformer-48: K=8 / K=2, M=1"): ((8, 1), (2, 1), 1.0),
-        ("Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32"): (
-            (8, 32), (2, 32), 1.0,
-        ),
-        ("Transformer-48: share of a linear speed-up at M >> K", "K=8 over K=2, M=32"): (
-            (8, 32), (2, 32), 4.0,
-        ),
-    },
-}  # fmt: skip
-
 CAPS_OF = {"TPUv2 core": "table2-amoebanet", "TPUv3 core": "table2-transformer"}
 """Where the memory of an accelerator's core stands: a constraint of the unknowns."""
 
@@ -206,8 +188,8 @@ def table2(model: str, *, quick: bool = False, given: Given = NOTHING) -> Predic
     rates = {key: adjusted(rates[key], fits[key]) for key in grid}
     values: dict[Cell, Array] = {(table, f"M={m}", f"K={k}"): rates[k, m] / rates[grid[0]] for k, m in grid}
     values |= {
-        ("claims-text", *place): rates[over] / rates[under] / divisor
-        for place, (over, under, divisor) in SENTENCES[table].items()
+        ("claims-text", *place): rates[8, m] / rates[2, m] / divisor
+        for place, (m, divisor) in SENTENCES[table].items()
     }
     return _prediction(TITLES["table2", model], sweep, values)
 

@@ -6,33 +6,35 @@ about the paper and comes from the committed records alone: a number of one's ow
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.report.facts import facts_of
+import msgspec
+
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
-from gpipe_bench.experiments.report.readings import Reading, answers, readings
-from gpipe_bench.experiments.report.records import check_engine_is_there, folders, load_all, sources
+from gpipe_bench.experiments.report.readings import (
+    Reading,
+    answers,
+    check_engine_is_there,
+    folders,
+    load_all,
+    readings,
+    sources,
+)
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.places import PUBLISHED, REFERENCE, short_path
-from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, TableInfo, page_of
+from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
+from gpipe_bench.harness.places import REFERENCE, short_path
+from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
-from gpipe_bench.harness.report.table import Row
 from gpipe_bench.harness.store import lines_of
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"
-NOT_TO_BE_RUN = PUBLISHED / "tables.toml"
-"""The published tables that no experiment answers, in words and with the reason.
-
-A cell that nobody ran must say why; "not run" alone would look like an oversight where the reason is a
-thousand TPU hours.
-"""
 
 
 def build(
@@ -59,7 +61,7 @@ def build(
         warnings += lines_of(problems) + [f"{short_path(group.folder)}: {line}" for group, line in left_out]
     every = [reading for several in found.values() for reading in several]
     if engine is not None:
-        check_engine_is_there(engine, [reading.source for reading in every])
+        check_engine_is_there(engine, [record for reading in every for record in reading.source.records])
     committed = {
         name: [each for each in several if each.source.folder.resolve().parent == REFERENCE.resolve()]
         for name, several in found.items()
@@ -99,13 +101,13 @@ def build(
     )
 
 
-def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[str]]) -> dict[str, TableInfo]:
-    """The published tables in words, with the reason for cells that no record answers: in the order
-    of the experiments, then those that none answers.
+def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[str]]) -> dict[str, PaperTable]:
+    """The published tables in words, with the reason for cells that no record answers: a cell that nobody
+    ran must say why; "not run" alone would look like an oversight where the reason is a thousand TPU hours.
 
     `profiles` are those that each experiment has records of.
     """
-    infos = {}
+    infos = dict(load_tables())
     for experiment in experiments:
         having = profiles.get(experiment.name, set())
         missing = f"the records of {experiment.name} do not report this number"
@@ -113,21 +115,18 @@ def table_infos(experiments: Sequence[Experiment], profiles: Mapping[str, set[st
             missing = f"there is no record yet; `nox -s {experiment.name}` makes one"
         elif having == {"smoke"}:
             missing = f"only a smoke run is on record; `nox -s {experiment.name}` makes this number"
-        for name, table in experiment.paper_tables.items():
-            infos[name] = TableInfo(
-                title=table.title, short=table.short, about=table.about, experiment=experiment.name,
-                missing=missing,
-            )  # fmt: skip
-    others = tomllib.loads(NOT_TO_BE_RUN.read_text(encoding="utf-8"))
-    return infos | {name: TableInfo(**words) for name, words in others.items()}
+        for name in experiment.paper_tables:
+            words = infos.get(name) or PaperTable(title=name, short=name, about="")
+            infos[name] = msgspec.structs.replace(words, experiment=experiment.name, missing=missing)
+    return infos
 
 
-def _first_of_each(found: Mapping[str, Sequence[Reading]]) -> list[Row]:
+def _first_of_each(found: Mapping[str, Sequence[Reading]]) -> list[Comparison]:
     """An answer for each entry, of the first experiment that reports it."""
-    given: dict[tuple[str, ...], Row] = {}
+    given: dict[tuple[str, ...], Comparison] = {}
     for several in found.values():
-        for row in answers(several):
-            given.setdefault(row.comparison.key, row)
+        for cell in answers(several):
+            given.setdefault(cell.key, cell)
     return list(given.values())
 
 
@@ -194,3 +193,72 @@ def _side(shown: Mapping[str, Sequence[Reading]]) -> SideBySide | None:
         compared.setdefault(each.source.machine, []).extend(each.shown.comparisons)
         environments.setdefault(each.source.machine, []).extend(r.environment for r in each.source.records)
     return side_by_side(compared, environments) if len(compared) > 1 else None
+
+
+# Facts of the first screen that no comparison holds: same seeds, the schedule's formula, hardware
+
+RECOMPUTED = 3, 4
+"""Slots of F, R and B, of which the recomputation of the last stages starts while they would wait: a bubble
+has F and B alone, and a micro-batch all of them (`table2-bound` of results/paper.csv)."""
+
+
+def speed(num_stages: int, num_microbatches: int) -> float:
+    """Of even stages over one device, F : R : B = 1 : 1 : 2, a free link, recomputation that starts early."""
+    idle, work = RECOMPUTED
+    return num_microbatches * num_stages * work / (work * num_microbatches + idle * (num_stages - 1))
+
+
+def idle_share(num_stages: int, num_microbatches: int) -> float:
+    """The share of their time that such stages wait."""
+    return 1 - speed(num_stages, num_microbatches) / num_stages
+
+
+def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
+    """By name, in words; those whose records are missing are left out.
+
+    Args:
+        records: by experiment, finished or not
+    """
+    found = {
+        "even_speed_up": f"{speed(8, 32) / speed(2, 32):.2f}",
+        "even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %",
+    }
+    low, high = load_unknowns().find("claims", "near_linear_share").range or (0.0, 0.0)
+    found["near_linear"] = f"{100 * low:g} or at {100 * high:g} %"
+    trained = records.get("consistency", ())
+    same = of_case(trained, "done", part="same seed")
+    if same:
+        compared, differing = (
+            sum(int(each.value or 0) for record in same for each in record.quantities if each.name == name)
+            for name in ("numbers compared", "numbers that differ")
+        )
+        found |= {
+            "same_runs": f"{len(same)}", "weights": f"{compared:,}",
+            "different_weights": f"{differing:,}" if differing else "none",
+            "own_runs": f"{len(of_case(trained, 'done', part='own seeds'))}",
+        }  # fmt: skip
+    environments = [
+        record.environment
+        for several in records.values()
+        for record in several
+        if any(quantity.provenance != "modelled" for quantity in record.quantities)
+    ]
+    if environments:
+        found["hardware"] = hardware(environments)
+    return found
+
+
+def hardware(environments: Sequence[Mapping[str, object]]) -> str:
+    """One sentence about what timed or trained anything."""
+    processors = sorted({str(each.get("cpu_model", "an unknown processor")) for each in environments})
+    cores = sorted({int(str(each.get("cores_logical") or 0)) for each in environments})
+    gpus = any(each.get("gpus") for each in environments)
+    names = " and ".join(name.replace("(R)", "") for name in processors)
+    counts = " or ".join(map(str, cores))
+    where = f"Everything that ran here ran on {counts} processor cores ({names}), "
+    if gpus:
+        return f"{where}some of it on GPUs."
+    return (
+        f"{where}none of it on a GPU or TPU: no training step was timed on more than {max(cores)} of them, "
+        "and what is said of four and eight devices is computed from these steps."
+    )

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_bench.experiments.report.records import Source
+from gpipe_bench.experiments.report.readings import Source
 from gpipe_bench.harness.experiment import Experiment, Plot
 from gpipe_bench.harness.record import Record, encode
 from gpipe_bench.harness.report.html import data_url

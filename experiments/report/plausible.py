@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness.places import REFERENCE
@@ -35,27 +35,27 @@ class Remark(NamedTuple):
 
 def remarks(given: Mapping[str, Sequence[Record]]) -> list[Remark]:
     """All that speaks against the records of each experiment, and what a reader should know."""
-    found: list[Remark] = []
-    if not any(given.values()):
-        return [Remark("refused", "it holds no records")]
-    for name, records in given.items():
+    every = [record for records in given.values() for record in records]
+    found = [] if every else [Remark("refused", "it holds no records")]
+    for name, records in given.items() if every else ():
         if name not in EXPERIMENTS:
             found.append(Remark("refused", f"{name}.jsonl: no experiment of that name is known here"))
             continue
-        experiment = load(name)
-        exact = _exact_numbers(name)
+        revision, exact = load(name).revision, _exact_numbers(name)
         for record in records:
+            said: Iterable[Remark] = _of_record(record, exact)
+            if record.revision != revision:
+                said = [Remark("note", f"of revision {record.revision}, while {revision} is read here")]
             place = f"{name} {record.label} ({record.profile})"
-            if record.revision != experiment.revision:
-                text = f"{place}: of revision {record.revision}, while {experiment.revision} is read here"
-                found.append(Remark("note", text))
-                continue
-            found += [each._replace(text=f"{place}: {each.text}") for each in _of_record(record, exact)]
-    found += _of_all([record for records in given.values() for record in records])
-    return found
+            found += [each._replace(text=f"{place}: {each.text}") for each in said]
+    smoke = sum(record.profile == "smoke" for record in every)
+    dirty = sum(bool(record.environment.get("git_dirty")) for record in every)
+    weak = ((smoke, "are smoke runs, which prove the path alone"),
+            (dirty, "come from code with uncommitted changes"))  # fmt: skip
+    return found + [Remark("note", f"{n} of {len(every)} records {what}") for n, what in weak if n]
 
 
-def _of_record(record: Record, exact: dict[Any, Quantity]) -> Iterator[Remark]:
+def _of_record(record: Record, exact: Mapping[tuple[str, str], Quantity]) -> Iterator[Remark]:
     missing = [name for name in _NEEDED if not record.environment.get(name)]
     if missing:
         yield Remark("refused", f"its environment lacks {', '.join(missing)}")
@@ -71,10 +71,11 @@ def _of_record(record: Record, exact: dict[Any, Quantity]) -> Iterator[Remark]:
     control = record.quantity("control")
     if control is not None and control.low is not None and control.high is not None:
         off = not control.low <= 1 <= control.high
+        ends = f"{control.low:.3f} to {control.high:.3f}"
         if off and not record.details.get("void"):
-            yield Remark("refused", f"the control is {control.low:.3f} to {control.high:.3f}, but not void")
+            yield Remark("refused", f"the control is {ends}, but not void")
         elif off:
-            yield Remark("note", f"void, by its control of {control.low:.3f} to {control.high:.3f}")
+            yield Remark("note", f"void, by its control of {ends}")
     yield from _counts(record)
     if record.status not in ("done", "skipped"):
         yield Remark("note", f"{record.status}: {record.reason}")
@@ -82,36 +83,34 @@ def _of_record(record: Record, exact: dict[Any, Quantity]) -> Iterator[Remark]:
 
 def _implausible(quantity: Quantity, duration_s: float) -> str:
     """Why the number can't be what it says in a case that took so long, or nothing."""
-    value, samples = quantity.value, quantity.samples
-    kind = UNITS[quantity.unit][0] if quantity.unit in UNITS else ""
+    value, samples, is_measured = quantity.value, quantity.samples, quantity.provenance == "measured"
+    kind, scale = UNITS.get(quantity.unit, ("", 1.0))
     numbers = [each for each in (value, *samples) if each is not None]
     if kind in ("time", "memory", "parameters", "throughput", "bandwidth") and any(n < 0 for n in numbers):
         return "" if quantity.name.startswith(_DIFFERENCES) else "is negative"
-    if kind == "time" and quantity.provenance == "measured":
-        longest_s = max(map(abs, numbers), default=0.0) * UNITS[quantity.unit][1]
-        if longest_s > duration_s * (1 + _SLACK):
-            return f"took {longest_s:g} s, and the whole case {duration_s:g} s"
-    if value is None or not samples or quantity.provenance != "measured" or quantity.low is None:
+    longest_s = max(map(abs, numbers), default=0.0) * scale
+    if kind == "time" and is_measured and longest_s > duration_s * (1 + _SLACK):
+        return f"took {longest_s:g} s, and the whole case {duration_s:g} s"
+    if value is None or not samples or not is_measured or quantity.low is None:
         return ""
-    middle = statistics.median(samples)
     if not min(samples) <= quantity.low <= (quantity.high or 0.0) <= max(samples):
         return "has an interval outside its samples"
-    return (
-        "" if _near(value, middle, _SLACK) else f"is {value:g}, but the median of its samples is {middle:g}"
-    )
+    middle = statistics.median(samples)
+    near = _near(value, middle, _SLACK)
+    return "" if near else f"is {value:g}, but the median of its samples is {middle:g}"
 
 
 def _near(a: float | None, b: float | None, slack: float) -> bool:
     return a == b or (a is not None and b is not None and abs(a - b) <= slack * max(abs(a), abs(b)))
 
 
-def _exact_numbers(name: str) -> dict[Any, Quantity]:
+def _exact_numbers(name: str) -> dict[tuple[str, str], Quantity]:
     """What the committed records have by computation alone, by case and label."""
     return {
         (record.identity, quantity.label): quantity
         for folder in (sorted(REFERENCE.iterdir()) if REFERENCE.is_dir() else ())
         for record in Store(folder).load(name).records
-        if not any(each.provenance != "modelled" for each in record.quantities)
+        if all(each.provenance == "modelled" for each in record.quantities)
         for quantity in record.quantities
     }
 
@@ -119,26 +118,14 @@ def _exact_numbers(name: str) -> dict[Any, Quantity]:
 def _counts(record: Record) -> Iterator[Remark]:
     """How often the stages of the engines ran forward and backward, which follows from M and `remat`."""
     count, remat = record.case.get("num_microbatches"), record.case.get("remat")
-    checks = record.details.get("checks")
+    checks, engines = (record.details.get(name) for name in ("checks", "engines"))
     if not isinstance(count, int) or remat not in REMAT_MODES or not isinstance(checks, list):
         return
-    engines = record.details.get("engines")
-    for process in checks:
-        for arm, found in process.items() if isinstance(process, dict) else ():
-            asked = engines.get(arm, {}).get("remat", remat) if isinstance(engines, dict) else remat
-            modes = ("except_last", "always") if asked == "except_last" else (asked,)
-            allowed = {count + sum(recomputes(mode, m, count) for m in range(count)) for mode in modes}
-            got = (found.get("forwards"), found.get("backwards")) if isinstance(found, dict) else (None, None)
-            if got[0] not in allowed or got[1] != count:
-                text = f"{arm} ran {got[0]} forwards and {got[1]} backwards for M = {count}, remat {asked}"
-                yield Remark("refused", text)
-
-
-def _of_all(records: Iterable[Record]) -> Iterator[Remark]:
-    every = list(records)
-    smoke = sum(record.profile == "smoke" for record in every)
-    if smoke:
-        yield Remark("note", f"{smoke} of {len(every)} records are smoke runs, which prove the path alone")
-    dirty = sum(bool(record.environment.get("git_dirty")) for record in every)
-    if dirty:
-        yield Remark("note", f"{dirty} of {len(every)} records come from code with uncommitted changes")
+    for arm, found in [pair for each in checks if isinstance(each, dict) for pair in each.items()]:
+        asked = engines.get(arm, {}).get("remat", remat) if isinstance(engines, dict) else remat
+        modes = ("except_last", "always") if asked == "except_last" else (asked,)
+        allowed = {count + sum(recomputes(mode, m, count) for m in range(count)) for mode in modes}
+        got = (found.get("forwards"), found.get("backwards")) if isinstance(found, dict) else (None, None)
+        if got[0] not in allowed or got[1] != count:
+            text = f"{arm} ran {got[0]} forwards and {got[1]} backwards for M = {count}, remat {asked}"
+            yield Remark("refused", text)

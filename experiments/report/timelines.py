@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe_bench.experiments.report.drawing import NAMES
-from gpipe_bench.experiments.report.records import Source
 from gpipe_bench.harness.experiment import Experiment, KeptTimeline
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.html import data_url
@@ -79,12 +78,12 @@ class Chart:
         return bool(self.ticks) and float(self.ticks[-1][0].rstrip("%")) > _LAST_CENTRED
 
 
-def charts_of(experiment: Experiment, source: Source) -> list[Chart]:
+def charts_of(experiment: Experiment, records: Sequence[Record]) -> list[Chart]:
     """A chart for every timeline that is shown; beyond MOST_BOXES in all, a few are only their traces."""
     if experiment.timelines is None:
         return []
     drawn, charts, left_out = 0, [], 0
-    for chart in map(_chart, experiment.timelines(source.records)):
+    for chart in map(_chart, experiment.timelines(records)):
         fits = drawn + len(chart.boxes) <= MOST_BOXES
         drawn += len(chart.boxes) if fits else 0
         left_out += not fits

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpipe_bench.experiments.computed.answer import Computed, over, spread_of, to_details, to_quantities
+from gpipe_bench.experiments.computed import computed, outcome, over, spreads_of
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
-from gpipe_bench.harness.experiment import Case, Outcome, PaperTable
+from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Record, Scalar, of_case
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.generate import generate
@@ -36,28 +36,7 @@ PART = "published"
 RATES, RATES_V, SPEEDS, ELSEWHERE = "zero-bubble", "zero-bubble-v", "zero-bubble-speed", "schedules-elsewhere"
 SECONDS = {"1.5B": 2.0, "6.2B": 2.0, "14.6B": 7.0, "28.3B": 20.0}
 """By model of Table 5: how long its case takes."""
-PAPER_TABLES = {
-    RATES: PaperTable(
-        title="Bubble rates in the zero-bubble paper",
-        short="Zero bubble",
-        about="The share of a worker's time that is left idle, from the times printed beside it.",
-    ),
-    RATES_V: PaperTable(
-        title="Bubble rates of ZB-V in the zero-bubble paper",
-        short="Zero bubble, V",
-        about="Two stages per worker in a V, within the activations of 1F1B.",
-    ),
-    SPEEDS: PaperTable(
-        title="Speed over 1F1B in the zero-bubble paper",
-        short="Zero bubble, speed",
-        about="Measured there on up to 32 GPUs; here what the profiled times say.",
-    ),
-    ELSEWHERE: PaperTable(
-        title="Schedules in other projects",
-        short="Schedules elsewhere",
-        about="Bubbles, what is alive, and ratios to 1F1B that OLMo-core, torchtitan and Primus print.",
-    ),
-}
+PAPER_TABLES = (RATES, RATES_V, SPEEDS, ELSEWHERE)
 
 Row = tuple[str, str, float, str, str, Sequence[float]]
 """Row and column of results/paper.csv, our number, its unit, what it is, and all that it may be."""
@@ -168,13 +147,10 @@ def run(key: dict[str, Scalar]) -> Outcome:
     """The answers to all rows of a case."""
     found = {RATES_V: of_vee, ELSEWHERE: of_projects}.get(str(key["what"]), lambda: rates(str(key["model"])))
     answers = [
-        Computed(
-            row=row, column=column, value=value, unit=unit, what=what, provenance="replayed",
-            spread=over(OPEN, tried) if tried else None,
-        )
+        computed(row, column, value, unit, what, over(OPEN, tried) if tried else None, "replayed")
         for row, column, value, unit, what, tried in found()
-    ]  # fmt: skip
-    return Outcome(to_quantities(answers), to_details(answers))
+    ]
+    return outcome(answers)
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:
@@ -193,7 +169,7 @@ def cells(records: Sequence[Record]) -> list[Answer]:
                     source="others",
                     question="as published",
                     quantity=quantity,
-                    spread=spread_of(record, row, column),
+                    spread=spreads_of(record).get((row, column)),
                     not_comparable=WHOLE if row.endswith("over 1F1B, memory") else "",
                     record=record,
                     note=quantity.note,

@@ -264,8 +264,8 @@ def _half(half: str, records: Sequence[Record], comparisons: dict[tuple[str, str
     ]
     for row in ("parameters", "parameter memory", "peak activation memory"):
         found = [comparisons[data.table, row, column.name] for column in columns]
-        lines.append(f"| {row}: paper | {' | '.join(paper_text(cell) for cell in found)} |")
-        text = [_range(cell) if row == "peak activation memory" else ours_text(cell, "-") for cell in found]
+        lines.append(f"| {row}: paper | {' | '.join(paper_text(cell) or '–' for cell in found)} |")
+        text = [_range(cell) if row == "peak activation memory" else ours_text(cell) or "-" for cell in found]
         lines.append(f"| ours (modelled) | {' | '.join(text)} |")
         lines.append(f"| verdict | {' | '.join(verdict_text(cell, ', x') for cell in found)} |")
     found = [comparisons[data.table, "maximum parameters", column.name] for column in columns]

@@ -19,7 +19,7 @@ from typing import Any
 from gpipe_bench.experiments.table1.cells import cells
 from gpipe_bench.experiments.table1.settings import hypotheses, walks
 from gpipe_bench.experiments.table1.shown import LARGEST, figures, tables
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, PaperTable, RunOptions
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.models.paper import COLUMNS, HALVES, column
 
@@ -232,25 +232,6 @@ def _modelled(name: str, value: float | None, unit: str, note: str = "") -> Quan
     return Quantity(name=name, value=value, unit=unit, provenance="modelled", note=note)
 
 
-PAPER_TABLES = {
-    "table1-amoebanet": PaperTable(
-        title="Table 1, AmoebaNet-D: the largest model",
-        short="Table 1, AmoebaNet-D",
-        about="Parameters and memory of the paper's models, and the largest model that fits in 8 GiB each.",
-    ),
-    "table1-transformer": PaperTable(
-        title="Table 1, Transformer-L: the largest model",
-        short="Table 1, Transformer",
-        about="Parameters and memory of the paper's models, and the largest model that fits in 16 GiB each.",
-    ),
-    "claims": PaperTable(
-        title="Claims of the text: how much larger models become",
-        short="Claims of model size",
-        about="Ratios of Table 1's counts that the paper states in its text.",
-    ),
-}
-
-
 EXPERIMENT = Experiment(
     name="table1",
     title="Table 1: maximum model size",
@@ -269,7 +250,7 @@ EXPERIMENT = Experiment(
     cells=cells,
     hypotheses=hypotheses,
     walks=walks,
-    paper_tables=PAPER_TABLES,
+    paper_tables=("table1-amoebanet", "table1-transformer", "claims"),
     tables=tables,
     figures=figures,
     options=("device",),

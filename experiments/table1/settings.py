@@ -13,8 +13,7 @@ from functools import cache
 from itertools import product
 from statistics import median
 
-from gpipe_bench.harness.hypotheses import Hypothesis, Key
-from gpipe_bench.harness.joint import Walk
+from gpipe_bench.harness.hypotheses import Hypothesis, Key, Walk
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Quantity, Record, find
 from gpipe_bench.harness.units import convert

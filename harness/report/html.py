@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.harness.report import table
 from gpipe_bench.harness.report.grid import escaped
 from gpipe_bench.harness.report.page import Page, cells_csv
-from gpipe_bench.harness.report.side import entry_text, side_markdown
+from gpipe_bench.harness.report.side import entry_text
 from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, VERDICTS, Comparison
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _rendered(name: str, page: Page, **more: str) -> str:
     )  # fmt: skip
     return environment.get_template(name).render(
         page=page, names=page.names, verdicts=VERDICTS, marks=MARKS, meanings=MEANINGS, questions=QUESTIONS,
-        side_markdown=side_markdown, verdict_text=table.verdict_text, asked=table.ASKED, judged=JUDGED,
+        verdict_text=table.verdict_text, asked=table.ASKED, judged=JUDGED,
         evidences=table.EVIDENCE, **more,
     )  # fmt: skip
 

@@ -2,48 +2,50 @@
 
 A pure function of answers and published numbers, so that the HTML page, the markdown file and the table of
 cells can't disagree and a test can hold each against the records.
+
+The first screen has the question, an answer in plain words, the paper's claims, and the kinds of evidence.
+Its words are data (`results/answer.toml`) with places for numbers, and every number comes from a comparison
+or from a fact of the records. A sentence names the verdicts under which it is true; where these have changed
+it is left out, so nothing untrue is printed, and `stale` says which need new words. README, the page and the
+terminal show one object.
 """
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from gpipe_bench.harness.compare import absent, peers_of
-from gpipe_bench.harness.paper import PaperNumber
-from gpipe_bench.harness.report.first_screen import FirstScreen, first_screen
+from gpipe_bench.harness.paper import PaperNumber, PaperTable
+from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import (
+    ASKED,
     Counts,
-    Row,
+    Key,
     Table,
     counts_of,
     evidence,
     numbered,
     parts_of,
+    range_text,
     scores,
 )
+from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import DIFFERS, QUESTIONS, Comparison, Question, Verdict, judge
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every range under which the verdicts are counted again."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableInfo:
-    """A table of the paper in words. `experiment` would produce it; `missing` is why nothing does."""
-
-    title: str
-    short: str
-    about: str
-    experiment: str = ""
-    missing: str = ""
 
 
 class Published(NamedTuple):
@@ -59,17 +61,18 @@ class TableView:
     """One table of the page, part by part. `commands` made its rows; `settings` and `others` stand below."""
 
     name: str
-    info: TableInfo
+    info: PaperTable
     location: str
     hardware: str
     parts: tuple[Table, ...]
-    settings: tuple[Row, ...]
+    settings: tuple[Comparison, ...]
     others: tuple[Published, ...]
     notes: tuple[str, ...]
+    marks: Mapping[Key, tuple[int, ...]]
     commands: tuple[tuple[str, str, str], ...]  # command, machine, profile
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[Comparison, ...]:
         """Those of all parts."""
         return tuple(row for part in self.parts for row in part.rows)
 
@@ -83,8 +86,7 @@ class Finding(NamedTuple):
     all_not_run: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuestionView:
+class QuestionView(NamedTuple):
     """A question, its scores over all tables, and what holds, differs and is open in each."""
 
     question: Question
@@ -94,8 +96,7 @@ class QuestionView:
     undecided: tuple[Finding, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """Where numbers come from. `facts` are (label, text) of its environment."""
 
     name: str
@@ -105,8 +106,7 @@ class Machine:
     facts: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExperimentView:
+class ExperimentView(NamedTuple):
     """An experiment's own words, pictures and charts. `runs`: machine, profile, what it does, its records."""
 
     name: str
@@ -141,14 +141,9 @@ class Page:
     command: str = ""
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def cells(self) -> tuple[Comparison, ...]:
         """Those of all tables, without settings and numbers of others."""
         return tuple(row for table in self.tables for row in table.rows)
-
-    @property
-    def cells(self) -> tuple[Comparison, ...]:
-        """Their comparisons."""
-        return tuple(row.comparison for row in self.rows)
 
     @property
     def names(self) -> dict[str, str]:
@@ -168,15 +163,15 @@ class Page:
     @property
     def smoke(self) -> int:
         """How many numbers are of a smoke run, which only shows that everything runs."""
-        return sum(row.profile == "smoke" for row in self.rows)
+        return sum(cell.profile == "smoke" for cell in self.cells)
 
 
 def page_of(
-    answers: Sequence[Row],
+    answers: Sequence[Comparison],
     paper: Sequence[PaperNumber],
-    infos: Mapping[str, TableInfo],
+    infos: Mapping[str, PaperTable],
     facts: Mapping[str, str] = MappingProxyType({}),
-    headline: Sequence[Row] | None = None,
+    headline: Sequence[Comparison] | None = None,
 ) -> Page:
     """The page of our answers: every table with a published number or one of ours, in the order of `infos`,
     then of the paper's file, and the errata of the paper, each once.
@@ -185,19 +180,19 @@ def page_of(
 
     Raises ValueError where two answers are for one cell.
     """
-    if len({row.comparison.key for row in answers}) != len(answers):
+    if len({cell.key for cell in answers}) != len(answers):
         raise ValueError("two answers are for one cell; choose one before")
-    names = dict.fromkeys([cell.table for cell in paper] + [row.comparison.table for row in answers])
+    names = dict.fromkeys([cell.table for cell in paper] + [cell.table for cell in answers])
     tables = tuple(
         _table(
             name,
-            [row for row in answers if row.comparison.table == name],
+            [cell for cell in answers if cell.table == name],
             [cell for cell in paper if cell.table == name],
-            infos.get(name) or TableInfo(title=name, short=name, about=""),
+            infos.get(name) or PaperTable(title=name, short=name, about=""),
         )
         for name in dict.fromkeys([*(name for name in infos if name in names), *names])
     )
-    cells = [row.comparison for table in tables for row in table.rows]
+    cells = [row for table in tables for row in table.rows]
     errata: dict[tuple[str, str], list[str]] = {}
     for cell in paper:
         if cell.erratum and cell.kind != "external":
@@ -208,88 +203,77 @@ def page_of(
         if headline is None
         else page_of(headline, paper, infos, facts).first,
         questions=tuple(_question(question, tables) for question in counts_of(cells)),
-        errata=tuple((table, _places(cells), text) for (table, text), cells in errata.items()),
+        errata=tuple(
+            (table, "; ".join(at) if len(at) <= _MOST_PHRASES else f"{at[0]} and {len(at) - 1} more", text)
+            for (table, text), at in errata.items()
+        ),
     )
 
 
-def _table(name: str, answers: Sequence[Row], paper: Sequence[PaperNumber], info: TableInfo) -> TableView:
+def _table(
+    name: str, answers: Sequence[Comparison], paper: Sequence[PaperNumber], info: PaperTable
+) -> TableView:
     published = {(*cell.key, cell.source): cell for cell in paper}
-    answered = {row.comparison.key[:-1] for row in answers if row.comparison.verdict != "not judged"}
-    peers, unanswered = peers_of(paper), []
+    answered = {cell.key[:-1] for cell in answers if cell.verdict != "not judged"}
+    peers, listed = peers_of(paper), [*answers]
     for place, cell in published.items():
         if cell.source == "paper" and place not in answered:
-            entry = absent(cell, info.missing)
-            unanswered.append(Row(comparison=judge(cell, entry, peer=peers.get(cell.key)), entry=entry))
+            listed.append(judge(cell, absent(cell, info.missing), peer=peers.get(cell.key)))
     first = {place: number for number, place in enumerate(published)}
 
-    def order(row: Row) -> tuple[int, bool, int]:
-        place = row.comparison.key[:-1]
-        return QUESTIONS.index(row.comparison.question), place not in first, first.get(place, 0)
+    def order(cell: Comparison) -> tuple[int, bool, int]:
+        place = cell.key[:-1]
+        return QUESTIONS.index(cell.question), place not in first, first.get(place, 0)
 
-    listed = sorted([*answers, *unanswered], key=order)
+    def verdict(cell: Comparison, tolerance: float) -> Verdict:
+        assert cell.entry is not None
+        return judge(published.get(cell.key[:-1]), cell.entry, tolerance).verdict
+
+    rows = [replace(c, narrow=verdict(c, NARROW), wide=verdict(c, WIDE)) for c in sorted(listed, key=order)]
     # a reason that stands in the row anyway is no note
-    notes, marks = numbered(
-        [note for note in row.comparison.footnotes if note != row.comparison.reason] for row in listed
-    )
-    rows = [
-        dataclasses.replace(
-            row,
-            marks=of_row,
-            narrow=_verdict(published.get(row.comparison.key[:-1]), row, NARROW),
-            wide=_verdict(published.get(row.comparison.key[:-1]), row, WIDE),
-        )
-        for row, of_row in zip(listed, marks, strict=True)
-    ]
-    ours = {row.comparison.place: row.comparison for row in rows if row.comparison.ours is not None}
+    notes, marks = numbered(rows, lambda cell: [note for note in cell.footnotes if note != cell.reason])
+    # a setting or a repetition that nothing of ours answers is only context
+    is_setting = [c.source == "paper" and c.kind != "ours" and not c.counted and c.ours is None for c in rows]
+    ours = {cell.place: cell for cell in rows if cell.ours is not None}
     others = [cell for place, cell in published.items() if cell.source != "paper" and place not in answered]
     papers = [cell for cell in paper if cell.source == "paper"]
     located = [cell for cell in papers if cell.counted] or others
+    shown = [cell for cell, context in zip(rows, is_setting, strict=True) if not context]
     return TableView(
         name=name,
         info=info,
         location="; ".join(dict.fromkeys(cell.location for cell in located if cell.location)),
         hardware="; ".join(dict.fromkeys(cell.hardware for cell in papers or others if cell.hardware)),
-        parts=parts_of(name, [row for row in rows if not _is_setting(row.comparison)], notes),
-        settings=tuple(row for row in rows if _is_setting(row.comparison)),
+        parts=parts_of(name, shown, notes, marks),
+        settings=tuple(cell for cell, context in zip(rows, is_setting, strict=True) if context),
         others=tuple(Published(cell, judge(cell, absent(cell)), ours.get(cell.key)) for cell in others),
         notes=notes,
-        commands=tuple(dict.fromkeys((r.command, r.machine, r.profile) for r in rows if r.machine)),
+        marks=marks,
+        commands=tuple(dict.fromkeys((c.command, c.machine, c.profile) for c in rows if c.machine)),
     )
-
-
-def _verdict(cell: PaperNumber | None, row: Row, tolerance: float) -> Verdict:
-    return "not run" if row.entry is None else judge(cell, row.entry, tolerance).verdict
-
-
-def _is_setting(cell: Comparison) -> bool:
-    """Whether it is only context: a setting or a repetition that nothing of ours answers."""
-    return cell.source == "paper" and cell.kind != "ours" and not cell.counted and cell.ours is None
 
 
 # A line for each table on what holds and differs ------------------------------------------------------------
 
-_SORTS: dict[str, tuple[Verdict, ...]] = {
-    "holds": ("reproduced", "identity"),
-    "differs": DIFFERS,
-    "undecided": ("undecided", "not comparable", "not run"),
-}
 _MOST_PHRASES = 3
 
 
 def _question(question: Question, tables: Sequence[TableView]) -> QuestionView:
     mine = [(t, part) for t in tables for part in t.parts if part.part == question]
     return QuestionView(
-        question=question,
-        scores=scores(row for _, part in mine for row in part.rows),
-        **{sort: tuple(_findings(mine, verdicts)) for sort, verdicts in _SORTS.items()},
+        question,
+        scores(row for _, part in mine for row in part.rows),
+        holds=tuple(_findings(mine, ("reproduced", "identity"))),
+        differs=tuple(_findings(mine, DIFFERS)),
+        undecided=tuple(_findings(mine, ("undecided", "not comparable", "not run"))),
     )
 
 
-def _findings(mine: Iterable[tuple[TableView, Table]], verdicts: Sequence[Verdict]) -> Iterable[Finding]:
+def _findings(mine: Iterable[tuple[TableView, Table]], verdicts: Sequence[Verdict]) -> Iterator[Finding]:
     for table, part in mine:
         phrases, chosen, every = [], [], 0
         for label, rows in part.groups:
-            counted = [row.comparison for row in rows if row.comparison.counted]
+            counted = [row for row in rows if row.counted]
             these = [cell for cell in counted if cell.verdict in verdicts]
             every += len(counted)
             chosen += these
@@ -331,8 +315,164 @@ def _joined(phrases: Sequence[str], cells: Sequence[Comparison], of: int) -> str
     return f"{_each(cells)} of {of}{_span(cells)}"
 
 
-def _places(cells: Sequence[str]) -> str:
-    return "; ".join(cells) if len(cells) <= _MOST_PHRASES else f"{cells[0]} and {len(cells) - 1} more"
+# The first screen -------------------------------------------------------------------------------------------
+
+PATH = PUBLISHED / "answer.toml"
+WORDS: Mapping[Verdict, str] = {
+    "reproduced": "yes", "identity": "yes", "undecided": "open", "above": "no, more", "below": "no, less",
+    "not judged": "not judged", "not comparable": "not comparable", "not run": "not tried",
+}  # fmt: skip
+"""A claim's answer, by the verdicts on its numbers; where they differ it holds in part."""
+SUMS = "sums that we checked"
+DIGITS = 3
+
+
+class _Number(msgspec.Struct, forbid_unknown_fields=True):
+    place: tuple[str, str, str]
+    question: Question = "here"
+    source: str = "paper"
+
+
+class _Sentence(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    true_while: dict[str, tuple[Verdict, ...]] = msgspec.field(default_factory=dict, name="while")
+
+
+class _Claim(msgspec.Struct, forbid_unknown_fields=True):
+    says: str
+    source: str
+    answers: tuple[str, ...]
+    ours: str
+    how: str
+
+
+class _Words(msgspec.Struct, forbid_unknown_fields=True):
+    question: str
+    numbers: dict[str, _Number]
+    paragraph: tuple[_Sentence, ...]
+    claim: tuple[_Claim, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstScreen:
+    """What is shown first. `claims` are (claim, where, answer, ours, how); `stale` needs new words."""
+
+    question: str
+    sentences: tuple[str, ...]
+    claims: tuple[tuple[str, str, str, str, str], ...]
+    evidence: tuple[tuple[str, ...], ...]
+    stale: tuple[str, ...] = ()
+
+    CLAIMS = ("the paper says", "where", "answer", "ours", "how")
+    COUNTS = ("", "agree", "open", "differ", "not comparable", "not run")
+
+    @property
+    def evidence_grid(self) -> Grid:
+        """How many numbers of the paper each kind of evidence says what of."""
+        return Grid(columns=self.COUNTS, lines=self.evidence, right=frozenset(range(1, len(self.COUNTS))))
+
+    def markdown(self) -> str:
+        """For README and the markdown page."""
+        claims = Grid(columns=self.CLAIMS, lines=self.claims).markdown()
+        said = f"**{self.question}** {' '.join(self.sentences)}"
+        return "\n\n".join([said, claims, self.evidence_grid.markdown()])
+
+    def text(self) -> str:
+        """For a terminal."""
+        lines = []
+        for says, where, answer, ours, how in self.claims:
+            lines.append(fill(f"{answer.upper()}: {says} ({where})", "  ", "  "))
+            lines.append(fill(f"{ours}; {how}", "      ", "      "))
+        plain = fill(" ".join((self.question, *self.sentences)).replace("*", ""))
+        return "\n\n".join([plain, "\n".join(lines), self.evidence_grid.text()])
+
+
+def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Path = PATH) -> FirstScreen:
+    """The words with the numbers of the comparisons and facts.
+
+    What lacks a number is left out, and `stale` names it. Raises ValueError where the file can't be read.
+    """
+    try:
+        words = msgspec.toml.decode(path.read_bytes(), type=_Words)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    at = {cell.key: cell for cell in cells}
+    places = {name: (*each.place, each.source, each.question) for name, each in words.numbers.items()}
+    found = {name: at[key] for name, key in places.items() if key in at}
+    given, counts = dict(facts), counts_of(cells)
+    for question, each in counts.items():
+        name = {"as published": "computed", "here": "here"}[question]
+        if each.judged:
+            agree, still_open, differ = _agreeing(each)
+            given |= {f"{name}.judged": f"{each.judged}", f"{name}.agree": f"{agree}"}
+            given |= {f"{name}.open": f"{still_open}", f"{name}.differ": f"{differ}"}
+    for name, cell in found.items():
+        given |= _said(name, cell)
+    stale: list[str] = []
+
+    def filled(text: str) -> str:
+        missing = [name for name in re.findall(r"\{([\w.]+)\}", text) if name not in given]
+        if missing:
+            stale.append(f"{', '.join(missing)} of {text!r}")
+            return ""
+        return re.sub(r"\{([\w.]+)\}", lambda match: given[match[1]], text)
+
+    sentences = []
+    for sentence in words.paragraph:
+        now = {name: found[name].verdict if name in found else "no number" for name in sentence.true_while}
+        other = {name: verdict for name, verdict in now.items() if verdict not in sentence.true_while[name]}
+        if other:
+            stale.append(f"{other} of {sentence.text!r}")
+        elif text := filled(sentence.text):
+            sentences.append(text)
+    claims = []
+    for claim in words.claim:
+        answers = list({WORDS[found[name].verdict] for name in claim.answers if name in found})
+        answer = answers[0] if len(answers) == 1 else "in part" if answers else "not tried"
+        says, ours, how = (filled(text) or "-" for text in (claim.says, claim.ours, claim.how))
+        claims.append((says, claim.source, answer, ours, how))
+    return FirstScreen(
+        question=words.question, sentences=tuple(sentences), claims=tuple(claims),
+        evidence=_evidence(cells, counts), stale=tuple(stale),
+    )  # fmt: skip
+
+
+def _agreeing(counts: Counts) -> tuple[int, int, int]:
+    """How many of the judged numbers agree, are open and differ."""
+    return counts.judged_as("reproduced"), counts.judged_as("undecided"), counts.judged_as(*DIFFERS)
+
+
+def _said(name: str, cell: Comparison) -> dict[str, str]:
+    """The ways in which a text may name a number."""
+    ours = "-" if cell.ours is None else show(cell.ours, cell.unit, DIGITS)
+    said = {name: ours, f"{name}.paper": cell.printed, f"{name}.verdict": cell.verdict}
+    if range_text(cell):
+        said[f"{name}.range"] = range_text(cell, DIGITS)
+    if cell.ours is not None and cell.unit == "ratio":
+        said[f"{name}.percent"] = f"{100 * cell.ours:.0f} %"
+        said[f"{name}.lost"] = f"{100 * (1 - cell.ours):.0f} %"
+        if cell.range_low is not None and cell.range_high is not None:
+            said[f"{name}.range_percent"] = f"{100 * cell.range_low:.0f} to {100 * cell.range_high:.0f} %"
+    return said
+
+
+def _evidence(cells: Sequence[Comparison], of: Mapping[Question, Counts]) -> tuple[tuple[str, ...], ...]:
+    """A line for each question, and one for what follows by arithmetic."""
+    lines = []
+    for question, counts in of.items():
+        others = (counts.with_verdict("not comparable"), counts.with_verdict("not run"))
+        lines.append((ASKED[question], *map(str, (*_agreeing(counts), *others))))
+    every = scores(cells)[0]
+    held, sums = every.with_verdict("identity"), every.identities
+    if sums:
+        off = [
+            abs(cell.ratio - 1)
+            for cell in cells
+            if cell.counted and cell.kind == "identity" and cell.verdict in DIFFERS and cell.ratio
+        ]
+        by = f" (by at most {show(100 * max(off), '%', 2)})" if off else ""
+        lines.append((SUMS, f"{held}", "-", f"{sums - held}{by}", "-", "-"))
+    return tuple(lines)
 
 
 # All of it for other programs -------------------------------------------------------------------------------
@@ -354,8 +494,6 @@ def cells_csv(tables: Sequence[TableView]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for table in tables:
-        rows = [(row.comparison, row.machine, row.command) for row in (*table.rows, *table.settings)]
-        rows += [(other.comparison, "", "") for other in table.others]
-        for cell, machine, command in rows:
-            writer.writerow([*(getattr(cell, name) for name in COLUMNS[:-2]), machine, command])
+        for cell in (*table.rows, *table.settings, *(other.comparison for other in table.others)):
+            writer.writerow([getattr(cell, name) for name in COLUMNS])
     return text.getvalue()

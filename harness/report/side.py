@@ -16,7 +16,6 @@ from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import ASKED, Part, ours_with_interval, part_of
 from gpipe_bench.harness.verdict import Comparison
 
-_ABSENT = "-"
 _EQUAL = "The environments are equal in every field that numbers depend on."
 _FIELDS = (
     ("cpu_model", "processor"), ("cores_logical", "cores"), ("memory_total_gib", "memory, GiB"),
@@ -60,6 +59,30 @@ class SideBySide:
     rows: tuple[SideRow, ...]
     differences: Mapping[str, tuple[str, ...]]
 
+    def grids(self) -> list[Grid]:
+        """One for each table, and one for what the machines differ in."""
+        columns = ["", "", "paper", *self.machines, f"{self.machines[-1]} / {self.machines[0]}"]
+        lines: dict[str, list[list[str]]] = {}
+        for row in self.rows:
+            known, last = row.known, row.ratios[-1]
+            ratio = "-" if last is None else f"x{last:.3g}"
+            lines.setdefault(f"{known.table}, {ASKED.get(row.part, row.part)}", []).append(
+                [known.row, known.column, known.paper_text or "-", *map(entry_text, row.cells), ratio]
+            )
+        grids = [Grid(title=title, columns=columns, lines=found) for title, found in lines.items()]
+        if self.differences:
+            fields = [[name, *values] for name, values in self.differences.items()]
+            grids.append(Grid(columns=["the machines differ in", *self.machines], lines=fields))
+        return grids
+
+    def text(self) -> str:
+        """The tables and the fields that differ, for a terminal."""
+        return "\n\n".join([*(grid.text() for grid in self.grids()), *[_EQUAL] * (not self.differences)])
+
+    def markdown(self) -> str:
+        """The same for a markdown page."""
+        return "\n\n".join([*(grid.markdown() for grid in self.grids()), *[_EQUAL] * (not self.differences)])
+
 
 def side_by_side(
     comparisons: Mapping[str, Sequence[Comparison]], environments: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -100,57 +123,24 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[
 
 
 def _values(environments: Sequence[Mapping[str, Any]], field: str) -> str:
-    """All that a field is in them."""
-    return " | ".join(dict.fromkeys(value_text(each.get(field)) for each in environments))
+    """All that a field is in them, in words: lists joined, name=value of mappings, nothing as `unknown`."""
 
+    def text(value: Any) -> str:
+        if value is None:
+            return "unknown"
+        if isinstance(value, Mapping):
+            return ", ".join(f"{key}={text(each)}" for key, each in value.items()) or "none"
+        if isinstance(value, list | tuple):
+            return ", ".join(map(text, value)) or "none"
+        return value if isinstance(value, str) else json.dumps(value)
 
-def value_text(value: Any) -> str:
-    """A field of an environment in words: lists joined, dictionaries as name=value, nothing as `unknown`."""
-    if value is None:
-        return "unknown"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={value_text(each)}" for key, each in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(value_text(each) for each in value) or "none"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def side_text(side: SideBySide) -> str:
-    """The tables and the fields that differ, for a terminal."""
-    return "\n\n".join([*(grid.text() for grid in _grids(side)), *([] if side.differences else [_EQUAL])])
-
-
-def side_markdown(side: SideBySide) -> str:
-    """The same for a markdown page."""
-    return "\n\n".join([*(grid.markdown() for grid in _grids(side)), *([] if side.differences else [_EQUAL])])
+    return " | ".join(dict.fromkeys(text(each.get(field)) for each in environments))
 
 
 def entry_text(entry: Comparison | None) -> str:
     """`3.819 GB modelled, reproduced`, or the verdict of an entry without a number."""
     if entry is None:
-        return _ABSENT
+        return "-"
     if entry.ours is None:
         return entry.verdict
     return f"{ours_with_interval(entry)} {entry.provenance}" + (f", {entry.verdict}" if entry.printed else "")
-
-
-def _grids(side: SideBySide) -> list[Grid]:
-    """One for each table, and one for what the machines differ in."""
-    columns = ["", "", "paper", *side.machines, f"{side.machines[-1]} / {side.machines[0]}"]
-    lines: dict[str, list[list[str]]] = {}
-    for row in side.rows:
-        last = row.ratios[-1]
-        lines.setdefault(f"{row.known.table}, {ASKED.get(row.part, row.part)}", []).append(
-            [
-                row.known.row,
-                row.known.column,
-                row.known.paper_text or _ABSENT,
-                *map(entry_text, row.cells),
-                _ABSENT if last is None else f"x{last:.3g}",
-            ]
-        )
-    grids = [Grid(title=title, columns=columns, lines=found) for title, found in lines.items()]
-    if side.differences:
-        fields = [[name, *values] for name, values in side.differences.items()]
-        grids.append(Grid(columns=["the machines differ in", *side.machines], lines=fields))
-    return grids

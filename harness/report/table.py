@@ -8,33 +8,32 @@ it stands on a page is the matter of its template.
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Answer, Comparison, Question, Verdict
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Comparison, Question, Verdict
 
 Part = Literal["as published", "here", "others' numbers"]
 PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")
 """The tables that one table of the paper is shown as, in order: its two questions, and whatever is held
 against somebody else's numbers."""
 
+ASKED: Mapping[str, str] = {"as published": "computed from the paper's description", "here": "run here"}
+"""The two questions in words that need no explanation."""
+
+Key = tuple[str, str, str, str, str]
+"""Of a comparison."""
+
 _ABSENT = "-"
 _FEW = 3
 """Significant digits in the short form."""
 _DIGITS = 5
 """Significant digits of where a verdict turns: one more than a number has by itself."""
-_FAILS = "fails below / above"
-_LINES = ("paper", "torchgpipe", "ours", "our range", "verdict", _FAILS)
-
-
-ASKED: Mapping[str, str] = {"as published": "computed from the paper's description", "here": "run here"}
-"""The two questions in words that need no explanation."""
 
 
 def part_of(cell: Comparison) -> Part:
@@ -43,52 +42,29 @@ def part_of(cell: Comparison) -> Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One entry: the paper's number, ours and the verdict, and where ours comes from.
-
-    Args:
-        comparison: the numbers and the verdict
-        marks: the numbers of its notes, from 1
-        entry: ours, with its record; None where only the comparison is shown
-        machine: where our number was found; empty where there is none, and so are profile and command
-        profile: of the run
-        command: that made it
-        narrow: the verdict with every range half as wide
-        wide: and twice as wide
-    """
-
-    comparison: Comparison
-    marks: tuple[int, ...] = ()
-    entry: Answer | None = None
-    machine: str = ""
-    profile: str = ""
-    command: str = ""
-    narrow: Verdict = "not run"
-    wide: Verdict = "not run"
-
-    @property
-    def label(self) -> str:
-        """The name of the row; beside others' numbers also whose it is and what is asked."""
-        cell = self.comparison
-        return cell.row if cell.source == "paper" else f"{cell.row} ({cell.source}, {cell.question})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Entries of one table of the paper that answer the same, in its order. `notes` are what marks count."""
+    """Entries of one table of the paper that answer the same, in its order. `marks` are, for each entry, the
+    numbers of its notes, from 1.
+    """
 
     name: str
     part: Part
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
+    rows: tuple[Comparison, ...]
+    notes: tuple[str, ...] = ()
+    marks: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Its name and what is asked."""
+        return f"{self.name}, {ASKED.get(self.part, self.part)}"
 
     @property
     def columns(self) -> list[str]:
         """The names of the columns, in order."""
-        return list(dict.fromkeys(row.comparison.column for row in self.rows))
+        return list(dict.fromkeys(row.column for row in self.rows))
 
     @property
-    def groups(self) -> list[tuple[str, list[Row]]]:
+    def groups(self) -> list[tuple[str, list[Comparison]]]:
         """The rows by their label, in order."""
         labels = dict.fromkeys(row.label for row in self.rows)
         return [(label, [row for row in self.rows if row.label == label]) for label in labels]
@@ -106,7 +82,7 @@ class Table:
     @property
     def run(self) -> bool:
         """Whether it says more than that nothing of it was run."""
-        return any(row.comparison.verdict != "not run" for row in self.rows)
+        return any(row.verdict != "not run" for row in self.rows)
 
     @property
     def scores(self) -> tuple[Counts, Counts, Counts]:
@@ -114,39 +90,37 @@ class Table:
         return scores(self.rows)
 
 
-def numbered(notes_of: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    """Each distinct note once, in order of appearance, and for every row the numbers of its own."""
-    each = [tuple(notes) for notes in notes_of]
-    number = {note: place for place, note in enumerate(dict.fromkeys(n for notes in each for n in notes), 1)}
-    return tuple(number), [tuple(sorted(number[note] for note in notes)) for notes in each]
+def numbered(
+    cells: Iterable[Comparison], notes_of: Callable[[Comparison], Iterable[str]]
+) -> tuple[tuple[str, ...], dict[Key, tuple[int, ...]]]:
+    """Each distinct note once, in order of appearance, and for every cell the numbers of its own."""
+    each = {cell.key: tuple(notes_of(cell)) for cell in cells}
+    number = {note: n for n, note in enumerate(dict.fromkeys(n for notes in each.values() for n in notes), 1)}
+    return tuple(number), {key: tuple(sorted(number[n] for n in notes)) for key, notes in each.items()}
 
 
-def parts_of(name: str, rows: Sequence[Row], notes: tuple[str, ...]) -> tuple[Table, ...]:
-    """The tables that the rows of one table of the paper are shown as."""
+def parts_of(
+    name: str, cells: Sequence[Comparison], notes: tuple[str, ...], marks: Mapping[Key, tuple[int, ...]]
+) -> tuple[Table, ...]:
+    """The tables that the cells of one table of the paper are shown as."""
     return tuple(
-        Table(name=name, part=part, rows=found, notes=notes)
+        Table(name=name, part=part, rows=found, notes=notes, marks=marks)
         for part in PARTS
-        if (found := tuple(row for row in rows if part_of(row.comparison) == part))
+        if (found := tuple(cell for cell in cells if part_of(cell) == part))
     )
 
 
 def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
     """The tables that the comparisons touch, part by part; their notes are numbered through all of them."""
     notes, marks = numbered(
-        [*c.footnotes, *([f"Our range is over: {parts_text(c)}"] if range_text(c) else [])]
-        for c in comparisons
+        comparisons,
+        lambda c: [*c.footnotes, *([f"Our range is over: {parts_text(c)}"] if range_text(c) else [])],
     )
-    rows = [Row(comparison=c, marks=of_row) for c, of_row in zip(comparisons, marks, strict=True)]
     return [
         table
         for name in dict.fromkeys(comparison.table for comparison in comparisons)
-        for table in parts_of(name, [row for row in rows if row.comparison.table == name], notes)
+        for table in parts_of(name, [c for c in comparisons if c.table == name], notes, marks)
     ]
-
-
-def text_table(comparisons: Sequence[Comparison]) -> str:
-    """Every table of the comparisons for a terminal, then the footnotes and the totals."""
-    return _shown(comparisons, markdown=False)
 
 
 _SHORT: Mapping[Verdict, str] = {
@@ -159,157 +133,139 @@ _WIDEST = 46
 
 def short_text(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons in a screen: paper, ours and a sign for the verdict, no notes."""
+
+    def wrapped(text: str, width: int) -> str:
+        return "\n".join(textwrap.wrap(text, width))
+
+    def signed(cell: Comparison) -> str:
+        """`13.9M <`: ours and the sign of the verdict."""
+        ours = _ABSENT if cell.ours is None else show(cell.ours, cell.unit, _FEW)
+        return f"{ours} {_SHORT[cell.verdict]}"
+
     parts: list[str] = []
     used: set[Verdict] = set()
     shown: set[str] = set()
     for table in tables_of(comparisons):
-        rows = [row for row in table.rows if row.comparison.verdict != "not run" and row.comparison.printed]
+        rows = tuple(row for row in table.rows if row.verdict != "not run" and row.printed)
         if table.diagonal:  # sums that follow by arithmetic are counted below
-            rows = [row for row in rows if row.comparison.verdict != "identity"] or rows
+            rows = tuple(row for row in rows if row.verdict != "identity") or rows
         if not rows or (table.part == "others' numbers" and table.name in shown):
             continue
         shown.add(table.name)
-        table = dataclasses.replace(table, rows=tuple(rows))
-        used |= {row.comparison.verdict for row in rows}
-        title = f"{table.name}, {ASKED.get(table.part, table.part)}"
+        table = replace(table, rows=rows)
+        used |= {row.verdict for row in rows}
+        columns, lines = ["", "paper", "ours", "range"], []
         if table.diagonal:
-            lines = [
-                [
-                    _wrapped(f"{row.label}, {row.comparison.column}", _WIDEST),
-                    _wrapped(paper_text(row.comparison, _ABSENT), 22),
-                    _signed(row.comparison), range_text(row.comparison, _FEW) or _ABSENT,
-                ]
-                for row in rows
-            ]  # fmt: skip
-            grid = Grid(title=title, columns=["", "paper", "ours", "range"], lines=lines)
+            for row in rows:
+                what = wrapped(f"{row.label}, {row.column}", _WIDEST)
+                paper = wrapped(row.paper_text, 22)
+                lines.append([what, paper, signed(row), range_text(row, _FEW) or _ABSENT])
         else:
-            lines = []
+            columns = ["", "", *table.columns]
             for label, of_label in table.groups:
-                at = {row.comparison.column: row.comparison for row in of_label}
+                at = {row.column: row for row in of_label}
                 cells = [at.get(column) for column in table.columns]
-                papers = [paper_text(cell, _ABSENT).partition(" (")[0] for cell in cells]
+                papers = [_ABSENT if c is None else c.paper_text.partition(" (")[0] for c in cells]
                 lines += [
-                    [_wrapped(label, 24), "paper", *(_wrapped(text, 16) for text in papers)],
-                    ["", "ours", *(_ABSENT if cell is None else _signed(cell) for cell in cells)],
+                    [wrapped(label, 24), "paper", *(wrapped(text, 16) for text in papers)],
+                    ["", "ours", *(_ABSENT if cell is None else signed(cell) for cell in cells)],
                 ]
-            grid = Grid(title=title, columns=["", "", *table.columns], lines=lines)
-        parts.append(grid.text())
+        parts.append(Grid(title=table.title, columns=columns, lines=lines).text())
     signs = ", ".join(f"{sign} {verdict}" for verdict, sign in _SHORT.items() if verdict in used)
     said = [*([signs] if signs else []), *counts_lines(comparisons)]
     counts = "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in said)
     return "\n\n".join([*parts, counts])
 
 
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width))
-
-
-def _signed(cell: Comparison) -> str:
-    """`13.9M <`: ours and the sign of the verdict."""
-    ours = _ABSENT if cell.ours is None else show(cell.ours, cell.unit, _FEW)
-    return f"{ours} {_SHORT[cell.verdict]}"
+def text_table(comparisons: Sequence[Comparison]) -> str:
+    """Every table of the comparisons for a terminal, then the footnotes and the totals."""
+    return _shown(comparisons, Grid.text, lambda n, note: fill(note, f"[{n}] ", " " * (len(str(n)) + 3)))
 
 
 def markdown_table(comparisons: Sequence[Comparison]) -> str:
     """The same for a markdown page."""
-    return _shown(comparisons, markdown=True)
+    return _shown(comparisons, Grid.markdown, lambda n, note: f"{n}. {note}")
 
 
-def _shown(comparisons: Sequence[Comparison], *, markdown: bool) -> str:
+def _shown(
+    comparisons: Sequence[Comparison], laid_out: Callable[[Grid], str], noted: Callable[[int, str], str]
+) -> str:
     tables = tables_of(comparisons)
-    notes = enumerate(tables[0].notes if tables else (), start=1)
-    if markdown:
-        parts = [_grid(table).markdown() for table in tables]
-        lines = [f"{number}. {note}" for number, note in notes]
-    else:
-        parts = [_grid(table).text() for table in tables]
-        lines = [fill(note, f"[{number}] ", " " * (len(str(number)) + 3)) for number, note in notes]
-    return "\n\n".join([*parts, *(["\n".join(lines)] if lines else []), "\n".join(counts_lines(comparisons))])
+    notes = [noted(n, note) for n, note in enumerate(tables[0].notes if tables else (), start=1)]
+    parts = [*(laid_out(_grid(table)) for table in tables), "\n".join(notes)]
+    return "\n\n".join([*filter(None, parts), "\n".join(counts_lines(comparisons))])
 
 
 def _grid(table: Table) -> Grid:
     """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
-    places = dict.fromkeys(row.comparison.location for row in table.rows if row.comparison.location)
-    hardware = dict.fromkeys(row.comparison.hardware for row in table.rows if row.comparison.hardware)
+    places = dict.fromkeys(row.location for row in table.rows if row.location)
+    hardware = dict.fromkeys(row.hardware for row in table.rows if row.hardware)
     known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
-    title = f"{table.name}, {ASKED.get(table.part, table.part)}" + (f" ({known})" if known else "")
+    title = f"{table.title} ({known})" if known else table.title
+
+    def said(cell: Comparison | None, what: str, *, provenance: bool) -> str:
+        if cell is None:
+            return _ABSENT
+        text = LINES[what](cell)
+        if what == "verdict" and (marks := table.marks[cell.key]):
+            text += f" [{','.join(map(str, marks))}]"
+        if what == "ours" and provenance and text:
+            text += f" {cell.provenance}"
+        return text or _ABSENT
+
     if table.diagonal:
         shown = _found(table.rows, ("paper", "ours", "verdict"), ("our range", _FAILS))
         lines = [
-            [row.label, row.comparison.column, *(_said(row, what, provenance=True) for what in shown)]
+            [row.label, row.column, *(said(row, what, provenance=True) for what in shown)]
             for row in table.rows
         ]
         return Grid(title=title, columns=["", "", *shown], lines=lines)
     lines = []
     for label, rows in table.groups:
-        at = {row.comparison.column: row for row in rows}
-        provenances = {row.comparison.provenance for row in rows} - {""}
+        at = {row.column: row for row in rows}
+        provenances = {row.provenance for row in rows} - {""}
         uniform = len(provenances) == 1
         names = {
             "paper": "paper" if table.part != "others' numbers" else "theirs",
             "ours": f"ours ({', '.join(provenances)})" if uniform else "ours",
         }
-        shown = _found(rows, ("paper", "verdict"), ("torchgpipe", "ours", "our range", _FAILS))
         lines += [
             [
                 label if what == "paper" else "",
                 names.get(what, what),
-                *(_said(at.get(column), what, provenance=not uniform) for column in table.columns),
+                *(said(at.get(column), what, provenance=not uniform) for column in table.columns),
             ]
-            for what in shown
+            for what in _found(rows, ("paper", "verdict"), ("torchgpipe", "ours", "our range", _FAILS))
         ]
     return Grid(title=title, columns=["", "", *table.columns], lines=lines)
 
 
-def _found(rows: Sequence[Row], always: Sequence[str], other: Sequence[str]) -> list[str]:
+def _found(rows: Sequence[Comparison], always: Sequence[str], other: Sequence[str]) -> list[str]:
     """The lines of an entry, in order: those that there always are, and others that any of the rows has."""
-    having = [what for what in other if any(_said(row, what) != _ABSENT for row in rows)]
-    return [what for what in _LINES if what in (*always, *having)]
+    having = [what for what in other if any(map(LINES[what], rows))]
+    return [what for what in LINES if what in (*always, *having)]
 
 
-def _said(row: Row | None, what: str, *, provenance: bool = False) -> str:
-    """What the line `what` of an entry says."""
-    if row is None:
-        return _ABSENT
-    cell = row.comparison
-    match what:
-        case "paper":
-            return paper_text(cell, _ABSENT)
-        case "torchgpipe":
-            return cell.peer_printed or _ABSENT
-        case "ours":
-            number = ours_with_interval(cell, _ABSENT)
-            return f"{number} {cell.provenance}" if provenance and cell.ours is not None else number
-        case "our range":
-            return range_text(cell) or _ABSENT
-        case "verdict":
-            return verdict_text(cell) + (f" [{','.join(map(str, row.marks))}]" if row.marks else "")
-        case _:
-            return fails_text(cell, _ABSENT)
+# What stands in an entry; nothing where there is nothing to say -------------------------------------------
 
 
-# What stands in an entry ------------------------------------------------------------------------------------
+def paper_text(entry: Comparison) -> str:
+    """As printed, with the corrected value where an erratum gives one."""
+    return entry.paper_text if entry.printed else ""
 
 
-def paper_text(entry: Comparison | None, none: str = "–") -> str:
-    """As printed, with the corrected value where an erratum gives one; `none` where nothing is printed."""
-    return none if entry is None or not entry.printed else entry.paper_text
+def ours_text(entry: Comparison) -> str:
+    """`3.819 GB`."""
+    return "" if entry.ours is None else show(entry.ours, entry.unit)
 
 
-def ours_text(entry: Comparison | None, none: str = "–") -> str:
-    """`3.819 GB`, or `none`."""
-    return none if entry is None or entry.ours is None else show(entry.ours, entry.unit)
-
-
-def ours_with_interval(entry: Comparison | None, none: str = "–") -> str:
-    """`0.752 [0.739, 0.765]`, or `none`."""
-    if entry is None or entry.ours is None:
-        return none
-    return show_with_interval(entry.ours, entry.low, entry.high, entry.unit)
+def ours_with_interval(entry: Comparison) -> str:
+    """`0.752 [0.739, 0.765]`."""
+    return "" if entry.ours is None else show_with_interval(entry.ours, entry.low, entry.high, entry.unit)
 
 
 def interval_text(entry: Comparison) -> str:
-    """`[3.6, 3.7]`, in the number's unit, or nothing where the number is exact."""
+    """`[3.6, 3.7]`, in the number's unit."""
     if entry.low is None or entry.high is None:
         return ""
     return show_interval(entry.low, entry.high, entry.unit)
@@ -323,18 +279,18 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 
 
 def parts_text(entry: Comparison) -> str:
-    """`share of the peak, error of the replay`: what our range is made of, or nothing."""
+    """`share of the peak, error of the replay`: what our range is made of."""
     return ", ".join(part.replace("_", " ") for part in entry.parts)
 
 
-def fails_text(entry: Comparison, none: str = "–", between: str = " / ") -> str:
+def fails_text(entry: Comparison) -> str:
     """`3.1 / 4.2 GB`: a paper that printed less than the first, or more than the second, fails."""
     ends = (entry.fails_below, entry.fails_above)
     if entry.verdict not in JUDGED or ends == (None, None):
-        return none
+        return ""
     if None not in ends:
-        return _pair(*cast("tuple[float, float]", ends), entry.unit, between, _DIGITS)
-    return between.join("never" if end is None else show(end, entry.unit, _DIGITS) for end in ends)
+        return _pair(*cast("tuple[float, float]", ends), entry.unit, " / ", _DIGITS)
+    return " / ".join("never" if end is None else show(end, entry.unit, _DIGITS) for end in ends)
 
 
 def _pair(low: float, high: float, unit: str, between: str, digits: int) -> str:
@@ -354,6 +310,14 @@ def times_text(ratio: float) -> str:
     if ratio >= 1000:
         return f"{ratio:.0f}" if ratio < 1e6 else f"{ratio:.1e}"
     return next((text for digits in (3, 4, 5) if (text := f"{ratio:.{digits}g}") != "1"), "1")
+
+
+_FAILS = "fails below / above"
+LINES: Mapping[str, Callable[[Comparison], str]] = {
+    "paper": paper_text, "torchgpipe": lambda entry: entry.peer_printed, "ours": ours_with_interval,
+    "our range": range_text, "verdict": verdict_text, _FAILS: fails_text,
+}  # fmt: skip
+"""The lines of an entry in a table of text, in order."""
 
 
 # Counts -----------------------------------------------------------------------------------------------------
@@ -377,33 +341,23 @@ class Counts(Counter[tuple[Evidence, Verdict]]):
     counted apart from what was judged.
     """
 
-    @classmethod
-    def of(cls, cells: Iterable[Comparison]) -> Counts:
-        """Of those cells that count among the paper's numbers."""
-        return cls((evidence(cell), cell.verdict) for cell in cells if cell.counted)
-
     def with_verdict(self, verdict: Verdict) -> int:
         """Those with that verdict, whatever it rests on."""
         return sum(self[rests_on, verdict] for rests_on in EVIDENCE)
 
-    def judged_as(self, verdict: Verdict) -> int:
-        """Those with that verdict that are no identities."""
-        return self.with_verdict(verdict) - self["identity", verdict]
+    def judged_as(self, *verdicts: Verdict) -> int:
+        """Those with one of these verdicts that are no identities."""
+        return sum(self.with_verdict(verdict) - self["identity", verdict] for verdict in verdicts)
 
     @property
     def judged(self) -> int:
         """Those held against the paper that could have come out otherwise: no identities."""
-        return sum(map(self.judged_as, JUDGED))
+        return self.judged_as(*JUDGED)
 
     @property
     def identities(self) -> int:
         """Those that follow by arithmetic, whether it comes out or not."""
         return sum(count for (rests_on, _), count in self.items() if rests_on == "identity")
-
-    @property
-    def present(self) -> tuple[Evidence, ...]:
-        """What the verdicts on judged numbers and identities rest on, in order."""
-        return tuple(e for e in EVIDENCE if any(self[e, verdict] for verdict in JUDGED))
 
     def __str__(self) -> str:
         """`3 reproduced, 8 undecided of 11 judged; 14 identities; 2 not comparable; 30 not run`."""
@@ -420,20 +374,22 @@ class Counts(Counter[tuple[Evidence, Verdict]]):
         return "; ".join([*(parts or ["nothing judged"]), *others])
 
 
-def scores(rows: Iterable[Row]) -> tuple[Counts, Counts, Counts]:
-    """The counts of the rows as judged, with every range half as wide, and twice as wide."""
-    counted = [(row, evidence(row.comparison)) for row in rows if row.comparison.counted]
+def scores(cells: Iterable[Comparison]) -> tuple[Counts, Counts, Counts]:
+    """The counts of those cells that count among the paper's numbers, as judged, with every range half as
+    wide, and twice as wide.
+    """
+    counted = [(evidence(cell), cell) for cell in cells if cell.counted]
     return (
-        Counts((rests_on, row.comparison.verdict) for row, rests_on in counted),
-        Counts((rests_on, row.narrow) for row, rests_on in counted),
-        Counts((rests_on, row.wide) for row, rests_on in counted),
+        Counts((rests_on, cell.verdict) for rests_on, cell in counted),
+        Counts((rests_on, cell.narrow) for rests_on, cell in counted),
+        Counts((rests_on, cell.wide) for rests_on, cell in counted),
     )
 
 
 def counts_of(cells: Iterable[Comparison]) -> dict[Question, Counts]:
     """The counts of each question that any of the cells answers or leaves open, in order."""
     found = list(cells)
-    each = {q: Counts.of(cell for cell in found if cell.question == q) for q in QUESTIONS}
+    each = {q: scores(cell for cell in found if cell.question == q)[0] for q in QUESTIONS}
     return {question: counts for question, counts in each.items() if counts}
 
 

@@ -177,3 +177,10 @@ def test_a_checkout_without_symbolic_links_works_too(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert done.stdout.split() == [str(tree / "pipeline" / "plan" / "schedule.py"), str(tree)]
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """Others are found when imported, and overlooked by what checks the directions of imports."""
+    folders = {path.parent for part in ("experiments", "harness", "models", "pipeline", "planner")
+               for path in (ROOT / part).rglob("*.py")}  # fmt: skip
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

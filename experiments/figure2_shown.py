@@ -1,33 +1,95 @@
-"""Figure 2 and the formulas from their records alone, as tables and as figures."""
+"""The schedules of Figure 2, and what their records show: tables and figures, from the records alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from math import isnan, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from gpipe_bench.experiments.figure2.computed import UNIT, VARIANTS
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
 from gpipe_bench.harness.experiment import KeptTimeline, Plot
-from gpipe_bench.harness.record import Record, Scalar, find, of_case
+from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import Comparison
+from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
+from gpipe_bench.pipeline.plan.remat import Remat
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+UNIT = "forwards"
 GIB = 2**30
 SHOWN_STAGES = 4
 SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
 MOST_STAGES = 8
 """Of the paper's Table 2, about which it says that M >= 4K is enough. Bubbles are drawn up to this K; more
 lines would hide each other."""
+
+
+class Variant(NamedTuple):
+    """A schedule as drawn and counted; `formula` is that of its bubble."""
+
+    title: str
+    schedule: Callable[[int, int, Remat], Schedule]
+    remat: Remat
+    formula: str
+    early_recompute: bool = True
+    microbatches_at_once: bool = False  # the whole mini-batch goes through as one micro-batch
+
+    def closed_form(self, num_stages: int, num_microbatches: int) -> Fraction:
+        """Idle share of the device time by the formula."""
+        others = num_stages - 1
+        if self.microbatches_at_once:
+            return Fraction(others, num_stages)
+        if self.remat == "never" or not self.early_recompute:
+            return Fraction(others, num_microbatches + others)
+        # Recomputation fills no gap of the drain, so it adds to the step and not to the idle time.
+        recomputed = num_microbatches - (self.remat == "except_last")
+        idle = 3 * others  # a forward and a backward each
+        return Fraction(idle, 3 * num_microbatches + idle + recomputed)
+
+    def replay(self, num_stages: int, num_microbatches: int) -> Timeline:
+        """The step of a mini-batch that is worth M forwards, in forwards."""
+        scale = num_microbatches if self.microbatches_at_once else 1
+        return replay(
+            self.schedule(num_stages, num_microbatches // scale, self.remat),
+            {kind: slots * scale for kind, slots in SLOTS.items()},
+            early_recompute=self.early_recompute,
+        )
+
+    def bubble(self, num_stages: int, num_microbatches: int) -> Fraction:
+        """Idle share of the replayed step, exact."""
+        timeline = self.replay(num_stages, num_microbatches)
+        return Fraction(timeline.idle_s) / Fraction(num_stages * timeline.makespan_s)
+
+    def graphs_alive(self, num_stages: int, num_microbatches: int) -> int:
+        """Most micro-batches whose graph the first stage keeps at a time."""
+        live = self.replay(num_stages, num_microbatches).live_activations(0)
+        return max(count for _, count in live) * (num_microbatches if self.microbatches_at_once else 1)
+
+
+_FORMULA, _EARLY = "(K-1)/(M+K-1)", "GPipe, recomputing early"
+VARIANTS: dict[str, Variant] = {
+    "naive": Variant(
+        "naive: the mini-batch in one piece", naive, "never", "(K-1)/K", microbatches_at_once=True
+    ),
+    "gpipe": Variant("GPipe without re-materialization", gpipe, "never", _FORMULA),
+    "gpipe-late": Variant(
+        "GPipe, recomputing when the gradient is there", gpipe, "always", _FORMULA, early_recompute=False
+    ),
+    "gpipe-early": Variant(f"{_EARLY} (the paper's)", gpipe, "always", "3(K-1)/(3(M+K-1)+M)"),
+    "gpipe-kept": Variant(f"{_EARLY}, last micro-batch kept", gpipe, "except_last", "3(K-1)/(3(M+K-1)+M-1)"),
+    "1f1b": Variant("1F1B without re-materialization", one_f_one_b, "never", _FORMULA),
+}
+"""By the name that cases and records use, in the order in which they are shown."""
 
 
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
@@ -290,44 +352,48 @@ def _charts(records: Sequence[Record]) -> Figure:
 
 def _bubbles(records: Sequence[Record]) -> Figure:
     """Closed form as a line, replay as marks, over M for every K."""
+    import pandas
     import seaborn
     from matplotlib.figure import Figure
 
-    found = [record for record in records if _stages(record) <= MOST_STAGES]
-    palette = seaborn.color_palette("colorblind", len(found))
+    ways = {"gpipe": "no re-materialization", "gpipe-early": "recomputing early"}
+    stages = [k for record in records if (k := _stages(record)) <= MOST_STAGES]
+    counts = range(1, max(SHOWN_MICROBATCHES) + 1)
+    closed = pandas.DataFrame(
+        [
+            (f"K = {k}", ways[name], m, float(VARIANTS[name].closed_form(k, m)))
+            for k, name, m in product(stages, ways, counts)
+        ],
+        columns=["stages", "schedule", "M", "idle"],
+    )
+    found = frame(records).query(
+        "quantity == 'bubble' and num_stages in @stages and schedule in @ways.keys()"
+    )
+    replayed = pandas.DataFrame(
+        {
+            "stages": [f"K = {k}" for k in found.num_stages],
+            "schedule": [*map(ways.get, found.schedule)],
+            "M": found.M.astype(int),
+            "idle": found.value,
+        }
+    )
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axes = figure.subplots()
-    grid = range(1, max(SHOWN_MICROBATCHES) + 1)
-    marks = {"gpipe": ("o", "-"), "gpipe-early": ("^", "--")}
-    for record, color in zip(found, palette, strict=True):
-        num_stages = _stages(record)
-        for name, (mark, line) in marks.items():
-            closed = [float(VARIANTS[name].closed_form(num_stages, count)) for count in grid]
-            axes.plot(grid, closed, line, color=color, linewidth=1.1)
-            counts = record.details["num_microbatches"]
-            replayed = [_value(record, "bubble", schedule=name, M=count) for count in counts]
-            axes.plot(
-                counts, replayed, mark, color=color, markersize=4.5, markeredgecolor="white",
-                label=f"K = {num_stages}" if name == "gpipe" else None,
-            )  # fmt: skip
-        at = 4 * num_stages
-        axes.plot(
-            [at], [_value(record, "bubble", schedule="gpipe", M=at)], "o", markersize=10,
-            markerfacecolor="none", markeredgecolor=color, label="M = 4K" if record is found[-1] else None,
-        )  # fmt: skip
-    axes.plot([], [], "ko-", markersize=4.5, label="no re-materialization")
-    axes.plot([], [], "k^--", markersize=4.5, label="recomputing early")
+    look = {"x": "M", "y": "idle", "hue": "stages", "style": "schedule", "palette": "colorblind", "ax": axes}
+    seaborn.lineplot(closed, linewidth=1.1, **look)
+    seaborn.scatterplot(replayed, markers=["o", "^"], s=26, legend=False, zorder=3, **look)
+    rule = found[(found.schedule == "gpipe") & (4 * found.num_stages == found.M)]
+    axes.scatter(
+        rule.M.astype(int), rule.value, s=90, label="M = 4K", facecolors="none", edgecolors="0.3", zorder=4
+    )
     axes.axhline(0.2, color="0.4", linewidth=0.8, linestyle=":")
     axes.annotate("20 %", (1.02, 0.205), fontsize=7.5, color="0.3", va="bottom")
     axes.set_xscale("log", base=2)
-    axes.set_xticks([1, 2, 4, 8, 16, 32, 64, 128], ["1", "2", "4", "8", "16", "32", "64", "128"])
-    axes.set_xlim(0.93, 140)
-    axes.set_ylim(0, 1)
+    axes.set_xticks(ticks := [2**n for n in range(8)], [str(tick) for tick in ticks])
+    axes.set(xlim=(0.93, 140), ylim=(0, 1), xlabel="micro-batches M", ylabel="idle share of the device time")
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.set_xlabel("micro-batches M")
-    axes.set_ylabel("idle share of the device time")
     axes.set_title("Bubble: closed form (lines) and replay (marks)", fontsize=9.5)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=7.5)
     seaborn.despine(figure)
     return figure
 
@@ -337,12 +403,37 @@ def _memory(records: Sequence[Record]) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
 
+    boundary, saved, transients = seaborn.color_palette("colorblind")[:3]
+    parts = (
+        (-0.2, "formula_boundary", boundary, "//", "N inputs of the stage"),
+        (-0.2, "formula_activations", saved, "//", "saved for N/M examples"),
+        (0.2, "boundary", boundary, "", "boundary inputs"),
+        (0.2, "activations", saved, "", "saved activations"),
+        (0.2, "transients", transients, "", "transients"),
+    )
     models = list(dict.fromkeys(record.case["model"] for record in records))
     figure = Figure(figsize=(3.6 * len(models), 3.3), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False)
-    for axes, model in zip(panels[0], models, strict=True):
-        _draw_memory(axes, of_case(records, model=model))
-    handles, labels = panels[0][0].get_legend_handles_labels()
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
+        found = of_case(records, model=model)
+        details = found[0].details
+        count = details["num_microbatches"][-1]
+        for place, record in enumerate(found):
+            bases = {-0.2: 0.0, 0.2: 0.0}
+            for shift, part, color, hatch, label in parts:
+                height = record.details["bytes"][f"M={count}"][part] / GIB
+                axes.bar(
+                    place + shift, height, 0.38, bases[shift], color=color, hatch=hatch, edgecolor="white",
+                    linewidth=0.4, label=label if place == 0 else None,
+                )  # fmt: skip
+                bases[shift] += height
+        kept = _value(found[0], "kept without re-materialization", M=count) / GIB
+        facts = f"N = {details['batch_size']}, M = {count}; O(N L): {kept:.0f} GiB"
+        axes.set_title(f"{details['title']}\n{facts}", fontsize=8.5)
+        axes.set_xticks(range(len(found)), [f"K={_stages(record)}" for record in found])
+        axes.set_ylabel("GiB per device")
+        axes.grid(False, axis="x")
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.suptitle(
         "Activations at the fullest moment of the fullest stage, modelled\n"
@@ -353,71 +444,38 @@ def _memory(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _draw_memory(axes: Axes, records: Sequence[Record]) -> None:
-    import seaborn
-
-    colors = seaborn.color_palette("colorblind")
-    parts = (
-        (-0.2, "formula_boundary", colors[0], "//", "N inputs of the stage"),
-        (-0.2, "formula_activations", colors[1], "//", "saved for N/M examples"),
-        (0.2, "boundary", colors[0], "", "boundary inputs"),
-        (0.2, "activations", colors[1], "", "saved activations"),
-        (0.2, "transients", colors[2], "", "transients"),
-    )  # fmt: skip
-    count = records[0].details["num_microbatches"][-1]
-    bases: dict[tuple[int, float], float] = {}
-    for place, record in enumerate(records):
-        for shift, part, color, hatch, label in parts:
-            height = record.details["bytes"][f"M={count}"][part] / GIB
-            base = bases.get((place, shift), 0.0)
-            axes.bar(
-                place + shift, height, 0.38, base, color=color, hatch=hatch, edgecolor="white", linewidth=0.4,
-                label=label if place == 0 else None,
-            )  # fmt: skip
-            bases[place, shift] = base + height
-    kept = _value(records[0], "kept without re-materialization", M=count) / GIB
-    details = records[0].details
-    facts = f"N = {details['batch_size']}, M = {count}; O(N L): {kept:.0f} GiB"
-    axes.set_title(f"{details['title']}\n{facts}", fontsize=8.5)
-    axes.set_xticks(range(len(records)), [f"K={record.case['num_stages']}" for record in records])
-    axes.set_ylabel("GiB per device")
-    axes.grid(False, axis="x")
-
-
 def _traffic(records: Sequence[Record]) -> Figure:
     """Bytes of the busiest device, one line per model."""
     import seaborn
     from matplotlib.figure import Figure
 
-    num_stages = max(count for record in records for count in record.details["num_stages"])
-    rows = []
-    for record in records:
-        if num_stages in record.details["num_stages"]:
-            ours = _value(record, "pipeline, busiest device", K=num_stages) / 1e9
-            theirs = _value(record, "data parallelism, each device", K=num_stages) / 1e9
-            name = f"{record.case['model']} {record.case['size']}, N = {_value(record, 'mini-batch'):g}"
-            rows.append((theirs / ours, name, ours, theirs))
-    rows.sort()
-    blue, orange = seaborn.color_palette("colorblind")[:2]
-    figure = Figure(figsize=(7.2, 0.27 * len(rows) + 1.2), layout="constrained")
+    found = frame(records)
+    num_stages = found.K.max()
+    names = {"pipeline, busiest device": "pipeline", "data parallelism, each device": "data parallelism"}
+    sent = found.query("K == @num_stages and quantity in @names.keys()")
+    sizes = sent.pivot(index="record", columns="quantity", values="value").rename(columns=names) / 1e9
+    sizes = sizes[[*names.values()]]
+    batches = found[found.quantity == "mini-batch"].set_index("record").value
+    sizes.index = [
+        f"{records[n].case['model']} {records[n].case['size']}, N = {batches[n]:g}" for n in sizes.index
+    ]
+    ratios = (sizes["data parallelism"] / sizes["pipeline"]).sort_values()
+    sizes = sizes.loc[ratios.index]
+    figure = Figure(figsize=(7.2, 0.27 * len(sizes) + 1.2), layout="constrained")
     axes = figure.subplots()
-    for place, (ratio, _, ours, theirs) in enumerate(rows):
-        axes.plot([ours, theirs], [place, place], color="0.7", linewidth=1.5, zorder=1)
+    axes.hlines(sizes.index, sizes.min(axis=1), sizes.max(axis=1), color="0.7", linewidth=1.5, zorder=1)
+    seaborn.scatterplot(
+        sizes.reset_index().melt("index"), x="value", y="index", hue="quantity", style="quantity",
+        markers=["o", "s"], palette="colorblind", s=32, ax=axes, zorder=2,
+    )  # fmt: skip
+    for place, ratio in enumerate(ratios):
         axes.annotate(
-            f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2f}x", (max(ours, theirs), place), (6, 0),
+            f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2f}x", (sizes.iloc[place].max(), place), (6, 0),
             textcoords="offset points", fontsize=7.5, va="center", color="0.25",
         )  # fmt: skip
-    places = range(len(rows))
-    for column, color, marker, size, label in (
-        (2, blue, "o", 32, "pipeline"),
-        (3, orange, "s", 30, "data parallelism"),
-    ):
-        sent = [row[column] for row in rows]
-        axes.scatter(sent, places, color=color, marker=marker, s=size, label=label, zorder=2)
-    axes.set_xscale("log")
-    axes.set_yticks(places, [row[1] for row in rows], fontsize=7.5)
-    axes.set_ylim(-0.6, len(rows) - 0.3)
+    axes.set(xscale="log", ylabel="", ylim=(-0.6, len(sizes) - 0.3))
     axes.set_xlabel("GB sent by the busiest device in one step (logarithmic)")
+    axes.tick_params(axis="y", labelsize=7.5)
     axes.margins(x=0.1)
     figure.suptitle(
         f"K = {num_stages}, modelled: what data parallelism sends in multiples of what a pipeline sends",

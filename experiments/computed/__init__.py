@@ -1,1 +1,0 @@
-"""What the paper claims and what follows without a run."""

@@ -1,1 +1,0 @@
-"""Figure 2 and section 2: schedules, bubbles, memory and traffic."""

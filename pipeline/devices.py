@@ -25,6 +25,7 @@ __all__ = [
     "default_type",
     "empty_cache",
     "event",
+    "exact",
     "generator",
     "identity",
     "is_accelerator",
@@ -71,6 +72,14 @@ def current(device_type: str) -> torch.device:
     if device_type in _ON_HOST:
         return torch.device(device_type)
     return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def exact(device: torch.device | str) -> torch.device:
+    """The device with its index, so that it compares equal to that of a tensor on it: "cuda" is the current
+    one.
+    """
+    found = torch.device(device)
+    return current(found.type) if is_accelerator(found) and found.index is None else found
 
 
 def name(device: torch.device) -> str:
@@ -171,6 +180,7 @@ def peak_bytes(device: torch.device) -> int:
 def reset_peak(device: torch.device) -> None:
     """Counts the peak from here on."""
     if is_accelerator(device):
+        current(device.type)  # which brings up an allocator that nobody has used yet; torch 2.11 needs it
         torch.accelerator.reset_peak_memory_stats(device)
 
 

@@ -35,6 +35,20 @@ def test_what_is_asked_of_a_cpu_does_no_harm() -> None:
     assert devices.name(CPU)
 
 
+def test_a_device_gets_its_index_and_its_allocator_is_there_before_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A parameter is on "cuda:1", and "cuda" is no equal of it; torch 2.11 refuses to reset what is not there."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: asked.append("up") or 1)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", asked.append)
+    assert devices.exact("cuda") == torch.device("cuda", 1)
+    assert [devices.exact(name) for name in ("cuda:3", "cpu")] == [torch.device("cuda", 3), CPU]
+    asked.clear()
+    devices.reset_peak(torch.device("cuda", 1))
+    assert asked == ["up", torch.device("cuda", 1)]
+
+
 def test_a_host_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     here = devices.identity(CPU)
     monkeypatch.setattr(devices.platform, "node", lambda: "elsewhere")

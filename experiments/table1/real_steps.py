@@ -176,6 +176,7 @@ def measure(
     device: torch.device, counter: Storages | Allocator | None = None,
 ) -> Peak:  # fmt: skip
     """A steady training step of one stage with RMSProp, one parameter updated at a time."""
+    device = devices.exact(device)
     if counter is None:
         counter = Allocator(device) if devices.is_accelerator(device) else Storages()
     layers = [_materialized(model[layer], device) for layer in part.layers]

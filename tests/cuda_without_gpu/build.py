@@ -39,7 +39,9 @@ LOOKED_UP = (
     "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetNvLinkRemoteDeviceType",
     "nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlSystemGetCudaDriverVersion_v2", "nvmlDeviceGetGpuFabricInfoV",
 )  # fmt: skip
-OF_CUDA = re.compile(r"(?:__cuda|cuda|cublas|cudnn|cufft|curand|cusparse|cusolver|cupti|cuFile|cu[A-Z]|nccl|nv)")
+OF_CUDA = re.compile(
+    r"(?:__cuda|cuda|cublas|cudnn|cufft|curand|cusparse|cusolver|cupti|cuFile|cu[A-Z]|nccl|nv)"
+)
 # What a stream is given to compute, so that it takes its time there.
 COMPUTES = re.compile(r"cublas\w*?(?:[Gg]emm|[Gg]emv|[Dd]ot|[Gg]er|[Tt]rsm|[Ss]yrk)")
 RUN = """\

@@ -29,6 +29,7 @@ __all__ = [
     "generator",
     "identity",
     "is_accelerator",
+    "mark",
     "name",
     "new_stream",
     "on",
@@ -147,6 +148,13 @@ def event(device: torch.device, *, timing: bool = False) -> torch.Event:
     time between them.
     """
     return torch.Event(device, enable_timing=timing)
+
+
+def mark(device: torch.device) -> torch.Event:
+    """An event behind all that the device has been given in the current stream."""
+    made = event(device)
+    made.record(current_stream(device))
+    return made
 
 
 def record_stream(tensor: Tensor, stream: torch.Stream) -> None:

@@ -506,7 +506,7 @@ API int ncclGetUniqueId(Id* id) {
 }
 API int ncclCommInitRankConfig(void** c, int size, Id id, int rank, void*) { return join(c, size, id, rank); }
 API int ncclCommInitRank(void** c, int size, Id id, int rank) { return join(c, size, id, rank); }
-API int ncclCommAbort(void* c) { ((Communicator*)c)->aborted = true; return 0; }
+API int ncclCommAbort(void* c) { if (c) ((Communicator*)c)->aborted = true; return 0; }
 API int ncclCommGetAsyncError(void*, int* error) { *error = 0; return 0; }
 API const char* ncclGetErrorString(int) { return "an error of NCCL without a network"; }
 API const char* ncclGetLastError(void*) { return ""; }

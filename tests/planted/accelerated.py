@@ -40,6 +40,14 @@ ACCELERATED = (
         tests=(f"{NCCL}a_rank_that_leaves_in_good_order_is_not_missed",),
     ),
     Mutant(
+        name="nobody watches a device that waits",
+        file="pipeline/ranks/failure.py",
+        old="(late := self.awaited.overdue(limit_s)) is not None:",
+        new="(late := self.awaited.overdue(1e9)) is not None:",
+        why="a rank that stops would hold up the devices of all others for ever",
+        tests=(f"{NCCL}a_rank_that_stops_is_named_in_time[1F2]",),
+    ),
+    Mutant(
         name="conjugation lost on the way",
         file="pipeline/ranks/ends.py",
         old=" or tensor.is_conj() or tensor.is_neg()",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "event",
     "exact",
     "generator",
+    "hold",
     "identity",
     "is_accelerator",
     "mark",
@@ -170,6 +172,30 @@ def pinned(tensor: Tensor) -> Tensor:
     it is, if it is there already.
     """
     return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+def hold(device: torch.device, seconds: float) -> None:
+    """Keeps the current stream of a CUDA device busy for about so long; nothing on others.
+
+    Whoever times short work lets the host run ahead meanwhile, by no more than the thousand operations that a
+    stream takes: events around the work then tell what the device takes, not how fast Python asks for it.
+    """
+    if device.type == "cuda" and seconds > 0:
+        with on(device):
+            torch.cuda._sleep(int(seconds * _cycles_per_s(exact(device))))
+
+
+@cache
+def _cycles_per_s(device: torch.device) -> float:
+    """Of the clock by which a device is kept busy."""
+    cycles = 2_000_000
+    begin, end = event(device, timing=True), event(device, timing=True)
+    torch.cuda._sleep(cycles)  # its first use loads it
+    begin.record(current_stream(device))
+    torch.cuda._sleep(cycles)
+    end.record(current_stream(device))
+    end.synchronize()
+    return cycles / begin.elapsed_time(end) * 1e3
 
 
 # Memory

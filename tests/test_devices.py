@@ -27,6 +27,7 @@ def test_what_is_asked_of_a_cpu_does_no_harm() -> None:
         doubled = tensor * 2
     devices.record_stream(doubled, devices.current_stream(CPU))
     devices.synchronize(CPU)
+    devices.hold(CPU, 60.0)
     devices.reset_peak(CPU)
     devices.empty_cache(CPU)
     assert doubled.tolist() == [2, 2, 2]
@@ -38,7 +39,7 @@ def test_what_is_asked_of_a_cpu_does_no_harm() -> None:
 def test_a_device_gets_its_index_and_its_allocator_is_there_before_it_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A parameter is on "cuda:1", and "cuda" is no equal of it; torch 2.11 refuses to reset what is not there."""
+    """A parameter is on "cuda:1", which "cuda" is not; torch 2.11 refuses to reset what is not there."""
     asked: list[object] = []
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: asked.append("up") or 1)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", asked.append)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTEST = ["tests", "checks", "bench"]
 BESIDE = ["tests", "guard", "checks", "lint"]  # the last beside the two before
-LISTED = re.findall(r"^\| `nox -s (\w+)` \|", README, re.MULTILINE)
+LISTED = re.findall(r"^\| `nox -s ([\w-]+)` \|", README, re.MULTILINE)
 
 
 def nox(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def nox(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_readme_lists_every_session() -> None:
     shown = nox("--list").stdout
-    sessions = re.findall(r"^[-*] (\w+) .*->", shown, re.MULTILINE)
+    sessions = re.findall(r"^[-*] ([\w-]+) .*->", shown, re.MULTILINE)
     assert sorted(LISTED) == sorted(sessions)
     assert len(sessions) == len(set(sessions)) > 10
 
@@ -95,7 +95,7 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
         for row in job.get("strategy", {}).get("matrix", {}).get("include", [])
     ]
     named = [row["session"] for row in rows if "session" in row]
-    named += re.findall(r"nox -s (\w+)", json.dumps(workflows))
+    named += re.findall(r"nox -s ([\w-]+)", json.dumps(workflows))
     assert {"tests", "lint", "checks", "guard", "mutants", "smoke"} <= set(named) <= set(LISTED)
     oldest = min(row["torch"] for row in rows if "torch" in row)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

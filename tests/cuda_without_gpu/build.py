@@ -1,7 +1,8 @@
-"""Puts torch's CUDA build over the runtime without a device (`runtime.cpp`): downloads, compiles, says how to run.
+"""Puts torch's CUDA build over the runtime without a device (`runtime.cpp`): downloads, compiles, says how to
+run it.
 
-The wheels come from PyPI by pip, without what they depend on: every library of CUDA's that torch links against
-is replaced. What is made lies in a folder outside of the repository and is made again only when it has changed:
+The wheels come from PyPI by pip, without what they depend on: every library of CUDA's that torch links
+against is replaced. What is made lies outside of the repository and is made again only when it has changed:
 
     wheels/    as downloaded; carry them there where no network is
     site/      torch and torchvision, unpacked; the other packages are those of the Python that runs

@@ -1,5 +1,5 @@
-"""A pytest plugin for runs over the runtime without a device, whose kernels compute nothing: what a test says of
-the values of tensors holds, and what it says of their shapes, dtypes and number is looked at as ever.
+"""A pytest plugin for runs over the runtime without a device, whose kernels compute nothing: what a test says
+of the values of tensors holds, and what it says of their shapes, dtypes and number is looked at as ever.
 """
 
 from __future__ import annotations

@@ -79,6 +79,11 @@ API unsigned long long fake_count(const char* name) {
   return ~0ull;
 }
 
+static cudaError_t in_use() {  // how many queues the driver makes is settled when a device is first used
+  static std::once_flag once;
+  std::call_once(once, [] { counts[CONNECTIONS] = (unsigned long long)setting("CUDA_DEVICE_MAX_CONNECTIONS", 8); });
+  return cudaSuccess;
+}
 static std::recursive_mutex mutex;
 using Guard = std::lock_guard<std::recursive_mutex>;
 static thread_local int current = 0;
@@ -161,6 +166,7 @@ struct Event : Moment {};
 static std::vector<Stream*> streams[kMostDevices];
 
 static Stream* new_stream(int device, int priority) {
+  in_use();
   Guard guard(mutex);
   streams[device].push_back(new Stream{device, priority});
   return streams[device].back();
@@ -261,6 +267,7 @@ static std::map<char*, Block> blocks;
 static size_t used_bytes[kMostDevices];
 
 static cudaError_t take(void** found, size_t bytes, bool is_host) {
+  in_use();
   bytes = std::max((bytes + kPageBytes - 1) / kPageBytes, (size_t)1) * kPageBytes;
   Guard guard(mutex);
   *found = nullptr;
@@ -325,11 +332,6 @@ API cudaError_t cudaMemset(void* p, int value, size_t n) { return cudaMemsetAsyn
 
 // Devices
 
-static cudaError_t in_use() {  // how many queues the driver makes is settled when a device is first used
-  static std::once_flag once;
-  std::call_once(once, [] { counts[CONNECTIONS] = (unsigned long long)setting("CUDA_DEVICE_MAX_CONNECTIONS", 8); });
-  return cudaSuccess;
-}
 API cudaError_t cudaGetDeviceCount(int* n) { *n = (int)visible().size(); return *n ? cudaSuccess : fail(cudaErrorNoDevice); }
 API cudaError_t cudaGetDevice(int* d) { *d = current; return cudaSuccess; }
 API cudaError_t cudaSetDevice(int d) {

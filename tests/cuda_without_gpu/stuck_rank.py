@@ -1,8 +1,8 @@
-"""What the ranks of a pipeline over NCCL do when one of them stops in the middle of a step; under torchrun.
+"""What the ranks of a pipeline over NCCL do when one stops in the middle of a step; under torchrun.
 
-Arguments: how the others wait ("item": for the loss, "ahead": the host gives the device step after step, "sum":
-replicas wait in a sum), and the pipeline's `timeout_s`. Rank 1 stops in its third step; each other rank prints
-after how many seconds it raised what.
+Arguments: how the others wait ("item": for the loss, "ahead": the host gives the device step after step,
+"sum": replicas wait in a sum), and the pipeline's `timeout_s`. Rank 1 stops in its third step; each other
+rank prints after how many seconds it raised what.
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ def _wheels(folder: Path, tag: str) -> list[Path]:
         command = [sys.executable, "-m", "pip", "download", "--quiet", *choices, *missing]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+            lines = done.stderr.strip().splitlines() or ["pip says nothing"]
+            said = next((line for line in lines if line.startswith("ERROR")), lines[-1])
             raise CannotBuildError(
                 f"{', '.join(missing)} for {tag} cannot be downloaded: {said}; without a network, carry the "
                 f"wheels for {PLATFORMS[0]} to {folder}"

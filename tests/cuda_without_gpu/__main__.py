@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ Shown: Python, devices, the allocator's bytes, waits of the host, launches, whic
 Not shown: numbers (kernels compute nothing, tests compare shapes and dtypes), races, kernels and workspaces
 of cuDNN and Triton, the speed of a device."""
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-STEPS = ("-m", "gpipe_bench.experiments.gpu", "--minutes", "1e9")
+STEPS = ("-m", "gpipe_bench.experiments.gpu", "--minutes", "600")
 
 
 class Walk(NamedTuple):
@@ -79,10 +80,12 @@ def take(walk: Walk, folder: Path) -> int:
     name = walk.title.replace(" ", "-")
     printed = folder / "printed" / f"{name}.txt"
     printed.parent.mkdir(exist_ok=True)
+    out = folder / "out" / name
+    shutil.rmtree(out, ignore_errors=True)  # or the steps would go on from an earlier walk
     environment = variables(folder, ROOT, gpus=walk.gpus, gib=walk.gib)
     environment["PYTHONPATH"] += f"{os.pathsep}{HERE}"
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "FAKE_KERNEL_US": "1"}
-    environment |= {"PYTEST_ADDOPTS": "-p forms_only", "OUT": str(folder / "out" / name)}
+    environment |= {"PYTEST_ADDOPTS": "-p forms_only", "OUT": str(out)}
     begun_s = time.monotonic()
     with printed.open("w", encoding="utf-8") as file:
         done = subprocess.run(

@@ -365,10 +365,10 @@ class Board:
     # The verdict
 
     def say(self, error: PeerError) -> None:
-        """That this rank waits in vain, once. `StoreError` if the store cannot be asked."""
+        """That this rank waits in vain, for the first time. `StoreError` if the store cannot be asked."""
         if not self._has_said:
-            self._has_said = True
             self._store.append("waiting", json.dumps([self._rank, _record(error)]) + "\n")
+            self._has_said = True  # afterwards: who is told so finds it there, and twice does no harm
 
     def explain(self, error: PeerError) -> ActionError:
         """What happened, as far as anybody knows, when a peer cannot be reached."""

@@ -319,10 +319,10 @@ def nccl_options(nccl: Any, *, sums: bool) -> Any:
 
 
 def bound_waits(group: Any, timeout_s: float) -> None:
-    """In a torch backend of somebody else's: by the timeout where the host waits; where the device does, its
-    watchdog would end the process, and `Awaited` bounds what waits for it.
+    """In a torch backend of somebody else's: by the timeout where the host waits. Where the device does, as
+    in NCCL, a watchdog would end the process, and `Awaited` bounds what waits for it.
     """
-    group.set_timeout(timedelta(seconds=timeout_s) if group.name() == "gloo" else _NEVER)
+    group.set_timeout(_NEVER if group.name() == "nccl" else timedelta(seconds=timeout_s))
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -94,6 +94,27 @@ def test_nor_does_one_over_nccl(schedule: str) -> None:
         assert queues == 32, "the variable was there before the device was used"
 
 
+@pytest.mark.parametrize("grid", ["--dp 2 --pp 2", "--fsdp 2 --pp 2", "--pp 2 --tp 2"])
+def test_the_script_of_the_page_on_grids_walks(grid: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    page = (HERE.parents[1] / "docs" / "grid.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    done = torchrun(4, script, *grid.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("loss") == 3
+
+
+def torchrun(ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
+    """A script in so many processes."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return subprocess.run(
+        list(map(str, (*launcher, *command))), env={**os.environ, "FAKE_GPUS": str(ranks)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
 def test_an_action_takes_what_the_device_takes_where_the_host_runs_ahead() -> None:
     """Without a head start it takes what the host takes to ask for it: Python, on a fast device."""
     device, kernels = devices.exact("cuda"), 20
@@ -147,12 +168,7 @@ def memory_error(more: float = 0.0) -> float:
 
 def ends_of(how: str, ranks: int, timeout_s: float) -> dict[int, dict[str, Any]]:
     """What the ranks say of which one has stopped, by rank."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    command = [sys.executable, *launcher, HERE / "stuck_rank.py", how, timeout_s]
-    done = subprocess.run(
-        list(map(str, command)), env={**os.environ, "FAKE_GPUS": str(ranks)}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+    done = torchrun(ranks, HERE / "stuck_rank.py", how, timeout_s)
     assert done.returncode != 0
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
     assert found, done.stderr[-3000:]

@@ -118,6 +118,12 @@ def mutants(session: nox.Session) -> None:
     run_python(session, "tests/mutants.py", "--jobs", usable_cores(session))
 
 
+@nox.session(name="cuda-without-gpu", venv_backend="none", tags=["ci"], default=False)
+def cuda_without_gpu(session: nox.Session) -> None:
+    """The GPU path over torch's CUDA build, without a GPU: downloads 540 MB once, then takes minutes."""
+    run_python(session, "tests/cuda_without_gpu")
+
+
 @nox.session(venv_backend="none", tags=["ci"], default=False)
 def golden(session: nox.Session) -> None:
     """Texts from reference records and modelled answers, as digests: a new structure keeps them equal."""

@@ -21,7 +21,7 @@ NAME = "gpipe_bench."
 # Module -> names, where a package does not list its own in `_HOMES`.
 FACES = {
     "pipeline.checkpoint": ("save", "load"),
-    "harness.experiment": ("Experiment", "Case", "RunOptions", "Outcome", "PaperTable", "Plot"),
+    "harness.experiment": ("Experiment", "Case", "RunOptions", "Outcome", "Plot"),
     "harness.record": ("Quantity", "Record"),
     "harness.verdict": ("Answer", "Comparison"),
     "harness.store": ("Store",),

@@ -307,20 +307,12 @@ def devices_of(
             )
         return (found.pop(),) * num_stages
     if isinstance(devices, str | torch.device):
-        return (_exact(devices),) * num_stages
+        return (accelerators.exact(devices),) * num_stages
     if len(devices) != num_stages:
         raise ValueError(
             f"{len(devices)} devices for {num_stages} stages; give one per stage, or one for all"
         )
-    return tuple(_exact(device) for device in devices)
-
-
-def _exact(device: Device) -> torch.device:
-    """The device with its index, so that it compares equal to the device of a tensor on it."""
-    found = torch.device(device)
-    if found.index is None and accelerators.is_accelerator(found):
-        return accelerators.current(found.type)
-    return found
+    return tuple(accelerators.exact(device) for device in devices)
 
 
 def backend_of(compile: bool | str) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import platform
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -25,9 +26,12 @@ __all__ = [
     "default_type",
     "empty_cache",
     "event",
+    "exact",
     "generator",
+    "hold",
     "identity",
     "is_accelerator",
+    "mark",
     "name",
     "new_stream",
     "on",
@@ -71,6 +75,14 @@ def current(device_type: str) -> torch.device:
     if device_type in _ON_HOST:
         return torch.device(device_type)
     return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def exact(device: torch.device | str) -> torch.device:
+    """The device with its index, so that it compares equal to that of a tensor on it: "cuda" is the current
+    one.
+    """
+    found = torch.device(device)
+    return current(found.type) if is_accelerator(found) and found.index is None else found
 
 
 def name(device: torch.device) -> str:
@@ -140,6 +152,13 @@ def event(device: torch.device, *, timing: bool = False) -> torch.Event:
     return torch.Event(device, enable_timing=timing)
 
 
+def mark(device: torch.device) -> torch.Event:
+    """An event behind all that the device has been given in the current stream."""
+    made = event(device)
+    made.record(current_stream(device))
+    return made
+
+
 def record_stream(tensor: Tensor, stream: torch.Stream) -> None:
     """Keeps the tensor's memory from being given to another until what the stream has been given so far is
     done. Needed wherever a tensor is used in another stream than the one it was made in.
@@ -153,6 +172,30 @@ def pinned(tensor: Tensor) -> Tensor:
     it is, if it is there already.
     """
     return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
+def hold(device: torch.device, seconds: float) -> None:
+    """Keeps the current stream of a CUDA device busy for about so long; nothing on others.
+
+    Whoever times short work lets the host run ahead meanwhile, by no more than the thousand operations that a
+    stream takes: events around the work then tell what the device takes, not how fast Python asks for it.
+    """
+    if device.type == "cuda" and seconds > 0:
+        with on(device):
+            torch.cuda._sleep(int(seconds * _cycles_per_s(exact(device))))
+
+
+@cache
+def _cycles_per_s(device: torch.device) -> float:
+    """Of the clock by which a device is kept busy."""
+    cycles = 2_000_000
+    begin, end = event(device, timing=True), event(device, timing=True)
+    torch.cuda._sleep(cycles)  # its first use loads it
+    begin.record(current_stream(device))
+    torch.cuda._sleep(cycles)
+    end.record(current_stream(device))
+    end.synchronize()
+    return cycles / begin.elapsed_time(end) * 1e3
 
 
 # Memory
@@ -171,6 +214,7 @@ def peak_bytes(device: torch.device) -> int:
 def reset_peak(device: torch.device) -> None:
     """Counts the peak from here on."""
     if is_accelerator(device):
+        current(device.type)  # which brings up an allocator that nobody has used yet; torch 2.11 needs it
         torch.accelerator.reset_peak_memory_stats(device)
 
 

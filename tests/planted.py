@@ -667,4 +667,12 @@ self.outputs = tuple(outputs)
         why="that one layer more does not fit would not be known",
         tests=("tests/test_stage_alone.py::test_the_largest_model_is_the_first_that_fits_from_above",),
     ),
+    Mistake(
+        name="nobody watches a device that waits",
+        place="pipeline/ranks/failure.py::Job._look",
+        old="(late := self.awaited.overdue(limit_s)) is not None:",
+        new="(late := self.awaited.overdue(1e9)) is not None:",
+        why="a rank that stops would hold up the devices of all others for ever",
+        tests=("tests/test_nccl_pipeline.py::test_a_rank_that_stops_is_named_in_time[1F2]",),
+    ),
 )

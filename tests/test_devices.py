@@ -27,12 +27,27 @@ def test_what_is_asked_of_a_cpu_does_no_harm() -> None:
         doubled = tensor * 2
     devices.record_stream(doubled, devices.current_stream(CPU))
     devices.synchronize(CPU)
+    devices.hold(CPU, 60.0)
     devices.reset_peak(CPU)
     devices.empty_cache(CPU)
     assert doubled.tolist() == [2, 2, 2]
     assert (devices.total_memory_bytes(CPU), devices.peak_bytes(CPU)) == (0, 0)
     assert devices.generator(CPU) is torch.default_generator
     assert devices.name(CPU)
+
+
+def test_a_device_gets_its_index_and_its_allocator_is_there_before_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A parameter is on "cuda:1", which "cuda" is not; torch 2.11 refuses to reset what is not there."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: asked.append("up") or 1)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", asked.append)
+    assert devices.exact("cuda") == torch.device("cuda", 1)
+    assert [devices.exact(name) for name in ("cuda:3", "cpu")] == [torch.device("cuda", 3), CPU]
+    asked.clear()
+    devices.reset_peak(torch.device("cuda", 1))
+    assert asked == ["up", torch.device("cuda", 1)]
 
 
 def test_a_host_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:

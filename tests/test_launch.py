@@ -124,8 +124,10 @@ def test_a_process_in_front_of_a_gpu_keeps_all_cores(
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # to be given back
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     with launch.start_process(device=device) as own:
-        pass
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"  # a queue for each stream
     assert held == ([{1}] if pinned else [])
     if device == "cpu":
         assert (own, selected, backends) == (torch.device("cpu"), [], ["gloo"])

@@ -10,11 +10,12 @@ import pytest
 import torch
 from test_failure import Keys
 
-from gpipe_bench.pipeline import ActionError
+from gpipe_bench.pipeline import Action, ActionError
+from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks.connect import in_turn
 from gpipe_bench.pipeline.ranks.failure import Board
 from gpipe_bench.pipeline.ranks.store import bounded
-from gpipe_bench.pipeline.ranks.wire import Connection, Form, nccl_options, unreachable
+from gpipe_bench.pipeline.ranks.wire import Awaited, Connection, Form, nccl_options, unreachable
 
 DUPLICATE = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)
@@ -46,13 +47,14 @@ def test_what_else_a_network_says(text: str, cause: str, timed_out: bool) -> Non
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(max_ctas=None), SimpleNamespace(), None])
-def test_kernels_take_few_thread_blocks_where_torch_can_say_so(config: object) -> None:
+def test_messages_take_few_thread_blocks_where_torch_can_say_so(config: object) -> None:
+    """Sums as many as they like; and NCCL's watchdog, which ends the process, is to give up on neither."""
     made = SimpleNamespace() if config is None else SimpleNamespace(config=config)
     nccl = SimpleNamespace(Options=lambda *, is_high_priority_stream: made)
-    options = nccl_options(nccl, timedelta(seconds=3))
-    assert options._timeout == timedelta(seconds=3)
+    assert nccl_options(nccl, sums=True)._timeout > timedelta(days=365)
+    assert getattr(config, "max_ctas", None) is None
+    assert nccl_options(nccl, sums=False)._timeout > timedelta(days=365)
     assert getattr(config, "max_ctas", 4) == 4
-    assert not hasattr(config, "max_ctas") or config.max_ctas == 4
 
 
 class Wire:
@@ -98,6 +100,53 @@ def test_a_call_that_is_given_up_is_left_behind() -> None:
         bounded(waiting.wait, 600.0, given_up)
     waiting.set()
     assert bounded(lambda: 7, 600.0, lambda: False) == 7
+
+
+class Device:
+    """What an accelerator has yet to reach; each look is half a second after the one before."""
+
+    def __init__(self) -> None:
+        self.now_s, self.reached = 0.0, 0
+        self.awaited = Awaited(lambda: self.now_s)
+        self.given = 0
+        self.awaited.begin(self._mark)
+
+    def _mark(self) -> object:
+        self.given += 1
+        return SimpleNamespace(query=lambda number=self.given: self.reached >= number)
+
+    def look(self, times: int) -> list[PeerError | None]:
+        found = []
+        for _ in range(times):
+            self.now_s += 0.5
+            found.append(self.awaited.overdue(10.0))
+        return found
+
+
+def test_a_device_that_stands_still_is_told_from_one_that_is_slow() -> None:
+    device = Device()
+    with device.awaited.waiting(Action.parse("1F2"), 1):
+        pass
+    device.awaited.note()
+    assert device.look(20) == [None] * 20
+    device.reached = 1  # the next mark has its own time
+    assert device.look(20) == [None] * 20
+    (late,) = device.look(2)[1:]
+    assert late is not None
+    assert (late.action, late.peer, late.timed_out) == (None, None, True)
+    device.reached = 2
+    assert device.look(100) == [None] * 100, "nothing is awaited"
+
+
+def test_who_did_not_run_has_not_waited() -> None:
+    device = Device()
+    with device.awaited.waiting(Action.parse("1F2"), 1):
+        pass
+    device.now_s += 1000.0
+    assert device.look(18) == [None] * 18
+    late = device.look(2)[1]
+    assert late is not None
+    assert str(late) == "rank 1 did not answer: a device has waited for 10 s"
 
 
 # Signs of life

@@ -228,6 +228,37 @@ def test_a_killed_rank_is_missed() -> None:
         assert taken_s < 65.0
 
 
+@pytest.mark.parametrize("where", ["1F2", "1B1"])
+def test_a_rank_that_stops_is_named_in_time(where: str) -> None:
+    """It lives, and gives its signs of life; the others' devices wait for it, behind their hosts."""
+
+    def take(network: FakeNetwork) -> tuple[str, float]:
+        pipeline = pipeline_on(network, gpipe(3, 4), layers(3), timeout_s=30.0)
+        pipeline.step(*batch(4), mse_loss)
+        network.sleep(100.0)  # nothing is awaited between two steps
+        pipeline.step(*batch(4), mse_loss)
+        began_s = network.now()
+
+        @contextmanager
+        def observe(action: Action) -> Iterator[None]:
+            if str(action) == where:
+                network.sleep(150.0)
+            yield
+
+        def take_steps() -> None:
+            for _ in range(2):
+                pipeline.step(*batch(4), mse_loss, observe=observe)
+
+        with pytest.raises(ActionError) as caught:
+            take_steps()
+        return str(caught.value), network.now() - began_s
+
+    found = run(3, take)
+    for text, _ in found:
+        assert "on rank 1 failed: rank 1 did not answer: a device has waited for 30 s" in text
+    assert all(found[rank][1] < 35.0 for rank in (0, 2))
+
+
 def test_a_rank_that_leaves_in_good_order_is_not_missed() -> None:
     """The others go on for longer than a rank may be silent, and one of them still fails loudly."""
 

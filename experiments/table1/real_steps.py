@@ -187,6 +187,7 @@ def measure(
     """A steady training step of one stage with RMSProp, one parameter updated at a time. In bfloat16 the
     activations are, by autocast.
     """
+    device = devices.exact(device)
     if counter is None:
         counter = Allocator(device) if devices.is_accelerator(device) else Storages()
     layers = [materialized(model[layer], device) for layer in part.layers]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
 from gpipe_bench.pipeline.ranks.failure import Job, missing
@@ -63,7 +64,7 @@ class Replicas:
         """
         rank, size = place or (self.rank, self.size)
         options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
-        found = self.bounded(lambda: backend(self._store, rank, size, **options))
+        found = self.bounded(lambda: backend(self._store, rank, size, **options, sums=True))
         self._connections.append(Connection(found, 0, {}))
         self.job.cuts(self._connections[-1])
         return found
@@ -78,6 +79,15 @@ class Replicas:
             raise
         except RuntimeError as error:
             raise missing(error) from error
+
+    def on(self, device: torch.device) -> None:
+        """The sums are of tensors on an accelerator: what it waits for is watched from now on."""
+        self._job.awaited.begin(partial(devices.mark, device))
+
+    def wait(self, work: Work) -> None:
+        """Until what was begun may be used; on an accelerator by what is enqueued afterwards."""
+        with self._job.awaited.waiting(None, None):
+            self.bounded(work.wait)
 
     def close(self) -> None:
         """Ends the connections in good order."""
@@ -103,7 +113,7 @@ class Collectives:
 
     def wait(self, work: Work) -> None:
         """Until it may be used; on an accelerator by what is enqueued afterwards."""
-        self.replicas.bounded(work.wait)
+        self.replicas.wait(work)
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives all replicas the values of the first one's tensors, in place; waits for them."""

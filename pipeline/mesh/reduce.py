@@ -66,6 +66,8 @@ class Joint:
         self._collectives = self._of_hosts = None
         if replicas is not None:
             accelerated = devices.is_accelerator(device)
+            if accelerated:
+                replicas.on(device)
             self._collectives = Collectives(replicas, "sums", accelerated=accelerated)
             self._of_hosts = self._collectives
             if accelerated:

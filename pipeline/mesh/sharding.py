@@ -233,7 +233,7 @@ class Holders:
 
     def wait(self, work: Any) -> None:
         """Until it is done, or, on an accelerator, before what is enqueued next; errors as in `Replicas`."""
-        self.replicas.bounded(work.wait)
+        self.replicas.wait(work)
 
 
 class _Memory(Comm):

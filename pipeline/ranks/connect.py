@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise, permutations
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,6 +73,10 @@ class Network:
         """Waits until the device has done all it was given."""
         devices.synchronize(device)
 
+    def mark(self, device: torch.device) -> Any:
+        """What the device reaches when it has done what it was given: asked by `query()`."""
+        return devices.mark(device)
+
     def backend(self, store: Store, name: str, *, accelerated: bool, timeout_s: float) -> Any:
         """Connects all ranks for messages of one kind; all must call."""
         return backend(store, self.rank, self.size, name=name, accelerated=accelerated, timeout_s=timeout_s)
@@ -110,6 +115,8 @@ class Session:
         self.job = job or Job(
             self.store, network.rank, range(network.size), now=network.now, sleep=network.sleep
         )
+        if self.is_accelerated:
+            self.job.awaited.begin(partial(network.mark, device))
         self._connections: list[Connection] = []
         self._failed: ActionError | None = None
         self._closed = False
@@ -117,7 +124,8 @@ class Session:
     def connect(self, name: str, near: dict[int, Neighbour], *, accelerated: bool = False) -> Connection:
         """One more connection between all ranks; all must call."""
         ways = self.network.backend(self.store, name, accelerated=accelerated, timeout_s=self.timeout_s)
-        connection = Connection(ways, len(self._connections), near, NCCL_TYPES if accelerated else None)
+        types, awaited = (NCCL_TYPES, self.job.awaited) if accelerated else (None, None)
+        connection = Connection(ways, len(self._connections), near, types, awaited)
         # The host does not wait for an accelerator's messages, so when a failure elsewhere is noticed these
         # are cut to release the device: what it receives from then on is garbage, and the step raises when it
         # ends, or else whatever is called next. For the first connection the host does wait, and the rank
@@ -148,10 +156,6 @@ class Session:
             )
         if self._closed:
             raise RuntimeError("this pipeline is closed; build a new one on every rank")
-
-    def refuse_after_notice(self) -> None:
-        if self.job.noticed:
-            raise PeerError(None, None, "another rank has failed", timed_out=False)
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows.
@@ -316,7 +320,7 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
         except TimeoutError as error:
             what = f"did not answer: it did not come to connect within {session.timeout_s:g} s"
             raise PeerError(None, peer, what, timed_out=True) from error
-        session.refuse_after_notice()
+        session.job.refuse_after_notice()
 
 
 def in_turn(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -181,7 +181,7 @@ class PointToPoint:
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
         self._ties.refuse_after_failure()
-        self._ties.refuse_after_notice()
+        self._ties.job.refuse_after_notice()
         if plan is not None:
             number, shared = -1, Shared.NOTHING
             if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
@@ -333,6 +333,7 @@ class PointToPoint:
     def _go_on(self, progress: Progress) -> None:
         """Counts a call; the time of some receives may have come."""
         progress.calls += 1
+        self._ties.job.awaited.note()
         for lane in self._lanes:
             if self._training or not lane.back:
                 lane.post()
@@ -383,7 +384,8 @@ class PointToPoint:
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
-        self._ties.refuse_after_notice()  # or garbage would reach the optimizer
+        self._ties.job.awaited.note()
+        self._ties.job.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
 
     # Outside of a step
@@ -397,7 +399,7 @@ class PointToPoint:
         self._ties.refuse_after_failure()
         self._ties.synchronize()
         try:
-            self._ties.refuse_after_notice()
+            self._ties.job.refuse_after_notice()
             yield self._together
         except (RuntimeError, StoreError) as error:
             if isinstance(error, ActionError) or not self.is_let_down(error):

@@ -31,7 +31,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from traceback import walk_tb
 from typing import Any, TypeVar
 from weakref import WeakMethod
@@ -43,7 +42,7 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summ
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import Connection, backend
+from gpipe_bench.pipeline.ranks.wire import Awaited, Connection, backend, bound_waits
 
 # A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
 SILENCE_S = 60.0
@@ -108,6 +107,8 @@ class Job:
             sleep=sleep,
         )
         self.noticed = False  # a failure elsewhere, by the thread that watches
+        self.awaited = Awaited(now)  # by the accelerator of this rank
+        self._late: PeerError | None = None  # what of it has not come in time
         self._store, self._members = store, tuple(ranks if members is None else members)
         self._connections: list[tuple[Connection, bool]] = []
         self._together: Together | None = None
@@ -161,10 +162,11 @@ class Job:
     def watch_over(self, groups: Iterable[dist.ProcessGroup], device_type: str, timeout_s: float) -> None:
         """Bounds every wait in these groups from now on, and closes them with the rest."""
         for group in groups:
-            group.set_timeout(timedelta(seconds=timeout_s))
             for kind in dict.fromkeys(("cpu", device_type)):
                 with suppress(RuntimeError):  # a group need not have a backend for each
-                    self.cuts(Connection(group._get_backend(torch.device(kind)), 0, {}))
+                    found: Any = group._get_backend(torch.device(kind))
+                    bound_waits(found, timeout_s)
+                    self.cuts(Connection(found, 0, {}))
 
     def cuts(self, connection: Connection, *, at_notice: bool = True) -> None:
         """Another connection that is cut when a rank fails, be it this one, or only this one."""
@@ -188,6 +190,8 @@ class Job:
         missing = self.peer_error(error)
         if missing is None:
             failure = self.board.report(self.failure(action, error))
+        elif self._late is not None:  # the error is of a connection that was cut because of that
+            failure = self.board.explain(self._late)
         else:
             if isinstance(missing, StoreError):
                 missing = PeerError(None, None, str(missing), timed_out=False)
@@ -196,6 +200,11 @@ class Job:
             connection.cut()
         self.board.linger(failure)
         return failure
+
+    def refuse_after_notice(self) -> None:
+        """`PeerError` if there is a failure elsewhere."""
+        if self.noticed:
+            raise self._late or PeerError(None, None, "another rank has failed", timed_out=False)
 
     def notice(self) -> None:
         """There is a failure elsewhere: makes this rank's waits fail, also one that goes on just now."""
@@ -211,9 +220,9 @@ class Job:
 
         On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without
         its host knowing, so on GPUs somebody has to look; and on a grid, where a rank may wait for one that
-        only waits for the one that failed. A store that has not answered for `limit_s` is a failure too, and
-        so is a rank that gave no sign of life for `silence_s`. `watch` is how to look again and again; a
-        thread by default.
+        only waits for the one that failed. A store that has not answered for `limit_s` is a failure too, so
+        is a device that has waited for as long, and a rank that gave no sign of life for `silence_s`. `watch`
+        is how to look again and again; a thread by default.
         """
         look = WeakMethod(self._look)  # the thread must not keep a pipeline alive
         self._stop = (watch or watch_in_thread)(
@@ -226,6 +235,11 @@ class Job:
             failed = self._is_over or self.board.has_failure(limit_s)
             if not failed and (silent := self.board.beat(silence_s)) is not None:
                 self.board.report(silent)
+                failed = True
+            if not failed and (late := self.awaited.overdue(limit_s)) is not None:
+                # Whose fault it is, is concluded when the step notices, of what all have said by then.
+                self._late = late.numbered(self._members)
+                self.board.say(self._late)
                 failed = True
         except StoreError:  # and what held it
             failed = True
@@ -276,7 +290,7 @@ class Board:
         self._alive, self._coordinates = alive, coordinates
         self._now, self._sleep = now, sleep
         self.num_steps = 0  # that this rank has begun, and its replicas must take too
-        self._num_beats = 0
+        self._num_beats, self._has_said = 0, False
         self._fewest: tuple[int, int] | None = None  # steps of a rank that has left, and which
         self._watched = self._behind(rank)
         self._heard: bytes | None = None
@@ -363,11 +377,17 @@ class Board:
 
     # The verdict
 
+    def say(self, error: PeerError) -> None:
+        """That this rank waits in vain, for the first time. `StoreError` if the store cannot be asked."""
+        if not self._has_said:
+            self._store.append("waiting", json.dumps([self._rank, _record(error)]) + "\n")
+            self._has_said = True  # afterwards: who is told so finds it there, and twice does no harm
+
     def explain(self, error: PeerError) -> ActionError:
         """What happened, as far as anybody knows, when a peer cannot be reached."""
-        found: _Record = {"action": str(error.action or ""), "rank": error.peer, "cause": error.cause}
+        found = _record(error)
         try:
-            self._store.append("waiting", json.dumps([self._rank, found]) + "\n")
+            self.say(error)
             is_first = self._waiting(1).keys() == {self._rank}
             before = self._signs(self._ranks if self._alive and is_first else ())
             deadline = self._now() + EXPLANATION_S + (0 if is_first else _FIRST_S)
@@ -428,6 +448,10 @@ class Board:
     def _read(self, record: _Record) -> ActionError:
         action = Action.parse(record["action"]) if record["action"] else None
         return self.error(action, record["cause"], record["rank"])
+
+
+def _record(error: PeerError) -> _Record:
+    return {"action": str(error.action or ""), "rank": error.peer, "cause": error.cause}
 
 
 def _end(waiting: dict[int, _Record], rank: int) -> _Record:

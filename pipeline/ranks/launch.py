@@ -27,6 +27,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.ranks.host import prepare_process
 
+# Queues that the driver makes for a device when it is first used, 8 unless somebody says otherwise. A rank
+# has up to nine streams; where two share a queue, a wait at its head holds up the send behind it.
+_QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _FATAL = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 """Signals that by default end a process without another word, and would leave ours behind."""
 
@@ -104,9 +107,10 @@ def start_process(
     its device.
 
     `device` is as in `launch`: `ValueError` where this host has fewer accelerators than processes. A process
-    that drives an accelerator is not held to one core, whatever `pin` says. On exit the process group is
-    destroyed.
+    that drives an accelerator is not held to one core, whatever `pin` says, and its CUDA device has a queue
+    for each stream, unless CUDA_DEVICE_MAX_CONNECTIONS is set. On exit the process group is destroyed.
     """
+    os.environ.setdefault(*_QUEUES)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = check_devices(device, int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1))))
     prepare_process(local_rank, threads=threads, pin=pin and kind == "cpu")

@@ -9,6 +9,10 @@ wait for each other forever.
 from __future__ import annotations
 
 import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -30,8 +34,14 @@ NCCL_TYPES = frozenset(
     }
 )
 # Thread blocks of a kernel that sends or receives. Each spins on a multiprocessor until its message has gone,
-# and a rank may have one kernel in each direction to each neighbour at a time.
+# and a rank may have one kernel in each direction to each neighbour at a time. Sums take what they like.
 _MOST_CTAS = 4
+# When torch's own watchdog gives up, it ends the process a minute later, without an exception; so it is not
+# to, and `Awaited` does. It also ends it when NCCL has an error, unless this says 0 while a backend is made.
+_NEVER = timedelta(days=1000)
+_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# That count between two looks: a process that somebody has stopped has not waited meanwhile.
+_MOST_BETWEEN_LOOKS_S = 1.0
 # No message has this tag, so a receive of it can only time out.
 _NEVER_SENT = 2**30
 
@@ -76,10 +86,71 @@ class Buffer(NamedTuple):
     holders: Holders  # of the memory: whether something made of an earlier message still lives in it
 
 
+class Awaited:
+    """For whom an accelerator waits, in the order in which it will: its host goes on meanwhile, and would
+    never know that it waits in vain.
+
+    Behind every wait that is given to the device a mark is given to it, and behind what it computes. Whoever
+    watches the rank asks for the first mark that the device has not reached. `now` is a clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._looked_s, self._waited_s = now, now(), 0.0
+        self._mark: Callable[[], Any] | None = None
+        self._marks: deque[_Mark] = deque()
+
+    def begin(self, mark: Callable[[], Any]) -> None:
+        """From now on there is an accelerator; `mark` gives it an event."""
+        self._mark = mark
+
+    @contextlib.contextmanager
+    def waiting(self, action: Action | None, peer: int | None) -> Iterator[None]:
+        """In the block the device is told to wait for rank `peer`, which is to take `action`."""
+        if self._mark is None:
+            yield
+            return
+        mark = _Mark(action, peer)
+        self._marks.append(mark)  # before, because a host may wait too: for room in the device's queue
+        yield
+        mark.event = self._mark()
+
+    def note(self) -> None:
+        """What the device has been given so far is to be reached in time, too."""
+        with self.waiting(None, None):
+            pass
+
+    def overdue(self, limit_s: float) -> PeerError | None:
+        """What is wrong if the device has not moved for `limit_s`. Asked now and then, by one thread."""
+        now_s = self._now()
+        elapsed_s, self._looked_s = min(now_s - self._looked_s, _MOST_BETWEEN_LOOKS_S), now_s
+        marks = self._marks
+        while marks and (event := marks[0].event) is not None and event.query():
+            marks.popleft()
+            self._waited_s = -elapsed_s
+        if not marks:
+            self._waited_s = 0.0
+            return None
+        self._waited_s += elapsed_s
+        if self._waited_s <= limit_s:
+            return None
+        what = f"did not answer: a device has waited for {limit_s:g} s"
+        return PeerError(marks[0].action, marks[0].peer, what, timed_out=True)
+
+
+class _Mark:
+    """Where the device waits for rank `peer`; `event` once the wait has been given to it."""
+
+    __slots__ = ("action", "event", "peer")
+
+    def __init__(self, action: Action | None, peer: int | None) -> None:
+        self.action, self.peer, self.event = action, peer, None
+
+
 class Connection:
     """Messages of one kind between all ranks. Those of one direction and tag arrive in order.
 
-    With `types`, those of the network, tensors of other types travel as bytes.
+    With `types`, those of the network, tensors of other types travel as bytes; `awaited` is where a wait that
+    holds up an accelerator alone is noted.
     """
 
     def __init__(
@@ -88,9 +159,10 @@ class Connection:
         channel: int,
         neighbours: dict[int, Neighbour],
         types: frozenset[torch.dtype] | None = None,
+        awaited: Awaited | None = None,
     ) -> None:
         self._backend, self._channel, self._neighbours = backend, channel, neighbours
-        self._types = types
+        self._types, self._awaited = types, awaited
 
     @property
     def shared_bytes(self) -> int:
@@ -157,6 +229,10 @@ class Connection:
     def wait(self, work: Work, action: Action | None, peer: int) -> None:
         """Waits for a message from or to rank `peer`; `action` is what an error will name."""
         try:
+            if self._awaited is not None:
+                with self._awaited.waiting(action, peer):
+                    work.wait()
+                return
             neighbours = self._neighbours.values()
             if not isinstance(work, Arrival | Departure) and any(each.is_busy for each in neighbours):
                 wait_beside(work, neighbours)
@@ -195,17 +271,34 @@ class Connection:
             self._backend.shutdown()
 
 
-def backend(store: Store, rank: int, size: int, *, name: str, accelerated: bool, timeout_s: float) -> Any:
-    """gloo, or NCCL where `accelerated`, between all ranks of the store; all must call.
+def backend(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    accelerated: bool,
+    timeout_s: float,
+    sums: bool = False,
+) -> Any:
+    """gloo, or NCCL where `accelerated`, between all ranks of the store; all must call. `sums`: it is for
+    collectives, not for messages. Waits in gloo end after the timeout, those of a device are `Awaited`.
 
     `PeerError`, which cannot say of whom, if they are not all there in time.
     """
-    keys, timeout = store.under(name), timedelta(seconds=timeout_s)
+    keys = store.under(name)
 
     def connect() -> Any:
         if not accelerated:
-            return dist.ProcessGroupGloo(keys, rank, size, timeout)
-        return dist.ProcessGroupNCCL(keys, rank, size, nccl_options(dist.ProcessGroupNCCL, timeout))
+            return dist.ProcessGroupGloo(keys, rank, size, timedelta(seconds=timeout_s))
+        before = os.environ.get(_ENDS_PROCESSES)
+        os.environ[_ENDS_PROCESSES] = "0"
+        try:
+            return dist.ProcessGroupNCCL(keys, rank, size, nccl_options(dist.ProcessGroupNCCL, sums=sums))
+        finally:
+            del os.environ[_ENDS_PROCESSES]
+            if before is not None:
+                os.environ[_ENDS_PROCESSES] = before
 
     try:
         with not_inherited():
@@ -215,14 +308,21 @@ def backend(store: Store, rank: int, size: int, *, name: str, accelerated: bool,
         raise PeerError(None, None, cause, timed_out=True) from error
 
 
-def nccl_options(nccl: Any, timeout: timedelta) -> Any:
-    """Streams of high priority, and few thread blocks for a kernel, where this torch can say so."""
+def nccl_options(nccl: Any, *, sums: bool) -> Any:
+    """Streams of high priority, and few thread blocks for messages, where this torch can say so."""
     options = nccl.Options(is_high_priority_stream=True)
-    options._timeout = timeout
+    options._timeout = _NEVER
     config: Any = getattr(options, "config", None)
-    if hasattr(config, "max_ctas"):
+    if not sums and hasattr(config, "max_ctas"):
         config.max_ctas = _MOST_CTAS
     return options
+
+
+def bound_waits(group: Any, timeout_s: float) -> None:
+    """In a torch backend of somebody else's: by the timeout where the host waits. Where the device does, as
+    in NCCL, a watchdog would end the process, and `Awaited` bounds what waits for it.
+    """
+    group.set_timeout(_NEVER if group.name() == "nccl" else timedelta(seconds=timeout_s))
 
 
 def flat(tensor: Tensor) -> Tensor:

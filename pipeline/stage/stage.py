@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
@@ -97,7 +98,7 @@ class Stage:
         first_microbatch: int = 0,
         reduction: Callable[[Any], Reduction] | None = None,
     ) -> None:
-        self.index, self.device = index, device
+        self.index, self.device = index, devices.exact(device)
         self.is_first, self.is_last = index == 0, is_last
         self.layers = tuple(layers)
         self.statistics = Statistics(self.layers, gather)
@@ -108,7 +109,7 @@ class Stage:
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = LayerRunner(
             self.layers, first_layer,
-            device=device, seed=seed, statistics=self.statistics, backend=backend,
+            device=self.device, seed=seed, statistics=self.statistics, backend=backend,
             leaves=leaves, first_microbatch=first_microbatch, portals=portals,
         )  # fmt: skip
         self._leaves, self._places = leaves, range(first_layer, first_layer + len(self.layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +68,10 @@ class FakeNetwork(Network):
             "its whole device",
         )
         kernels.clear()
+
+    def mark(self, device: torch.device) -> Any:
+        """What was waited for is there when it is made: the thread is the device."""
+        return SimpleNamespace(query=lambda: True)
 
     def backend(self, store: Any, name: str, *, accelerated: bool, timeout_s: float) -> Any:
         name = f"{name} of pipeline {self._num_pipelines}"

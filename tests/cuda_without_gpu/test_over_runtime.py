@@ -1,0 +1,237 @@
+"""What torch's real allocator, streams and ProcessGroupNCCL say of the engine, without a device.
+
+Collected and skipped wherever that runtime is not loaded; `nox -s cuda-without-gpu` loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import over_nccl
+import pytest
+import torch
+from counting import counting, held_up, runtime
+from torch import Tensor
+
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import Pipeline, devices, transfers
+from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.ranks.launch import launch
+
+pytestmark = pytest.mark.skipif(runtime() is None, reason="needs the runtime of nox -s cuda-without-gpu")
+HERE = Path(__file__).parent
+LM = {
+    "num_layers": 4, "d_model": 512, "ffn_dim": 2048, "num_heads": 8, "vocab_size": 2048, "seq_len": 128,
+    "attention": "explicit",
+}  # fmt: skip
+SMALL = {"num_layers": 4, "d_model": 32, "ffn_dim": 64, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
+MODEL_ERROR = 0.03  # of the memory model, against the allocator
+
+
+def lm(options: dict[str, Any] = SMALL, **changed: Any) -> tuple[Pipeline, Callable[[], Tensor]]:
+    """A pipeline of four stages, on as many devices as there are, and a step of it from the host's memory."""
+    torch.manual_seed(0)
+    count = torch.cuda.device_count()
+    places = [f"cuda:{stage % count}" for stage in range(4)] if count > 1 else "cuda"
+    arguments = {"num_stages": 4, "num_microbatches": 4, "devices": places, **changed}
+    pipeline = Pipeline(MODELS["transformer-lm"](**options), **arguments)
+    batch, target = example_batch("transformer-lm", 8, **options)
+    loss = loss_fn("transformer-lm", **options)
+    return pipeline, lambda: pipeline.step(batch, target, loss)
+
+
+def held_up_in_a_step(take: Callable[[], object]) -> dict[str, int]:
+    """When three steps have been taken, in which much is found out and made once."""
+    for _ in range(3):
+        take()
+    with counting() as found:
+        take()
+    assert found["launches"] > 100
+    return held_up(found)
+
+
+def test_nothing_of_a_drivers_is_loaded_or_open() -> None:
+    """A GPU in the machine is none of our business."""
+    torch.cuda.init()
+    assert "without a device" in torch.cuda.get_device_name()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    beside = Path(os.environ["LD_LIBRARY_PATH"])
+    of_cuda = [Path(name) for name in mapped if Path(name).name.startswith(("libcu", "libnv", "libnccl"))]
+    assert len(of_cuda) > 5
+    assert {path.parent for path in of_cuda} == {beside}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            assert not os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia")
+
+
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device(
+    schedule: str, remat: str
+) -> None:
+    """No synchronization, no cudaMalloc, no copy that holds up the host."""
+    _, take = lm(schedule=schedule, remat=remat)
+    assert held_up_in_a_step(take) == {}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_nor_does_one_over_nccl(schedule: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each stage")
+    for found, queues in launch(over_nccl.steady_step, min(torch.cuda.device_count(), 4), schedule, "always"):
+        assert held_up(found) == {}
+        assert queues == 32, "the variable was there before the device was used"
+
+
+@pytest.mark.parametrize("grid", ["--dp 2 --pp 2", "--fsdp 2 --pp 2", "--pp 2 --tp 2"])
+def test_the_script_of_the_page_on_grids_walks(grid: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    page = (HERE.parents[1] / "docs" / "grid.md").read_text(encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text(page.partition("```python\n")[2].partition("```")[0], encoding="utf-8")
+    done = torchrun(4, script, *grid.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("loss") == 3
+
+
+def torchrun(ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
+    """A script in so many processes."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return subprocess.run(
+        list(map(str, (*launcher, *command))), env={**os.environ, "FAKE_GPUS": str(ranks)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_an_action_takes_what_the_device_takes_where_the_host_runs_ahead() -> None:
+    """Without a head start it takes what the host takes to ask for it: Python, on a fast device."""
+    device, kernels = devices.exact("cuda"), 20
+    clock = Clock([gpipe(1, 1).actions[0][0]], [device])
+    x = torch.zeros(8, device=device)
+
+    def seconds(head_start_s: float) -> float:
+        clock.begin()
+        devices.hold(device, head_start_s)
+        clock.start(0)
+        for _ in range(kernels):
+            x.add_(1)
+        clock.stop(0)
+        clock.complete = True
+        return clock.events()[0].duration_s
+
+    seconds(0.1)
+    kernel_s = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-6
+    assert seconds(0.2) == pytest.approx(kernels * kernel_s, abs=1e-6)
+    assert seconds(0.0) > kernels * kernel_s + 5e-6
+
+
+def test_the_allocator_agrees_with_the_memory_model() -> None:
+    assert memory_error() == pytest.approx(0, abs=MODEL_ERROR)
+
+
+def memory_error(more: float = 0.0) -> float:
+    """Of the memory model for a step of one stage, relative to what the allocator says; with a share of the
+    modelled bytes held beside it.
+    """
+    name, loss = "transformer-lm", loss_fn("transformer-lm", **LM)
+    with torch.device("meta"):
+        shapes = MODELS[name](**LM)
+    microbatch = (Boundary.of(each) for each in example_batch(name, 4, device="meta", **LM))
+    layers, of_loss = Profiler().model(shapes, loss, *microbatch)
+    (stage,) = pipeline_memory(layers, of_loss, (range(len(layers)),), gpipe(1, 2, "always"))
+    held: list[Tensor] = []
+
+    def loss_that_holds(output: Tensor, target: Tensor) -> Tensor:
+        held[:] = [torch.empty(int(more * stage.working_set), dtype=torch.uint8, device=output.device)]
+        return loss(output, target)
+
+    pipeline = Pipeline(MODELS[name](**LM).cuda(), num_stages=1, num_microbatches=2)
+    batch, target = example_batch(name, 8, device="cuda", **LM)
+    pipeline.step(batch, target, loss)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    pipeline.step(batch, target, loss_that_holds)
+    return (torch.cuda.max_memory_allocated() - before) / stage.working_set - 1
+
+
+def ends_of(how: str, ranks: int, timeout_s: float) -> dict[int, dict[str, Any]]:
+    """What the ranks say of which one has stopped, by rank."""
+    done = torchrun(ranks, HERE / "stuck_rank.py", how, timeout_s)
+    assert done.returncode != 0
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
+    assert found, done.stderr[-3000:]
+    return {each["rank"]: each for each in found}
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("item", 3), ("ahead", 2), ("sum", 2)])
+def test_a_rank_that_stops_ends_the_others_in_time_with_its_name(how: str, ranks: int) -> None:
+    """Not with an abort of torch's watchdog, a minute later."""
+    for each in ends_of(how, ranks, 10.0).values():
+        assert each["error"].startswith("ActionError"), each
+        assert "on rank 1 failed: rank 1 did not answer" in each["error"]
+        assert each["seconds"] < 15.0
+
+
+# Each of these mistakes is planted, and must be found by the test that it names
+
+
+def _no_index(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(devices, "exact", torch.device)
+
+
+def _wait_in_every_action(patch: pytest.MonkeyPatch) -> None:
+    stop = Clock.stop
+
+    def wait(clock: Clock, position: int) -> None:
+        stop(clock, position)
+        devices.synchronize(devices.exact("cuda"))
+
+    patch.setattr(Clock, "stop", wait)
+
+
+def _pageable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(transfers.devices, "pinned", lambda tensor: tensor)
+
+
+def _leak(patch: pytest.MonkeyPatch) -> None:
+    begin, kept = Clock.begin, list[Tensor]()
+
+    def keep_more(clock: Clock) -> None:
+        kept.append(torch.empty(2**25, device="cuda"))
+        begin(clock)
+
+    patch.setattr(Clock, "begin", keep_more)
+
+
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [(_wait_in_every_action, "syncs"), (_pageable, "pageable"), (_leak, "mallocs")],
+)
+def test_what_holds_up_a_step_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, take = lm(devices="cuda")
+    plant(monkeypatch)
+    assert held_up_in_a_step(take)[found] > 0
+
+
+def test_a_missing_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_index(monkeypatch)
+    with pytest.raises(ValueError, match="have moved from cuda to cuda:0"):
+        lm(devices="cuda")[1]()
+
+
+def test_a_tenth_more_memory_than_modelled_is_found() -> None:
+    assert memory_error(more=0.1) > MODEL_ERROR

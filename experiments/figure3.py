@@ -79,8 +79,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
     workload = sizes[options.profile]
     match case.key.get("part"):
         case cuts.PART:
-            paper_size = cuts.paper_size("figure3", name, options)
-            return cuts.run(f"figure3-{name}", workload, paper_size, STAGES[1:])
+            from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
+
+            paper = paper_size("figure3", name, options)
+            return cuts_of_the_paper(f"figure3-{name}", workload, paper, STAGES[1:])
         case part if part == RECOMPUTATION:
             return with_and_without(workload, name, options)
         case real_steps.PART:

@@ -114,8 +114,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
     match case.key.get("part"):
         case cuts.PART:
             model = str(case.key["model"])
-            paper_size = cuts.paper_size("table2", model, options)
-            return cuts.run(TABLES[model], workload, paper_size, stages)
+            from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
+
+            paper = paper_size("table2", model, options)
+            return cuts_of_the_paper(TABLES[model], workload, paper, stages)
         case on_gpus.PART:
             return on_gpus.run(workload, case.key, options.engine or "ours", options.profile, options.device)
         case layers.PART:

@@ -20,8 +20,8 @@ spread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -61,13 +61,15 @@ from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.harness.verdict import Answer, Comparison
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gpipe_bench.experiments.predicted.sizes import Estimate
+    from gpipe_bench.experiments.predicted.sizes import FullSize
     from gpipe_bench.experiments.timed.slow_link import LinkFound
+    from gpipe_bench.planner.accelerators import Accelerator
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # in the sentences
@@ -158,9 +160,60 @@ def _run_link(sizes: Mapping[str, Workload], options: RunOptions) -> Outcome:
 # Numbers
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """One micro-batch in float32 on an accelerator, by layer. Table 3's second question is how fast a link
+    must be for messages to stay hidden, and that ratio belongs to the paper's hardware and size.
+
+    Args:
+        seconds: share of the peak -> forward and backward of each layer
+        output_bytes: over a cut behind each layer
+        gradient_bytes: the same for the way back
+        num_parameters: of all layers
+    """
+
+    seconds: Callable[[float], Sequence[tuple[float, float]]]
+    output_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    num_parameters: int
+
+    @classmethod
+    def of(cls, full: FullSize, microbatch_size: int, accelerator: Accelerator) -> Estimate:
+        """Of a model at a size of the micro-batch."""
+
+        def seconds(share_of_peak: float) -> list[tuple[float, float]]:
+            found = full.seconds(accelerator, "float32", microbatch_size, (share_of_peak,))
+            return [(float(layer.forward[0]), float(layer.backward[0])) for layer in found]
+
+        layers = range(len(full.layers))
+        return cls(
+            seconds,
+            tuple(full.sent_bytes(layer, microbatch_size, "float32") for layer in layers),
+            tuple(full.returned_bytes(layer, microbatch_size, "float32") for layer in layers),
+            sum(full.parameters),
+        )
+
+    def actions(self, num_stages: int, num_microbatches: int, share_of_peak: float) -> TimedActions:
+        """The actions of the best cut into stages. A recomputation takes as long as a forward; set-up and
+        update are left out.
+        """
+        layers = self.seconds(share_of_peak)
+        stages = partition([forward_s for forward_s, _ in layers], num_stages)
+        samples: dict[tuple[int, Kind], tuple[float, ...]] = {}
+        for number, stage in enumerate(stages):
+            forward_s, backward_s = (sum(layers[layer][way] for layer in stage) for way in (0, 1))
+            samples[number, Kind.F] = samples[number, Kind.R] = (forward_s,)
+            samples[number, Kind.B] = (backward_s,)
+        sent, returned = (
+            tuple(sizes[stage.stop - 1] for stage in stages[:-1])
+            for sizes in (self.output_bytes, self.gradient_bytes)
+        )
+        return TimedActions(stages, num_microbatches, "always", samples, (), 0.0, sent, returned)
+
+
 def estimate_of(paper: Workload) -> Estimate:
     """One micro-batch of the paper's model at a P100's peaks."""
-    from gpipe_bench.experiments.predicted.sizes import Estimate, FullSize
+    from gpipe_bench.experiments.predicted.sizes import FullSize
     from gpipe_bench.planner.accelerators import P100_16
 
     full = FullSize(paper.model, dict(paper.options))

@@ -83,8 +83,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
     workload = sizes[options.profile]
     match case.key.get("part"):
         case cuts.PART:
-            paper_size = cuts.paper_size("figure3", "resnet101", options)
-            return cuts.run("breakdown-v5", workload, paper_size, STAGES)
+            from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
+
+            paper = paper_size("figure3", "resnet101", options)
+            return cuts_of_the_paper("breakdown-v5", workload, paper, STAGES)
         case real_steps.PART:
             size = max(1, workload.batch_size // 2)
             return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)

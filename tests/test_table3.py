@@ -9,9 +9,16 @@ from made_up_steps import found, job_of, timed, value
 from records import record
 
 from gpipe_bench.experiments import table3
-from gpipe_bench.experiments.predicted.sizes import Estimate
 from gpipe_bench.experiments.report.figures import draw
-from gpipe_bench.experiments.table3 import EXPERIMENT, PCIE, modelled, over_link, replayed, shares_of_peak
+from gpipe_bench.experiments.table3 import (
+    EXPERIMENT,
+    PCIE,
+    Estimate,
+    modelled,
+    over_link,
+    replayed,
+    shares_of_peak,
+)
 from gpipe_bench.experiments.timed import slow_link
 from gpipe_bench.experiments.timed.claims import TABLE
 from gpipe_bench.experiments.timed.replay import Steps, lay_out, slowdowns

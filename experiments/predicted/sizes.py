@@ -14,7 +14,7 @@ Transformer are cut whole, ResNet-101 between any two of its 370 operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf, prod
@@ -27,7 +27,10 @@ from torch import nn
 
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
 from gpipe_bench.experiments.predicted.sweep import Steps
-from gpipe_bench.experiments.timed.replay import TimedActions
+from gpipe_bench.experiments.timed.cuts import SETTINGS
+from gpipe_bench.experiments.timed.workloads import Workload
+from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
@@ -35,7 +38,6 @@ from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 
@@ -424,52 +426,37 @@ def of_the_paper(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One micro-batch in float32 on an accelerator, by layer. Table 3's second question is how fast a link
-    must be for messages to stay hidden, and that ratio belongs to the paper's hardware and size.
+def paper_size(experiment: str, model: str, options: RunOptions) -> Mapping[str, Any]:
+    """The options of the paper's model; none in the smoke profile, whose models have fewer layers."""
+    return {} if options.profile == "smoke" else of_the_paper(experiment, model).options
+
+
+def cuts_of_the_paper(table: str, here: Workload, size: Mapping[str, Any], stages: Sequence[int]) -> Outcome:
+    """The cuts of the paper's size for every allowed cost and rule, and by layer what they move here.
 
     Args:
-        seconds: share of the peak -> forward and backward of each layer
-        output_bytes: over a cut behind each layer
-        gradient_bytes: the same for the way back
-        num_parameters: of all layers
+        table: whose unknowns they are
+        here: the model that was timed
+        size: of `paper_size`
+        stages: the numbers of stages
     """
-
-    seconds: Callable[[float], Sequence[tuple[float, float]]]
-    output_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    num_parameters: int
-
-    @classmethod
-    def of(cls, full: FullSize, microbatch_size: int, accelerator: Accelerator) -> Estimate:
-        """Of a model at a size of the micro-batch."""
-
-        def seconds(share_of_peak: float) -> list[tuple[float, float]]:
-            found = full.seconds(accelerator, "float32", microbatch_size, (share_of_peak,))
-            return [(float(layer.forward[0]), float(layer.backward[0])) for layer in found]
-
-        layers = range(len(full.layers))
-        return cls(
-            seconds,
-            tuple(full.sent_bytes(layer, microbatch_size, "float32") for layer in layers),
-            tuple(full.returned_bytes(layer, microbatch_size, "float32") for layer in layers),
-            sum(full.parameters),
-        )
-
-    def actions(self, num_stages: int, num_microbatches: int, share_of_peak: float) -> TimedActions:
-        """The actions of the best cut into stages. A recomputation takes as long as a forward; set-up and
-        update are left out.
-        """
-        layers = self.seconds(share_of_peak)
-        stages = partition([forward_s for forward_s, _ in layers], num_stages)
-        samples: dict[tuple[int, Kind], tuple[float, ...]] = {}
-        for number, stage in enumerate(stages):
-            forward_s, backward_s = (sum(layers[layer][way] for layer in stage) for way in (0, 1))
-            samples[number, Kind.F] = samples[number, Kind.R] = (forward_s,)
-            samples[number, Kind.B] = (backward_s,)
-        sent, returned = (
-            tuple(sizes[stage.stop - 1] for stage in stages[:-1])
-            for sizes in (self.output_bytes, self.gradient_bytes)
-        )
-        return TimedActions(stages, num_microbatches, "always", samples, (), 0.0, sent, returned)
+    written_out = {"attention": "explicit"} if here.model == "transformer-lm" else {}
+    ours, paper = (FullSize(here.model, {**here.options, **other, **written_out}) for other in ({}, size))
+    costs, rules = (load_unknowns().find(table, name).allowed for name in SETTINGS)
+    cuts = {
+        f"{cost}, {rule}": {
+            str(k): [[span.start, span.stop] for span in found]
+            for k in stages
+            if (found := paper.cut(str(cost), str(rule), k)) is not None
+        }
+        for cost in costs
+        for rule in rules
+    }
+    layers = range(len(ours.layers))
+    return Outcome(
+        details={
+            "title": here.title, "cuts": cuts, "parameters": list(ours.parameters),
+            "sent_bytes": [ours.sent_bytes(layer, 1, "float32") for layer in layers],
+            "returned_bytes": [ours.returned_bytes(layer, 1, "float32") for layer in layers],
+        }
+    )  # fmt: skip

@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe_bench.experiments.timed.replay import TimedActions
-from gpipe_bench.experiments.timed.workloads import Workload
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Case
 from gpipe_bench.harness.record import Record, find
-from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.pipeline.plan.partition import Partition
 
 PART = "cuts"
@@ -33,46 +31,6 @@ MISSING = (
 def cases(models: Sequence[str]) -> list[Case]:
     """One for each model, by shape alone: nothing is timed."""
     return [Case({"part": PART, "model": model}, ESTIMATE_S) for model in models]
-
-
-def paper_size(experiment: str, model: str, options: RunOptions) -> Mapping[str, Any]:
-    """The options of the paper's model; none in the smoke profile, whose models have fewer layers."""
-    from gpipe_bench.experiments.predicted.sizes import of_the_paper
-
-    return {} if options.profile == "smoke" else of_the_paper(experiment, model).options
-
-
-def run(table: str, here: Workload, size: Mapping[str, Any], stages: Sequence[int]) -> Outcome:
-    """The cuts of the paper's size for every allowed cost and rule, and by layer what they move here.
-
-    Args:
-        table: whose unknowns they are
-        here: the model that was timed
-        size: of `paper_size`
-        stages: the numbers of stages
-    """
-    from gpipe_bench.experiments.predicted.sizes import FullSize
-
-    written_out = {"attention": "explicit"} if here.model == "transformer-lm" else {}
-    ours, paper = (FullSize(here.model, {**here.options, **other, **written_out}) for other in ({}, size))
-    costs, rules = (load_unknowns().find(table, name).allowed for name in SETTINGS)
-    cuts = {
-        f"{cost}, {rule}": {
-            str(k): [[span.start, span.stop] for span in found]
-            for k in stages
-            if (found := paper.cut(str(cost), str(rule), k)) is not None
-        }
-        for cost in costs
-        for rule in rules
-    }
-    layers = range(len(ours.layers))
-    return Outcome(
-        details={
-            "title": here.title, "cuts": cuts, "parameters": list(ours.parameters),
-            "sent_bytes": [ours.sent_bytes(layer, 1, "float32") for layer in layers],
-            "returned_bytes": [ours.returned_bytes(layer, 1, "float32") for layer in layers],
-        }
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

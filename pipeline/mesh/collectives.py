@@ -82,11 +82,11 @@ class Replicas:
 
     def on(self, device: torch.device) -> None:
         """The sums are of tensors on an accelerator: what it waits for is watched from now on."""
-        self._job.awaited.begin(partial(devices.mark, device))
+        self.job.awaited.begin(partial(devices.mark, device))
 
     def wait(self, work: Work) -> None:
         """Until what was begun may be used; on an accelerator by what is enqueued afterwards."""
-        with self._job.awaited.waiting(None, None):
+        with self.job.awaited.waiting(None, None):
             self.bounded(work.wait)
 
     def close(self) -> None:

@@ -237,6 +237,9 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
             "different_weights": f"{differing:,}" if differing else "none",
             "own_runs": f"{len(of_case(trained, 'done', part='own seeds'))}",
         }  # fmt: skip
+    for record in of_case(records.get("table1", ()), "done", part="hypotheses", half="amoebanet"):
+        fits = record.details["columns"]["naive-1"]["fits"]
+        found["naive_fits"] = f"{fits.count('1') or 'none'} of {len(fits):,}"
     environments = [
         record.environment
         for several in records.values()
@@ -259,6 +262,6 @@ def hardware(environments: Sequence[Mapping[str, object]]) -> str:
     if gpus:
         return f"{where}some of it on GPUs."
     return (
-        f"{where}none of it on a GPU or TPU: no training step was timed on more than {max(cores)} of them, "
-        "and what is said of four and eight devices is computed from these steps."
+        f"{where}none of it on a GPU or TPU. No training step was timed on more than {max(cores)} of them: "
+        "what is said of four and eight devices is computed from these steps."
     )

@@ -107,7 +107,7 @@ def test_the_split_of_every_stage_adds_up(transformer: list[Record]) -> None:
 def test_smoke_prints_the_table_and_draws_it(smoke: Smoke) -> None:
     results, (status, out, err) = smoke
     assert status == 0, err
-    for text in ("parameter memory", "83.9B =", "= identity", "compare table1 --full"):
+    for text in ("parameter memory", "83.9B =", "= identity", "compare table1", "--full"):
         assert text in out
     assert (results / "figures" / "table1-transformer.png").stat().st_size > 10_000
     assert (results / "figures" / "table1-amoebanet.svg").exists()

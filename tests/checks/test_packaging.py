@@ -122,7 +122,7 @@ def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
         "--only", "tiny-layers", "--budget-s", "1",
     )  # fmt: skip
     assert guarded.returncode == 0, guarded.stderr
-    assert "both are the same code: any difference is noise" in guarded.stdout
+    assert "both are the same code, so any difference is noise" in guarded.stdout
     assert guarded.stdout.splitlines()[-1].startswith("guard: ")
 
 

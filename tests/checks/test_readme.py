@@ -142,7 +142,7 @@ def test_the_benchmark_of_the_readme_is_guarded(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     status, out, err = call(*shlex.split(line)[1:], "--budget-s", "1")
     assert status == 0, err
-    assert "both are the same code: any difference is noise" in out
+    assert "both are the same code, so any difference is noise" in out
     assert out.splitlines()[-1].startswith("guard: ")
 
 

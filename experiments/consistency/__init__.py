@@ -1,0 +1,1 @@
+"""Consistent training: the same network, whatever the partition."""

@@ -1,0 +1,1 @@
+"""Engines under test: the protocol, those that are known, and what each is checked for."""

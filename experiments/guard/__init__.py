@@ -1,0 +1,1 @@
+"""What the guard measures: the counters, the benchmarks and the processes that take turns."""

@@ -107,11 +107,10 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
         again = f"{program()} {shlex.join(arguments.arguments)} --full"
         text = shown.text if arguments.full else screen(shown, again)
         heading = f"{experiment.title}\nprofile {shown.records[-1].profile}, {len(shown.records)} records"
-        if (
-            shown.records[-1].profile == "smoke"
-            and (REFERENCE / "cpu-2-cores" / f"{experiment.name}.jsonl").exists()
-        ):
-            heading += f"; the project's own: {program()} compare {experiment.name} --machines {having[0].parent.name}"
+        having = sorted(REFERENCE.glob(f"*/{experiment.name}.jsonl"))
+        if having and shown.records[-1].profile == "smoke":
+            machine = having[0].parent.name
+            heading += f"; ours: {program()} compare {experiment.name} --machines {machine}"
         say("\n".join([heading, *([whose] if whose else []), "", text]))
     if problems:
         say(f"\n{left_out(problems, experiment.name)}")

@@ -196,9 +196,7 @@ def check_time(arguments: argparse.Namespace, subject: Subject, say: Say) -> lis
             f"head: {(state['git_commit'] or '')[:12]}{changed}"
         )
         if base.commit == state["git_commit"] and not state["git_dirty"]:
-            say(
-                "both are the same code, so any difference is noise; --base HEAD~1 compares with the commit before"
-            )
+            say("both are the same code, so any difference is noise; for the commit before: --base HEAD~1")
         subject.prepare(base.path)
         findings = guard(subject, base.path, names, SEED, budget_s=arguments.budget_s, tell=say)
     if not any(finding.runs for finding in findings):

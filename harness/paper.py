@@ -28,7 +28,7 @@ OURS = ("paper", "theory")
 """Sources of numbers that count; all other numbers are somebody else's, of the kind `external`."""
 TO_ANSWER = ("result", "claim", "identity")
 """Kinds of which a missing number of ours is worth a line; the others are context."""
-SETTING = "a setting under which the paper's results were obtained, not a result"
+SETTING = "a setting of the paper, not a result"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

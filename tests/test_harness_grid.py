@@ -57,3 +57,6 @@ def test_a_wide_table_is_wrapped_and_then_goes_below_itself() -> None:
     assert [part.split()[0] for part in parts] == ["named", "a", "c"]
     assert all("row" in part for part in parts[1:])
     assert wide.text() == whole
+    with within(40):
+        empty = Grid(columns=["", "asked", ""], lines=[["first", words, ""]]).text()
+    assert "first" in empty, "a column with nothing in it"

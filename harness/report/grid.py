@@ -74,7 +74,7 @@ class Grid:
             widest = max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))
             widths[widest] -= 1
         columns, *lines = [
-            ["\n".join(_wrapped(cell, most - more)) for cell, most in zip(row, widths, strict=True)]
+            ["\n".join(_wrapped(cell, max(1, most - more))) for cell, most in zip(row, widths, strict=True)]
             for row, more in zip(rows, spare, strict=True)
         ]
         room = width - sum(widths[:first]) - 2 * first + 2

@@ -339,6 +339,7 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
         ")",
         "# foreach=True is faster, and takes memory that the plan has not counted",
         f"optimizer = torch.optim.{_OPTIMIZERS[request.optimizer]}",
+        "# An example batch; your DataLoader gives each replica (pipeline.grid.replica) its share",
         'for step in range(int(os.environ.get("STEPS", "3"))):',
         *_step(request.precision),
         "    optimizer.step()",

@@ -1,7 +1,7 @@
 """Read by Python when it starts over the runtime without a device: what torch's own functions need there.
 
 torch does without cuDNN: its interface hands out descriptions of plans that torch looks into; a function that
-returns 0 is not enough. Without it torch convolves by matrix products of its own, whose workspaces are others.
+returns 0 is not enough. Without it torch convolves by matrix products, whose workspaces are others.
 
 Objects go from process to process through the default store. torch sends them as bytes of tensors, whose
 number the receiver adds up on its device, where kernels compute nothing. ScheduleGPipe's stages tell each

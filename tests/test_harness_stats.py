@@ -6,6 +6,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import bootstrap
 
 from gpipe_bench.harness.stats import from_samples, median_interval
 
@@ -20,6 +21,16 @@ def test_the_interval_holds_the_median_lies_within_the_samples_and_repeats(value
     assert quantity.value == numpy.median(values)
     assert quantity.samples == tuple(values)
     assert from_samples("time", values, "s") == quantity
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.95])
+def test_the_interval_is_that_of_scipys_bootstrap(confidence):
+    values = numpy.random.default_rng(2).lognormal(size=14)
+    theirs = bootstrap(
+        (values,), numpy.median, confidence_level=confidence, n_resamples=2000, method="percentile",
+        random_state=numpy.random.default_rng(181106965),
+    ).confidence_interval  # fmt: skip
+    assert median_interval(values, confidence) == pytest.approx(theirs, rel=1e-12)
 
 
 def test_the_interval_covers_the_true_median_about_as_often_as_it_says():

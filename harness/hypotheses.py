@@ -152,8 +152,9 @@ def with_reasons(
         tried = [each for each in hypotheses if entry.place in each.values or entry.place in each.spreads]
         if cell is None or not tried or (entry.source, entry.question) != ("paper", "as published"):
             return entry
+        allowed = entry.allowed or printed(cell)
         # what was not found after looking stands first
-        holding = [each for each in tried if each.share(cell, entry.allowed) >= SLIVER]
+        holding = [each for each in tried if each.share(cell, allowed) >= SLIVER]
         said = [each.label for each in sorted(holding, key=lambda each: each.after_looking)]
         others = sum(each.tried for each in tried if each.after_looking or not entry.tried)
         return replace(

@@ -85,15 +85,15 @@ def spread_of(
 
 
 def _parts(found: Sequence[tuple[Combination, float]], names: Sequence[str]) -> Iterator[Part]:
-    for name in names:
+    chosen = [tuple(settings[name] for name in names) for settings, _ in found]
+    for place, name in enumerate(names):
         contexts: dict[tuple[Value, ...], dict[Value, float]] = {}
-        for settings, value in found:
-            rest = tuple(each for other, each in settings.items() if other != name)
-            contexts.setdefault(rest, {})[settings[name]] = value
+        for values, (_, value) in zip(chosen, found, strict=True):
+            contexts.setdefault(values[:place] + values[place + 1 :], {})[values[place]] = value
         # Only where all of its values were tried with the same others do they tell what it does.
         most = max(map(len, contexts.values()))
-        matched = [values for values in contexts.values() if len(values) == most]
-        middles = [median(values[each] for values in matched if each in values) for each in matched[0]]
+        matched = [each for each in contexts.values() if len(each) == most]
+        middles = [median(numbers[value] for numbers in matched if value in numbers) for value in matched[0]]
         if min(middles) < max(middles):
             yield Part(what=name, low=min(middles), high=max(middles))
 

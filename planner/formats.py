@@ -61,8 +61,10 @@ def written(form: str, model: Model, candidate: Candidate, request: Request, nam
 
     Raises ValueError, with what to ask instead, where the format can't say it.
     """
-    known = FORMATS[form]
+    known, hidden = FORMATS[form], PurePath(name).stem
     check_schedules(form, (candidate.schedule,))
+    if hidden in ("torch", "torchtitan", "gpipe_bench"):
+        raise ValueError(f"--script {name} would hide the package {hidden}; give another name")
     if request.optimizer not in known.optimizers:
         raise ValueError(
             f"--format {form} knows the optimizers {', '.join(known.optimizers)}, not {request.optimizer}; "
@@ -371,9 +373,10 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
         *(f"    {line}" for line in body),
         "",
     ]
-    started = f"-m torchtitan.train --module {PurePath(name).stem} --config planned"
+    path = PurePath(name)
+    started = f"-m torchtitan.train --module {path.stem} --config planned"
     return Written(
-        "\n".join(lines), f"PYTHONPATH=. {command(request, started, candidate.accelerators)}",
+        "\n".join(lines), f"PYTHONPATH={path.parent} {command(request, started, candidate.accelerators)}",
         to_csv(schedule) * from_file, tuple(differs),
     )  # fmt: skip
 

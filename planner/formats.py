@@ -290,7 +290,8 @@ def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> 
         if tie.trained and len({workers[stage_of[layer]] for layer in tie.layers}) > 1:
             raise ValueError(
                 f"--format torch: layers {', '.join(map(str, tie.layers))} of {model.name} share a weight, "
-                f"which torch's engine would train apart on each worker; give --pp 1, or {ask[5:]}"
+                "which torch's engine would train apart on each worker; give --pp 1, --schedule zb-v (whose "
+                f"first worker has both ends of the model), or {ask[5:]}"
             )
     if any(getattr(layer, each, ()) for layer in model.layers for each in ("stashes", "pops")):
         raise ValueError(f"--format torch: {model.name} has portals, and torch's engine none; {ask}")

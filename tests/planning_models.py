@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -127,18 +128,23 @@ def weights_after(scripts: list[tuple[str, str]]) -> list[dict[str, Tensor]]:
             path = Path(folder) / "train.py"
             path.with_suffix(".csv").write_text(rows)
             made: dict[str, Any] = {"__file__": str(path)}
-            exec(compile(text.replace("torch.zeros(SHARE", "torch.rand(SHARE"), path, "exec"), made)
+            exec(compile(re.sub(r"torch\.zeros\((SHARE.*), dtype.*\)", RANDOM, text), path, "exec"), made)
         if "pipeline" in made:
             own = dict(made["pipeline"].named_parameters())
-        else:
+        else:  # a weight that two stages share counts once
             begins = list(itertools.accumulate(made["CUT"], initial=0))
             own = {
                 f"{begins[stage.stage_index] + int(name.split('.')[1])}.{name.split('.', 2)[2]}": parameter
                 for stage in made["stages"]
                 for name, parameter in stage.submod.named_parameters()
             }
+        own = {name: own[name] for name in {id(p): name for name, p in reversed(own.items())}.values()}
         found.append({name: _whole(parameter) for name, parameter in own.items()})
     return found
+
+
+RANDOM = r"torch.rand(\1).mul(9).to(tensor.dtype)"
+"""In the place of zeros: numbers, or tokens."""
 
 
 def _whole(parameter: Tensor) -> Tensor:

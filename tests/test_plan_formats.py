@@ -57,12 +57,13 @@ WAYS = {
     "zb-h1": planned("zb-h1", cut="2 4"),
     "interleaved": planned("interleaved", "1 2 1 2", stages_per_worker=2, remat=("except_last",) * 4),
     "in a V": planned("v-half", "2 1 1 2", stages_per_worker=2, remat=("always", "never") * 2),
+    "tied in a V": planned("zb-v", "2 2 2 2", stages_per_worker=2, remat=("never",) * 4),
     "replicas": planned(cut="6", num_workers=1, dp=2),
     "shards": planned(cut="6", num_workers=1, fsdp=2, fsdp_level=3),
     "divided": planned(cut="6", num_workers=1, tp=2),
 }
 if not hasattr(PipelineStage, "_warmup_forward_vote"):
-    del WAYS["in a V"]  # torch 2.11 greets itself there, which hangs over gloo
+    del WAYS["in a V"], WAYS["tied in a V"]  # torch 2.11 greets itself there, which hangs over gloo
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,8 @@ def trained() -> dict[str, list[list[dict[str, torch.Tensor]]]]:
     """By way: of each rank the weights after torch's script and after ours."""
     scripts = []
     for name, candidate in WAYS.items():
-        model = model_of("planning_models:" + ("divided" if name == "divided" else "plain"), 16)
+        kind = name.partition(" ")[0]
+        model = model_of(f"planning_models:{kind if kind in ('divided', 'tied') else 'plain'}", 16)
         for form in ("torch", "script"):
             made = written(form, model, candidate, REQUEST)
             scripts.append((made.text, made.rows))
@@ -91,7 +93,7 @@ def test_torch_trains_by_what_we_write_to_our_weights(way: str, trained: dict[st
                 parameter, names[name], **EXACT, msg=lambda text, n=name: f"{n}: {text}"
             )
             seen.add(name)
-    assert len(seen) == 12, "weight and bias of six layers"
+    assert len(seen) == 12 + way.startswith("tied"), "weight and bias of six layers, and of the embedding"
 
 
 def test_a_schedule_that_torch_has_is_named_and_others_lie_beside_the_script() -> None:

@@ -148,10 +148,12 @@ def run(arguments: argparse.Namespace) -> int:
         warn(*(f"not as planned: {each}" for each in written.differs))
     if arguments.frontier is not None:
         draw_frontier(found, arguments.frontier)
-    facts = {
-        "script": written.text, "command": written.command, "format": arguments.format,
-        "schedule_file": written.rows, "not_as_planned": written.differs,
-    }  # fmt: skip
+    facts: dict[str, object] = {"command": written.command}
+    if arguments.format != "script":
+        facts |= {
+            "script": written.text, "format": arguments.format, "schedule_file": written.rows,
+            "not_as_planned": written.differs,
+        }  # fmt: skip
     tell(arguments, [found.describe() | facts], lambda: text(found, written, arguments.script))
     return DONE
 

@@ -163,11 +163,12 @@ def repository(
 @contextmanager
 def arms_of(
     subject: Subject, base: Path, names: Sequence[str], control: Path | None = None
-) -> Iterator[dict[str, Arm] | dict[str, CommandArm]]:
+) -> Iterator[dict[str, Any]]:
     """The arms for these benchmarks, in fresh processes that are gone afterwards.
 
-    The head is the subject's folder as it lies there, and `control` another checkout of the base, if there is
-    one. Raises WorkerError where a revision can't be loaded.
+    Each is an `Arm`, or a `CommandArm` where a command is timed. The head is the subject's folder as it lies
+    there, and `control` another checkout of the base, if there is one. Raises WorkerError where a revision
+    can't be loaded.
     """
     trees = {"base": base, "head": subject.root, "control": control or base}
     if subject.command is not None:

@@ -151,7 +151,9 @@ def guard(
                 until_s = deadline_s if finding.runs else first_deadline_s
                 share_s = (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
-                judgement = measure(arms, finding, run_seed, deadline_s=now_s + share_s)
+                judgement = (measure_command if subject.command else measure)(
+                    arms, finding, run_seed, deadline_s=now_s + share_s
+                )
                 if judgement is None:
                     tell(f"{finding.benchmark}: not timed: {finding.refused}")
                     continue
@@ -161,7 +163,7 @@ def guard(
 
 
 def measure(
-    arms: Mapping[str, Arm] | Mapping[str, CommandArm],
+    arms: Mapping[str, Arm],
     finding: Finding,
     seed: str,
     *,
@@ -171,19 +173,10 @@ def measure(
 ) -> Judgement | None:
     """One run of one benchmark; None where it is refused, which the finding then says.
 
-    A sample is as many steps, equal for all arms, as the base needs to fill `sample_s` when undisturbed, or
-    one run of a command. Raises WorkerError where the head has unlearnt it, ValueError where a command fails.
+    A sample is as many steps, equal for all arms, as the base needs to fill `sample_s` when undisturbed.
+    Raises WorkerError where the head has unlearnt it.
     """
     name = finding.benchmark
-    if finding.command is not None:
-        for each in arms.values():
-            each.build()
-        check(arms, math.inf if finding.runs else deadline_s - time.monotonic())
-        judgement, rounds = run_rounds(
-            lambda arm: arms[arm].sample(), seed, looks=looks, deadline_s=deadline_s
-        )
-        finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
-        return judgement
     built = {arm: each.build(name) for arm, each in arms.items()}
     finding.refused = _refused(name, built["base"], built["head"])
     if finding.refused:
@@ -199,6 +192,20 @@ def measure(
     judgement, rounds = run_rounds(
         lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
     )
+    finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
+    return judgement
+
+
+def measure_command(
+    arms: Mapping[str, CommandArm], finding: Finding, seed: str, *, deadline_s: float = math.inf
+) -> Judgement:
+    """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where it
+    fails, and before the first if there is no time for a look.
+    """
+    for each in arms.values():
+        each.build()
+    check(arms, math.inf if finding.runs else deadline_s - time.monotonic())
+    judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
     finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
     return judgement
 

@@ -67,17 +67,22 @@ if not hasattr(PipelineStage, "_warmup_forward_vote"):
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, list[list[dict[str, torch.Tensor]]]]:
-    """By way: of each rank the weights after torch's script and after ours."""
+def trained(request: pytest.FixtureRequest) -> dict[str, list[list[dict[str, torch.Tensor]]]]:
+    """By way that is to be tested: of each rank the weights after torch's script and after ours."""
+    items = [
+        each for each in request.session.items if each.path == request.path and hasattr(each, "callspec")
+    ]
+    ways = [name for name in WAYS if any(each.callspec.params.get("way") == name for each in items)]
     scripts = []
-    for name, candidate in WAYS.items():
+    for name in ways:
+        candidate = WAYS[name]
         kind = name.partition(" ")[0]
         model = model_of(f"planning_models:{kind if kind in ('divided', 'tied') else 'plain'}", 16)
         for form in ("torch", "script"):
             made = written(form, model, candidate, REQUEST)
             scripts.append((made.text, made.rows))
     ranks = launch(weights_after, 2, scripts, device="cpu")
-    return {name: [[found[2 * way], found[2 * way + 1]] for found in ranks] for way, name in enumerate(WAYS)}
+    return {name: [[found[2 * way], found[2 * way + 1]] for found in ranks] for way, name in enumerate(ways)}
 
 
 @pytest.mark.processes

@@ -61,26 +61,25 @@ def written(form: str, model: Model, candidate: Candidate, request: Request, nam
 
     Raises ValueError, with what to ask instead, where the format can't say it.
     """
+    check_asked(form, (candidate.schedule,), request.optimizer, name)
+    return FORMATS[form].write(model, candidate, request, name)
+
+
+def check_asked(form: str, schedules: Sequence[str], optimizer: str, name: str = NAME) -> None:
+    """Raises ValueError for what a format does not have whatever the plan will be."""
     known, hidden = FORMATS[form], PurePath(name).stem
-    check_schedules(form, (candidate.schedule,))
     if hidden in ("torch", "torchtitan", "gpipe_bench"):
         raise ValueError(f"--script {name} would hide the package {hidden}; give another name")
-    if request.optimizer not in known.optimizers:
+    if optimizer not in known.optimizers:
         raise ValueError(
-            f"--format {form} knows the optimizers {', '.join(known.optimizers)}, not {request.optimizer}; "
+            f"--format {form} knows the optimizers {', '.join(known.optimizers)}, not {optimizer}; "
             f"give --optimizer {known.optimizers[-1]}"
         )
-    return known.write(model, candidate, request, name)
-
-
-def check_schedules(form: str, schedules: Sequence[str]) -> None:
-    """Raises ValueError for one that the format does not have."""
-    known = FORMATS[form].schedules
     for each in schedules:
-        if each in NAMED and each not in known:
+        if each in NAMED and each not in known.schedules:
             raise ValueError(
                 f"--format {form} has no schedule {each}: leave --schedule out, or choose of "
-                f"{', '.join(known)}"
+                f"{', '.join(known.schedules)}"
             )
 
 

@@ -262,3 +262,5 @@ def test_only_what_the_format_can_run_is_tried(tmp_path: Path, capsys: pytest.Ca
     assert err == "".join(f"warning: not as planned: {each}\n" for each in found["not_as_planned"])
     assert main([*asked.split(), *options.split(), "--schedule", "gpipe"]) == 2
     assert "--format megatron has no schedule gpipe: leave --schedule out" in capsys.readouterr().err
+    assert main([*asked.split(), *options.split(), "--script", "torch.py"]) == 2
+    assert "--script torch.py would hide the package torch; give another name" in capsys.readouterr().err

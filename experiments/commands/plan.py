@@ -23,7 +23,7 @@ from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.planner.formats import FORMATS, NAME, check_schedules
+from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED, Request, link_named, link_within
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def options(verb: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     request = request_of(arguments)
-    check_schedules(arguments.format, arguments.schedule)
+    name = str(arguments.script or NAME)
+    check_asked(arguments.format, arguments.schedule, request.optimizer, name)
     from gpipe_bench.planner.space import Space
 
     possible = tuple(name for name in Space.schedules if name in FORMATS[arguments.format].schedules)
@@ -140,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     timing = Timing(seconds=arguments.probe_s, folder=user_folder(), fresh=arguments.fresh, shown=True)
     found = plan(model, request, space=space, shown=arguments.top, timing=timing, progress=_progress)
-    written = found.written(arguments.format, str(arguments.script or NAME))
+    written = found.written(arguments.format, name)
     if arguments.script is not None:
         write_text("--script", arguments.script, written.text)
         if written.rows:

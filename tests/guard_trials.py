@@ -8,8 +8,9 @@
 A trial is a guard run on one benchmark, as `guard --only NAME` makes it; the benchmarks take turns. In trials
 of this project both arms are the same commit: in those of kind "same" they are identical, in those of kind
 "slower" the head's engine stays busy for another tenth of every step. In trials of another repository
-(`their_repository.py`) its owner has committed since: nothing, or an engine that takes a tenth longer. One
-line of JSON per finished trial; those on record are not run again.
+(`their_repository.py`) its owner has committed since: nothing, or an engine that takes a tenth longer. In
+trials of a command that is a program in C, which prints what it counted with noise of 5 % a run: seeded, so
+that the machine has no part in it. One line of JSON per finished trial; those on record are not run again.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from trials import Series, rate, timed
 
 from gpipe_bench.experiments.guard.arms import base_tree, repository, this_project
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
+from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, guard
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 
-TRIALS = {"same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8}
+TRIALS = {
+    "same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8,
+    "command in C, same": 20, "command in C, slower": 8,
+}  # fmt: skip
 SLOW_DOWN = 0.10
 Which = tuple[str, int, str]  # kind, number, benchmark
 
@@ -84,10 +89,13 @@ def ready() -> Iterator[Callable[[Which], dict[str, Any]]]:
                 if kind in heads:
                     subject = replace(this_project(), root=heads[kind])
                     (finding,) = guard(subject, tree.path, [benchmark], seed)
+                elif "command" in kind:
+                    finding = in_c(seed, slow)
                 else:
                     finding = elsewhere(benchmark, seed, slow)
                 return {
-                    "kind": kind, "number": number, "benchmark": benchmark, "slow_down": slow,
+                    "kind": kind, "number": number, "benchmark": finding.benchmark.partition(" ")[0],
+                    "slow_down": slow,
                     "confirmed": finding.confirmed, "runs": [asdict(each) for each in finding.runs],
                     "notes": finding.notes, "commit": tree.commit,
                 }  # fmt: skip
@@ -109,6 +117,22 @@ def elsewhere(benchmark: str, seed: int, share: float) -> Finding:
     return finding
 
 
+def in_c(seed: int, share: float) -> Finding:
+    """The guard in a repository of a program in C, whose last commit makes it count more by that share."""
+    with TemporaryDirectory() as folder:
+        theirs = their_repository.make_counter(Path(folder) / "theirs")
+        their_repository.count_more(theirs, share)
+        counted = Path(folder) / "counted"  # one for all arms, so that every run has noise of its own
+        counted.write_text(str(1_000_000 * seed))
+        command = Command(f"./work {counted}")
+        subject = repository(theirs, "", None, (), "make", command)
+        with base_tree(theirs, "HEAD~1") as base, base_tree(theirs, "HEAD~1") as control:
+            for tree in (base.path, control.path, theirs):
+                subject.prepare(tree, str(tree))
+            (finding,) = guard(subject, base.path, [command.name], seed, control=control.path)
+    return finding
+
+
 def summary(records: Sequence[Mapping[str, Any]]) -> str:
     """How many trials there are, false alarms and power with exact 95 % intervals, how the runs were."""
     lines = []
@@ -123,7 +147,8 @@ def summary(records: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"  a run said regression: {rate(any_regression, len(found))}")
         lines.append(f"  confirmed, which fails: {rate(confirmed, len(found))}")
         for name in BENCHMARKS:
-            of_name = [each for each in found if each["benchmark"] == name]
+            if not (of_name := [each for each in found if each["benchmark"] == name]):
+                continue
             hits = sum(each["confirmed"] for each in of_name)
             lines.append(f"    {name}: {hits} of {len(of_name)}")
         verdicts = Counter(run["verdict"] for run in runs)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import tempfile
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from gpipe_bench.planner.costs import Costs, SizeCosts
@@ -108,3 +114,38 @@ def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:
 
 def planned(name: str, batch_size: int = 16) -> Model:
     return model_of(f"planning_models:{name}", batch_size)
+
+
+def weights_after(scripts: list[tuple[str, str]]) -> list[dict[str, Tensor]]:
+    """On each of the ranks that `launch` started: what this one has of the weights, by layer and name, after
+    each of these scripts, given with the file beside it; in float64, on batches that are not zeros.
+    """
+    found = []
+    torch.set_default_dtype(torch.float64)
+    group = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
+    for text, rows in scripts:
+        with tempfile.TemporaryDirectory() as folder, group:  # the ranks have a group already
+            path = Path(folder) / "train.py"
+            path.with_suffix(".csv").write_text(rows)
+            made: dict[str, Any] = {"__file__": str(path)}
+            exec(compile(re.sub(r"torch\.zeros\((SHARE.*), dtype.*\)", RANDOM, text), path, "exec"), made)
+        if "pipeline" in made:
+            own = dict(made["pipeline"].named_parameters())
+        else:  # a weight that two stages share counts once
+            begins = list(itertools.accumulate(made["CUT"], initial=0))
+            own = {
+                f"{begins[stage.stage_index] + int(name.split('.')[1])}.{name.split('.', 2)[2]}": parameter
+                for stage in made["stages"]
+                for name, parameter in stage.submod.named_parameters()
+            }
+        own = {name: own[name] for name in {id(p): name for name, p in reversed(own.items())}.values()}
+        found.append({name: _whole(parameter) for name, parameter in own.items()})
+    return found
+
+
+RANDOM = r"torch.rand(\1).mul(9).to(tensor.dtype)"
+"""In the place of zeros: numbers, or tokens."""
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()

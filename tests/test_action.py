@@ -80,10 +80,13 @@ def test_the_least_that_can_be_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("odd", ["a b", "$(touch /tmp/should-not-be)", '"; exit 3; "'])
 def test_everything_arrives_as_it_was_said(tmp_path: Path, odd: str) -> None:
     given = {
-        name: f"{name} {odd}" for name in ACTION["inputs"] if name not in ("install", "require-conclusive")
+        name: f"{name} {odd}"
+        for name in ACTION["inputs"]
+        if name not in ("install", "require-conclusive", "higher-is-better")
     }
     (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
     for name, option in {"base": "--base", "engine": "--engine", "benchmarks": "--benchmarks",
+                         "command": "--command", "setup": "--setup", "pattern": "--pattern",
                          "repository": "--repo", "path": "--path", "build": "--build",
                          "budget-s": "--budget-s", "history": "--history"}.items():  # fmt: skip
         assert guard[guard.index(option) + 1] == f"{name} {odd}"
@@ -98,11 +101,17 @@ def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> No
         "path": "src",
         "build": "make",
         "history": "h",
+        "command": "./bench",
+        "setup": "make",
+        "pattern": "x",
+        "higher-is-better": "true",
     }
     (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
     options = parser().parse_args(guard[1:])
     assert (options.repo, options.base, options.engine) == (Path("."), "b", "m:e")
     assert (options.path, options.build, options.require_conclusive) == (["src"], "make", True)
+    assert (options.command, options.setup, options.pattern) == ("./bench", "make", "x")
+    assert options.higher_is_better
 
 
 def test_the_example_gives_the_action_what_it_needs() -> None:

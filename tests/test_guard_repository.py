@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard import run as guard_run
 from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of, repository
+from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
 from gpipe_bench.harness.guard import Change, Judgement, Sample
 
@@ -213,6 +215,111 @@ def test_a_base_that_cannot_be_built_says_why(
     arguments = ["--repo", ".", "--engine", their_repository.ENGINE, "--base", "HEAD"]
     assert main(["guard", *arguments, "--build", "echo no compiler; exit 7"]) == 2
     assert "failed with status 7 in the base's checkout: no compiler" in capsys.readouterr().err
+
+
+# Commands that print a number
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A repository with a program of the shell, whose last commit lets it print a tenth more."""
+    root = tmp_path / "program"
+    root.mkdir()
+    their_repository.git(root, "init", "-q")
+    for more in (100, 110):
+        (root / "work.sh").write_text(f"echo 4 threads on cpu0; echo took {more}.0ms\n")
+        their_repository.commit(root, f"{more}")
+    return root
+
+
+def guarded(program: Path, *options: str) -> int:
+    return main(["guard", "--repo", str(program), "--base", "HEAD~1", *options])
+
+
+def test_a_command_of_any_language_is_guarded_against_its_base(
+    program: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Built once in each of three checkouts, and every run in the folder of its revision."""
+    built = tmp_path / "built"
+    setup = f"pwd >> {built}; cp work.sh built.sh"
+    options = ["--setup", setup, "--command", "sh built.sh"]
+    assert guarded(program, *options, "--json", "--history", str(tmp_path)) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["confirmed"]
+    assert [(run["base"], run["head"], run["rounds"]) for run in found["runs"]] == [(100.0, 110.0, 12)] * 2
+    assert "sh built.sh: worse by +10.0% [+10.0, +10.0], in two runs one after the other" in err
+    trees = built.read_text().splitlines()
+    assert len(set(trees)) == len(trees) == 3
+    assert trees[-1] == str(program)
+    rate, against = json.loads((tmp_path / "github.json").read_text())
+    assert (rate["unit"], rate["value"]) == ("1/number", pytest.approx(1 / 110))
+    assert against["value"] == pytest.approx(1 / 1.1)
+    assert guarded(program, *options, "--higher-is-better", "--json") == 0, "more is better now"
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["verdict"], run["base"], run["head"]) == ("improved", 100.0, 110.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "pattern", "numbers"),
+    [
+        ("4 threads on cpu0\n12.5ms", "", [12.5]),
+        ("1,234,567 instructions:u", "", [1234567.0]),
+        ("rate=3e-4/s v1.2", "", [3e-4]),
+        ("a: 1 s\nb: 4 s", r"(\d+) s$", [1.0, 4.0]),
+        ("total 7", r"total \d+", ValueError("printed 'total 7' where --pattern wants a number")),
+        ("done", "", ValueError("printed no number on standard output, but done")),
+        (
+            "",
+            r"\d+",
+            ValueError("nothing that --pattern '.*' matches on standard output, but nothing at all"),
+        ),
+        ("0", "", ValueError("printed 0; ratios are compared, so print numbers above 0")),
+    ],
+)
+def test_the_number_of_an_output(said: str, pattern: str, numbers: list[float] | ValueError) -> None:
+    command = Command("true", pattern)
+    if isinstance(numbers, ValueError):
+        with pytest.raises(ValueError, match=str(numbers)):
+            command.numbers(said)
+    else:
+        assert command.numbers(said) == numbers
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--command", "echo no; exit 3"],
+            "of base (.*) failed with status 3: no; what the base has not yet",
+        ),
+        (
+            ["--command", "sleep 60 & wait", "--timeout-s", "0.2"],
+            "has not ended for 0.2 s; --timeout-s gives",
+        ),
+        (["--command", "echo none"], "of base (.*) printed no number on standard output, but none"),
+        (["--command", "cat work.sh", "--pattern", "(4|110)"], "base 1, head 2, control 1; give a --pattern"),
+        (
+            ["--command", "sleep 0.2; echo 1", "--budget-s", "2"],
+            "the first look needs 72 of them in .*--budget-s",
+        ),
+        (["--command", "echo 1", "--pattern", "("], "--pattern '(' is no regular expression"),
+        (["--command", "echo 1", "--pattern", "(a)(b)"], "has 2 groups; put one around the number"),
+        (["--command", " "], "--command is empty; give what prints a number"),
+        (["--command", "echo 1", "--timeout-s", "-1"], "--timeout-s is -1; give the seconds that one run"),
+        (["--command", "echo 1", "--build", "make"], "a command's checkouts take --setup"),
+        (["--command", "echo 1", "--engine", "a:b"], "--command is timed alone"),
+        (["--command", "echo 1", "--setup", "exit 5"], "--setup 'exit 5' failed with status 5 in the base's"),
+        (["--engine", "a:b", "--setup", "make"], "--setup is about a command; give it, --command LINE"),
+    ],
+)
+def test_a_command_that_can_not_be_measured_is_one_line(
+    program: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert guarded(program, *options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for part in message.split(".*"):
+        assert part in line
 
 
 # What a run amounts to

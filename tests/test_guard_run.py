@@ -421,8 +421,9 @@ def test_the_committed_trials_hold_what_is_promised() -> None:
     assert sum(any(run["verdict"] == "regression" for run in record["runs"]) for record in same) <= 1
     assert not any(record["confirmed"] for record in same)
     assert sum(record["confirmed"] for record in slower) >= 0.8 * len(slower)
-    for kind, found in (("other repository, same", False), ("other repository, slower", True)):
-        assert {record["confirmed"] for record in records if record["kind"] == kind} == {found}
+    for subject in ("other repository", "command in C"):
+        for kind, found in ((f"{subject}, same", False), (f"{subject}, slower", True)):
+            assert {record["confirmed"] for record in records if record["kind"] == kind} == {found}
     assert max(record["duration_s"] for record in records) < 180
     text = guard_trials.SERIES.docs.read_text(encoding="utf-8")
     assert guard_trials.SERIES.rewritten(text, records) == text, "stale: --write-docs"

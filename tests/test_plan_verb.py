@@ -21,8 +21,8 @@ from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.planner import answer
-from gpipe_bench.planner.answer import command, script
 from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.formats import command, script
 from gpipe_bench.planner.model import built, model_of
 from gpipe_bench.planner.request import Request
 

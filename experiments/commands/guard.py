@@ -1,9 +1,9 @@
 """`guard`: exact counters against the committed file, and timed benchmarks against a base revision.
 
-With `--repo` the benchmarks alone, of an engine or of functions in another repository. Exit status 0:
-counters equal and no confirmed regression, also where nothing could be told (1 with
-`--require-conclusive`); 1: counters differ or a regression was confirmed; 2: bad usage; 3: a benchmark
-failed.
+With `--repo` the benchmarks alone, of an engine, of functions or of a command in another repository. Exit
+status 0: counters equal and no confirmed regression, also where nothing could be told (1 with
+`--require-conclusive`); 1: counters differ or a regression was confirmed; 2: bad usage, or a command that
+prints no number; 3: a benchmark failed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from gpipe_bench.experiments.guard.arms import (
     this_project,
     top_of,
 )
+from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
 from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
 from gpipe_bench.experiments.registry import suggestion
@@ -71,8 +73,9 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--require-conclusive", action="store_true", help="exit with 1 where nothing can be told, too"
     )
     verb.add_argument(
-        "--repo", type=Path, metavar="DIR", help="guard this repository instead, by --engine or --benchmarks"
-    )
+        "--repo", type=Path, metavar="DIR",
+        help="guard this repository instead, by --engine, --benchmarks or --command",
+    )  # fmt: skip
     verb.add_argument(
         "--engine", metavar="MODULE:ATTRIBUTE", help="its engine, timed by this project's benchmarks"
     )
@@ -85,6 +88,22 @@ def options(verb: argparse.ArgumentParser) -> None:
         help="where its modules are, below DIR; default: DIR and DIR/src",
     )  # fmt: skip
     verb.add_argument("--build", metavar="COMMAND", help="run in the base's checkout before it is timed")
+    verb.add_argument(
+        "--command",
+        metavar="LINE",
+        help="a command that prints a number, in any language; the last one counts",
+    )
+    verb.add_argument(
+        "--setup", metavar="COMMAND", help="run once in every checkout that --command is run in, such as make"
+    )
+    verb.add_argument(
+        "--pattern", metavar="REGEX",
+        help="of the command's number, or its one group; of several matches the geometric mean counts",
+    )  # fmt: skip
+    verb.add_argument("--higher-is-better", action="store_true", help="the command's number is a rate")
+    verb.add_argument(
+        "--timeout-s", type=float, metavar="S", help=f"of one run of the command; default: {TIMEOUT_S:g}"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,8 +149,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
     """What is to be measured. Raises ValueError where that is not clear, or nothing is."""
+    command = arguments.command
+    for option in ("setup", "pattern", "higher_is_better", "timeout_s"):
+        if command is None and getattr(arguments, option):
+            raise ValueError(f"--{option.replace('_', '-')} is about a command; give it, --command LINE")
     if arguments.repo is None:
-        for option in ("engine", "benchmarks", "path", "build"):
+        for option in ("engine", "benchmarks", "path", "build", "command"):
             if getattr(arguments, option):
                 raise ValueError(
                     f"--{option} is about another repository; name it: --repo DIR (. for the one here)"
@@ -143,9 +166,15 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
             raise ValueError(f"--{option} is about this project's own counters, not about --repo")
     if arguments.base is None:
         raise ValueError("--repo times a repository against one of its revisions; give it, --base REF")
+    if command is not None:
+        if arguments.build:
+            raise ValueError("--build is for --engine and --benchmarks; a command's checkouts take --setup")
+        timeout_s = TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
+        command = Command(command, arguments.pattern or "", arguments.higher_is_better, timeout_s)
     return repository(
-        arguments.repo, arguments.engine or "", arguments.benchmarks, arguments.path, arguments.build or ""
-    )
+        arguments.repo, arguments.engine or "", arguments.benchmarks, arguments.path,
+        arguments.build or arguments.setup or "", command,
+    )  # fmt: skip
 
 
 def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
@@ -186,7 +215,10 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
 def check_time(arguments: argparse.Namespace, subject: Subject, say: Say) -> list[Finding]:
     """The second tier, and the third where a history is kept."""
     names = [name for name in subject.benchmarks if name in arguments.only or not arguments.only]
-    with base_tree(subject.root, arguments.base) as base:
+    with ExitStack() as stack:
+        base = control = stack.enter_context(base_tree(subject.root, arguments.base))
+        if subject.command:
+            control = stack.enter_context(base_tree(subject.root, arguments.base))
         if subject.is_own:
             refuse_vanished(base, arguments.removed)
         state = code_state(top_of(subject.root) or subject.root)
@@ -197,8 +229,13 @@ def check_time(arguments: argparse.Namespace, subject: Subject, say: Say) -> lis
         )
         if base.commit == state["git_commit"] and not state["git_dirty"]:
             say("both are the same code, so any difference is noise; for the commit before: --base HEAD~1")
-        subject.prepare(base.path)
-        findings = guard(subject, base.path, names, SEED, budget_s=arguments.budget_s, tell=say)
+        subject.prepare(base.path, "the base's checkout")
+        if subject.command:
+            subject.prepare(control.path, "the control's checkout")
+            subject.prepare(subject.root, "the working tree")
+        findings = guard(
+            subject, base.path, names, SEED, control=control.path, budget_s=arguments.budget_s, tell=say
+        )
     if not any(finding.runs for finding in findings):
         reasons = "; ".join(f"{finding.benchmark}: {finding.refused}" for finding in findings)
         raise WorkerError(f"nothing was timed: {reasons}")

@@ -17,17 +17,19 @@ from gpipe_bench.experiments.commands.asked import (
     reserve_option,
     training_options,
 )
-from gpipe_bench.experiments.commands.output import DONE, tell, write_text
+from gpipe_bench.experiments.commands.output import DONE, tell, warn, write_text
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED, Request, link_named, link_within
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
     from gpipe_bench.planner.candidate import Candidate, Prediction
+    from gpipe_bench.planner.formats import Written
 
 GIB = 2**30
 MOST_WORKERS, MOST_MICROBATCHES = 16, 6
@@ -98,16 +100,25 @@ def options(verb: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--script", type=Path, metavar="FILE.py", help="write the script that trains as planned"
     )
+    output.add_argument(
+        "--format", choices=tuple(FORMATS), default="script",
+        help="what it is: a script on this engine or on torch.distributed.pipelining, settings for "
+        "torchtitan, or flags of Megatron-LM; only schedules that it has are tried, and what it can't do as "
+        "planned is said; default: %(default)s",
+    )  # fmt: skip
     output.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     request = request_of(arguments)
+    name = str(arguments.script or NAME)
+    check_asked(arguments.format, arguments.schedule, request.optimizer, name)
     from gpipe_bench.planner.space import Space
 
+    possible = tuple(name for name in Space.schedules if name in FORMATS[arguments.format].schedules)
     space = Space(
-        schedules=tuple(arguments.schedule) or Space.schedules,
+        schedules=tuple(arguments.schedule) or possible,
         microbatches=tuple(arguments.num_microbatches) or None,
         pp=tuple(arguments.pp) or None,
         tp=tuple(arguments.tp) or (1,),
@@ -130,12 +141,21 @@ def run(arguments: argparse.Namespace) -> int:
     )
     timing = Timing(seconds=arguments.probe_s, folder=user_folder(), fresh=arguments.fresh, shown=True)
     found = plan(model, request, space=space, shown=arguments.top, timing=timing, progress=_progress)
+    written = found.written(arguments.format, name)
     if arguments.script is not None:
-        write_text("--script", arguments.script, found.script())
+        write_text("--script", arguments.script, written.text)
+        if written.rows:
+            write_text("--script", arguments.script.with_suffix(".csv"), written.rows)
+        warn(*(f"not as planned: {each}" for each in written.differs))
     if arguments.frontier is not None:
         draw_frontier(found, arguments.frontier)
-    command = {"command": found.command(str(arguments.script))} if arguments.script else {}
-    tell(arguments, [found.describe() | command], lambda: text(found, arguments.script))
+    facts: dict[str, object] = {"command": written.command}
+    if arguments.format != "script":
+        facts |= {
+            "script": written.text, "format": arguments.format, "schedule_file": written.rows,
+            "not_as_planned": written.differs,
+        }  # fmt: skip
+    tell(arguments, [found.describe() | facts], lambda: text(found, written, arguments.script))
     return DONE
 
 
@@ -177,12 +197,20 @@ def _progress(what: str, done: int, total: int) -> None:
     print(f"\r{words:<30}", end="\r" if done + 1 >= total else "", file=sys.stderr, flush=True)
 
 
-def text(plan: Plan, written: Path | None = None) -> str:
-    """All of it, then how to run it: the script, unless it is `written`, and the line that starts it."""
+def text(plan: Plan, written: Written, path: Path | None = None) -> str:
+    """All of it, then how to run it: the script, unless it was written to `path`, and the line that starts
+    it.
+    """
     parts = [_ways(plan), _cut(plan.best), _schedule(plan.best.candidate), _frontier(plan)]
-    how = f"the script that trains so (--script FILE.py writes it):\n\n{plan.script()}\n{plan.command()}"
-    if written is not None:
-        how = f"{written} trains so; start it with\n\n{plan.command(str(written))}"
+    if path is not None:
+        beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written.rows)
+        how = f"{path}{beside} trains so; start it with\n\n{written.command}"
+    else:
+        beside = f"the schedule, which lies beside it as .csv:\n\n{written.rows}\n" * bool(written.rows)
+        how = (
+            f"the script that trains so (--script FILE.py writes it):\n\n{written.text}\n{beside}"
+            f"{written.command}"
+        )
     return "\n\n".join([*(part for part in parts if part), how])
 
 

@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
+from gpipe_bench.experiments.guard.command import Command, CommandArm
 from gpipe_bench.harness.guard import ARMS, Sample
 from gpipe_bench.harness.places import ROOT
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang
-BUILD_TIMEOUT_S = 900  # for the command of `--build`
+BUILD_TIMEOUT_S = 900  # for the command of `--build` or `--setup`
 TAIL_BYTES = 2000  # of a process's standard error, in the message about its failure
 
 
@@ -53,8 +54,8 @@ OURS = {name: Timed(each.describe, each.num_processes) for name, each in BENCHMA
 class Subject:
     """The folder that is measured, by what, and the folders in it that modules are imported from.
 
-    `engine` and `file` are what the processes time (`worker.py`); without both it is this project. `build` is
-    a command that makes a fresh checkout usable.
+    `engine` and `file` are what the processes time (`worker.py`), unless a `command` is timed; without all of
+    them it is this project. `build` is a command that makes a checkout usable.
     """
 
     root: Path
@@ -63,27 +64,29 @@ class Subject:
     engine: str = ""
     file: str = ""
     build: str = ""
+    command: Command | None = None
 
     @property
     def is_own(self) -> bool:
         """Whether it is this project, with its own revisions."""
-        return not (self.engine or self.file)
+        return not (self.engine or self.file or self.command)
 
-    def prepare(self, tree: Path) -> None:
-        """Runs the build command in a fresh checkout. Raises ValueError with the end of what it said."""
+    def prepare(self, tree: Path, where: str) -> None:
+        """Runs the build command in a checkout. Raises ValueError with the end of what it said."""
         if not self.build:
             return
+        option = "--setup" if self.command else "--build"
         try:
             done = subprocess.run(
                 self.build, cwd=tree, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=BUILD_TIMEOUT_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise ValueError(f"--build {self.build!r} has not ended for {BUILD_TIMEOUT_S} s") from error
+            raise ValueError(f"{option} {self.build!r} has not ended for {BUILD_TIMEOUT_S} s") from error
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()[-5:]
             raise ValueError(
-                f"--build {self.build!r} failed with status {done.returncode} in the base's checkout: "
+                f"{option} {self.build!r} failed with status {done.returncode} in {where}: "
                 + " / ".join(said)
             )
 
@@ -94,15 +97,17 @@ def this_project() -> Subject:
 
 
 def repository(
-    folder: Path, engine: str, file: Path | None, folders: Sequence[str], build: str = ""
-) -> Subject:
+    folder: Path, engine: str, file: Path | None, folders: Sequence[str], build: str = "",
+    command: Command | None = None,
+) -> Subject:  # fmt: skip
     """Somebody else's repository.
 
     folder: in a git work tree; what is measured, as it lies there.
     engine: `module:attribute` of a factory of engines (docs/own-engine.md), or "".
     file: a Python file with a dictionary BENCHMARKS of functions, or None.
     folders: where modules are imported from, below `folder`; none: itself, and its `src` if there is one.
-    build: a command to be run in the base's checkout before it is measured.
+    build: a command to be run in the base's checkout before it is measured, or in every one with `command`.
+    command: what prints a number, instead of an engine and functions.
 
     Raises ValueError, with the remedy, where nothing can be measured so.
     """
@@ -113,11 +118,13 @@ def repository(
         raise ValueError(
             f"{root} is in no git repository that can be read; two revisions are compared, so name a clone"
         )
-    if not engine and file is None:
+    if not engine and file is None and command is None:
         raise ValueError(
-            "--repo needs what is to be timed there: --engine module:attribute for a pipeline engine "
-            "(docs/own-engine.md), --benchmarks FILE for functions of your own, or both"
+            "--repo needs what is to be timed there: --command LINE for what prints a number, --engine "
+            "module:attribute for a pipeline engine (docs/own-engine.md), or --benchmarks FILE for functions"
         )
+    if command is not None and (engine or file is not None):
+        raise ValueError("--command is timed alone: leave out --engine and --benchmarks, or guard twice")
     module, colon, attribute = engine.partition(":")
     parts = (*module.split("."), *attribute.split("."))
     if engine and not (colon and all(part.isidentifier() for part in parts)):
@@ -132,8 +139,10 @@ def repository(
     if not folders:
         folders = (".", "src") if (root / "src").is_dir() else (".",)
     benchmarks = dict(OURS) if engine else {}
+    if command is not None:
+        benchmarks = {command.name: Timed(command.line)}
     subject = Subject(
-        root, benchmarks, tuple(folders), engine, "" if file is None else str(file.resolve()), build
+        root, benchmarks, tuple(folders), engine, "" if file is None else str(file.resolve()), build, command
     )
     if file is not None:
         with ExitStack() as stack:  # their code is not run in this process
@@ -152,18 +161,26 @@ def repository(
 
 
 @contextmanager
-def arms_of(subject: Subject, base: Path, names: Sequence[str]) -> Iterator[dict[str, Arm]]:
+def arms_of(
+    subject: Subject, base: Path, names: Sequence[str], control: Path | None = None
+) -> Iterator[dict[str, Any]]:
     """The arms for these benchmarks, in fresh processes that are gone afterwards.
 
-    The head is the subject's folder as it lies there. Raises WorkerError where a revision can't be loaded.
+    Each is an `Arm`, or a `CommandArm` where a command is timed. The head is the subject's folder as it lies
+    there, and `control` another checkout of the base, if there is one. Raises WorkerError where a revision
+    can't be loaded.
     """
+    trees = {"base": base, "head": subject.root, "control": control or base}
+    if subject.command is not None:
+        yield {
+            name: CommandArm(name, trees[name], subject.command, _modules(trees[name], subject.folders))
+            for name in ARMS
+        }
+        return
     count = max(subject.benchmarks[name].num_processes for name in names)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="guard-")))
-        arms = {
-            name: Arm(name, subject.root if name == "head" else base, subject, count, folder / name, stack)
-            for name in ARMS
-        }
+        arms = {name: Arm(name, trees[name], subject, count, folder / name, stack) for name in ARMS}
         for arm in arms.values():
             arm.wait_until_started()
         yield arms
@@ -230,16 +247,19 @@ def environment_of(tree: Path, folders: Sequence[str]) -> dict[str, str]:
     written into it.
     """
     before = os.environ.get("PYTHONPATH")
+    modules = _modules(tree, folders)
     return {
         **os.environ,
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(
-            [*(str(tree / folder) for folder in folders), *([before] if before else [])]
-        ),
+        "PYTHONPATH": f"{modules}{os.pathsep}{before}" if before else modules,
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
     }
+
+
+def _modules(tree: Path, folders: Sequence[str]) -> str:
+    return os.pathsep.join(str(tree / folder) for folder in folders)
 
 
 class WorkerError(RuntimeError):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
+from gpipe_bench.experiments.guard.command import Command, CommandArm, check
 from gpipe_bench.harness.guard import (
     LOOKS,
     THRESHOLD,
@@ -45,11 +46,11 @@ HEADERS = (
 )  # fmt: skip
 
 LEGEND = f"""\
-Changes of the time per step with their intervals; + is slower. A regression lies above +{THRESHOLD:.0%} with
-its whole interval, and fails only if fresh processes confirm it. `base against itself` is the control: if its
-interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches; what
-looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four times in
-five. Processor time can't see waiting and decides nothing."""
+Changes of the time per step, or of a command's number, with their intervals; + is worse. A regression lies
+above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it. `base against
+itself` is the control: if its interval excludes 0, the run proves nothing (contaminated). Noise floor: how
+far that interval reaches; what looks like an improvement within it is none. Detects: the slow-down that a
+run this noisy finds four times in five. Processor time can't see waiting and decides nothing."""
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Finding:
     notes: list[str] = field(default_factory=list)
     samples_s: list[float] = field(default_factory=list)  # the head's, in the last run
     refused: str = ""  # why there is nothing to time: neither revision can run it, or only the head can
+    command: Command | None = None  # whose number it is; else seconds of a step
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -76,16 +78,22 @@ class Finding:
         """Whether this run says anything of it, good or bad."""
         return not self.refused and self.verdicts[-1] in ("same", "improved")
 
+    def level(self, value: float) -> str:
+        """Of a run's base or head, in its unit."""
+        if self.command is None:
+            return f"{1e3 * value:.2f} ms"
+        return f"{1 / value if self.command.higher_is_better else value:.6g}"
+
     def conclusion(self) -> str:
         """Its outcome in a sentence."""
         if self.refused:
             return f"{self.benchmark}: not timed: {self.refused}"
         last = self.runs[-1]
-        head = show(last.head)
+        head, slower = show(last.head), "worse" if self.command else "slower"
         if self.confirmed:
-            what = f"slower by {head}, in two runs one after the other"
+            what = f"{slower} by {head}, in two runs one after the other"
         elif last.verdict == "regression":
-            what = f"slower by {head}, not confirmed"
+            what = f"{slower} by {head}, not confirmed"
         elif "regression" in self.verdicts:
             what = f"a regression was not confirmed; then {last.verdict}, {head}"
         elif last.verdict == "contaminated":
@@ -105,6 +113,8 @@ class Finding:
             {**asdict(run), "noise_floor": run.noise_floor, "smallest_detectable": run.smallest_detectable}
             for run in self.runs
         ]
+        for run in runs if self.command else ():
+            run |= {arm: float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
         return {
             "benchmark": self.benchmark, "confirmed": self.confirmed, "refused": self.refused,
             "notes": self.notes, "runs": runs,
@@ -117,29 +127,33 @@ def guard(
     names: Sequence[str],
     seed: int,
     *,
+    control: Path | None = None,
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Compares the subject's folder with the tree `base` by these benchmarks.
+    """Compares the subject's folder with the tree `base` by these benchmarks; a command's control is run in a
+    tree of its own.
 
     Raises WorkerError where one can't be run.
     """
     begun_s = clock_s()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
-    findings = [Finding(name) for name in names]
+    findings = [Finding(name, command=subject.command) for name in names]
     while pending := [each for each in findings if not each.refused and needs_another_run(each.verdicts)]:
         if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
             for finding in pending:
                 finding.notes.append("no time left to measure again")
             break
-        with arms_of(subject, base, [finding.benchmark for finding in pending]) as arms:
+        with arms_of(subject, base, [finding.benchmark for finding in pending], control) as arms:
             for index, finding in enumerate(pending):
                 now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
                 until_s = deadline_s if finding.runs else first_deadline_s
                 share_s = (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
-                judgement = measure(arms, finding, run_seed, deadline_s=now_s + share_s)
+                judgement = (measure_command if subject.command else measure)(
+                    arms, finding, run_seed, deadline_s=now_s + share_s
+                )
                 if judgement is None:
                     tell(f"{finding.benchmark}: not timed: {finding.refused}")
                     continue
@@ -182,6 +196,20 @@ def measure(
     return judgement
 
 
+def measure_command(
+    arms: Mapping[str, CommandArm], finding: Finding, seed: str, *, deadline_s: float = math.inf
+) -> Judgement:
+    """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where it
+    fails, and before the first if there is no time for a look.
+    """
+    for each in arms.values():
+        each.build()
+    check(arms, math.inf if finding.runs else deadline_s - time.monotonic())
+    judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
+    finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
+    return judgement
+
+
 def _refused(name: str, base: Built, head: Built) -> str:
     """Why there is nothing to compare."""
     if head.refused and not base.refused:
@@ -196,7 +224,7 @@ def table(findings: Sequence[Finding]) -> Grid:
     lines = [
         [
             finding.benchmark, run.verdict + (" (out of time)" if run.out_of_time else ""),
-            f"{1e3 * run.base_s:.2f} ms", f"{1e3 * run.head_s:.2f} ms",
+            finding.level(run.base_s), finding.level(run.head_s),
             *map(show, (run.head, run.control, run.cpu)), str(run.rounds), f"{run.noise_floor:.1%}",
             f"{run.smallest_detectable:.1%}",
         ]
@@ -233,12 +261,15 @@ def trend(findings: Sequence[Finding], describe: Mapping[str, str]) -> list[dict
             continue
         run, name = finding.runs[-1], finding.benchmark
         low, high = 1 / (1 + run.head.high), 1 / (1 + run.head.low)
+        unit = "steps/s"
+        if finding.command is not None:
+            unit = "number" if finding.command.higher_is_better else "1/number"
         rates = [1 / sample for sample in finding.samples_s]
         spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
         extra = f"{describe[name]}\nverdict: {run.verdict} after {run.rounds} rounds"
         found += [
             {
-                "name": name, "unit": "steps/s", "value": statistics.median(rates),
+                "name": name, "unit": unit, "value": statistics.median(rates),
                 "range": f"± {spread:.3g}", "extra": extra,
             },
             {

@@ -133,8 +133,8 @@ def test_users_are_shown_public_names_alone() -> None:
     paths = [*PAGES, *ROOT.glob("examples/*.py")]
     shown = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
     del shown[Path("docs/api.md")]  # docstrings, which speak to readers of the code too
-    generator = (ROOT / "planner" / "answer.py").read_text(encoding="utf-8")
-    shown[Path("planner/answer.py")] = generator[generator.index("\ndef script(") :]
+    generator = (ROOT / "planner" / "formats.py").read_text(encoding="utf-8")
+    shown[Path("planner/formats.py")] = generator[generator.index("\ndef script(") :]
     for package in ("pipeline", "planner"):
         known = {*import_module(f"gpipe_bench.{package}").__all__, "checkpoint"}
         imports = rf"(?m)^[ f\"]*from gpipe_bench\.{package} import (\([^)]*\)|[^\n\"]+)"

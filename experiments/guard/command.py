@@ -1,0 +1,183 @@
+"""Any command that prints a number, as what the guard times: a program in any language, in any repository.
+
+A sample is one run of the command in the folder of its revision, and its value what the command says of
+itself: seconds, instructions, or a rate (`higher_is_better`). So start-up counts only where the command
+counts it. Ratios are compared, so a number must be above 0.
+
+Other than the processes of `worker.py`, a command has the threads and devices that it takes, as its user
+would run it. Only PYTHONPATH is set, so that a Python program finds the modules of its own revision before
+those that are installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpipe_bench.harness.guard import ARMS, LOOKS, Sample
+
+TIMEOUT_S = 60.0
+NEEDED_RUNS = 2 * len(ARMS) * LOOKS[0]
+"""Of the command, for the first look."""
+TAIL = 5  # lines of what a command said, in the message about its failure
+SHOWN = 40  # characters of a command in a table
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+"""`12`, `1,234.5` and `3e-4`, also before a unit as in `12ms`; not the digits of a name such as `cpu0`."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is run, and what of its standard output is the number.
+
+    Args:
+        line: for the shell.
+        pattern: a regular expression whose group, or whole match, is the number; the last number if "".
+            Where it matches several times, their geometric mean counts.
+        higher_is_better: whether the number is a rate.
+        timeout_s: a run that takes longer hangs.
+
+    Raises:
+        ValueError: nothing to run, an expression that is none or has several groups, no time.
+    """
+
+    line: str
+    pattern: str = ""
+    higher_is_better: bool = False
+    timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if not self.line.strip():
+            raise ValueError('--command is empty; give what prints a number, such as "python bench.py"')
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"--timeout-s is {self.timeout_s:g}; give the seconds that one run may take")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"--pattern {self.pattern!r} is no regular expression: {error}") from error
+        if groups > 1:
+            raise ValueError(
+                f"--pattern {self.pattern!r} has {groups} groups; put one around the number, and (?:...) "
+                "elsewhere"
+            )
+
+    @property
+    def name(self) -> str:
+        """Of the benchmark."""
+        return self.line if len(self.line) <= SHOWN else f"{self.line[: SHOWN - 3]}..."
+
+    def numbers(self, said: str) -> list[float]:
+        """Those that count in an output. Raises ValueError where there is none, or one not above 0."""
+        found = re.findall(self.pattern, said, re.MULTILINE) if self.pattern else _NUMBER.findall(said)[-1:]
+        if not found:
+            what = f"nothing that --pattern {self.pattern!r} matches" if self.pattern else "no number"
+            raise ValueError(f"printed {what} on standard output, but {_tail(said) or 'nothing at all'}")
+        try:
+            numbers = [float(each.replace(",", "")) for each in found]
+        except ValueError as error:
+            raise ValueError(f"printed {found[0]!r} where --pattern wants a number") from error
+        if not all(0 < each < math.inf for each in numbers):
+            raise ValueError(f"printed {min(numbers):g}; ratios are compared, so print numbers above 0")
+        return numbers
+
+
+class CommandArm:
+    """One revision, measured by a command that is run in its folder."""
+
+    def __init__(self, name: str, tree: Path, command: Command, modules: str) -> None:
+        self._where, self._tree, self._command = f"{name} ({tree})", tree, command
+        before = os.environ.get("PYTHONPATH")
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (modules, before)))}
+        self.count = 0
+        """Numbers of a run."""
+        self.taken_s = 0.0
+        """By the latest run."""
+
+    def build(self) -> None:
+        """Runs it once, so that files and caches are there for all arms. Raises ValueError as `sample`."""
+        self.count = len(self._run()[0])
+
+    def sample(self) -> Sample:
+        """Of one run; its `wall_s` is what is compared, larger if worse.
+
+        Raises ValueError, with the revision, for a run that fails, hangs, or prints no number or more than
+        before.
+        """
+        numbers, cpu_s = self._run()
+        if len(numbers) != self.count:
+            raise ValueError(
+                f"--command {self._command.line!r} of {self._where} printed {len(numbers)} numbers, and "
+                f"{self.count} before; give a --pattern that matches as often in every run"
+            )
+        level = math.exp(math.fsum(map(math.log, numbers)) / len(numbers))
+        return Sample(1 / level if self._command.higher_is_better else level, cpu_s)
+
+    def _run(self) -> tuple[list[float], float]:
+        """The numbers of a run, and its processor time."""
+        command, begin_s, before_s = self._command, time.monotonic(), _children_s()
+        what = f"--command {command.line!r} of {self._where}"
+        process = subprocess.Popen(
+            command.line, shell=True, cwd=self._tree, env=self._environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            start_new_session=True,
+        )  # fmt: skip
+        with process:
+            try:
+                said, errors = process.communicate(timeout=command.timeout_s)
+            except subprocess.TimeoutExpired:
+                raise ValueError(
+                    f"{what} has not ended for {command.timeout_s:g} s; --timeout-s gives it more"
+                ) from None
+            finally:
+                if process.returncode is None:  # an interrupt, too: nothing it started stays
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        self.taken_s = time.monotonic() - begin_s
+        if process.returncode:
+            raise ValueError(
+                f"{what} failed with status {process.returncode}: {_tail(errors or said)}; what the base has "
+                "not yet can lie outside of the repository, and --setup builds what must be built"
+            )
+        try:
+            return command.numbers(said), max(_children_s() - before_s, 1e-6)
+        except ValueError as error:
+            raise ValueError(f"{what} {error}") from error
+
+
+def check(arms: Mapping[str, CommandArm], left_s: float) -> None:
+    """Raises ValueError where the arms, all built, print different numbers of numbers, or where the time that
+    is left is not enough for a first look.
+    """
+    counts = {name: arm.count for name, arm in arms.items()}
+    if len({*counts.values()}) > 1:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ValueError(
+            f"the revisions print different numbers of numbers: {told}; give a --pattern that matches as "
+            "often in both"
+        )
+    run_s = min(arm.taken_s for arm in arms.values())
+    if run_s * NEEDED_RUNS > left_s:
+        raise ValueError(
+            f"a run of the command takes {run_s:.2g} s, and the first look needs {NEEDED_RUNS} of them in "
+            f"{left_s:.0f} s; give --budget-s {math.ceil(4 * run_s * NEEDED_RUNS)}, or a shorter command"
+        )
+
+
+def _children_s() -> float:
+    """Processor time of all that ran in this process's children and has ended."""
+    import resource  # not on Windows
+
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _tail(text: str) -> str:
+    return " / ".join(text.strip().splitlines()[-TAIL:])

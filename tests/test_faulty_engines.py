@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import call, lines
+from engines_checked import PAGE, rewritten
+from planted_engines import PLANTED, RIGHT
 
 from gpipe_bench.experiments import peers
-from gpipe_bench.experiments.engines import checks as checks_module
-from gpipe_bench.experiments.engines.checks import Row, faults
+from gpipe_bench.experiments.engines import cases as cases_module
+from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, settled
 from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
 from gpipe_bench.experiments.peers import MODELS
 
@@ -56,7 +57,9 @@ class Third(FillDrain):
 class Slightly(FillDrain):
     def step(self, batch, target, loss_fn):
         loss = super().step(batch, target, loss_fn)
-        next(self.stages[0].parameters()).grad.mul_(1 + 1e-7)
+        for parameter in list(self.stages[0].parameters())[:1]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + 1e-7)
         return loss
 
 
@@ -82,6 +85,13 @@ class Late(FillDrain):
         return super().forward(stage, value, m)
 
 
+class DiesLate(FillDrain):
+    def forward(self, stage, value, m):
+        if self.setup.remat == "always":
+            os._exit(7)
+        return super().forward(stage, value, m)
+
+
 class Empty:
     def __init__(self, setup):
         pass
@@ -104,15 +114,24 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check(name: str, *options: str) -> tuple[int, str, list[str]]:
-    status, out, err = call("check-engine", f"scene_engines:{name}", *options)
-    head, _, rest = out.partition("\n")
-    return status, head or err.strip(), rest.splitlines()
+def check(name: str, *options: str) -> tuple[int, str, dict[str, str]]:
+    """Exit status, what is said first, and the verdict of every case in the last place."""
+    status, out, err = call("check-engine", f"scene_engines:{name}", "--json", *options)
+    return status, err.strip(), {row["case"]: row["verdict"] for row in lines(out)}
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    kept = {place: checks_module.PLACES[place] for place in places}
-    monkeypatch.setattr(checks_module, "PLACES", kept)
+    kept = {place: cases_module.PLACES[place] for place in places}
+    monkeypatch.setattr(cases_module, "PLACES", kept)
+
+
+def in_this_process(name: str) -> dict[str, Row]:
+    """What `check-engine` finds in one process, in this one."""
+    rows: list[Row] = []
+    for group in GROUPS:
+        rows += examine(name, group, "one process")
+        assert rows[0].verdict == "ok"
+    return {row.case: row for row in settled(rows)}
 
 
 # In processes of their own
@@ -177,14 +196,50 @@ def test_the_place_is_the_users_own_innermost_one() -> None:
 def test_a_good_engine_passes_in_one_process_and_over_two(scene: Path) -> None:
     status, out, err = call("check-engine", "scene_engines:Good", "--json")
     assert status == 0, err
-    rows = lines(out)
-    by_check = {(row["place"], row["check"]): row["verdict"] for row in rows}
-    checks = ("step", "micro-batches", "gradients", "loss", "adds up", "remat except_last", "remat always",
-              "tuples between stages")  # fmt: skip
-    for place in ("one process", "two processes"):
-        assert {by_check[place, each] for each in checks} == {"ok"}
-        assert by_check[place, "uneven micro-batches"] == "can't"
-    assert err.strip().endswith("scene_engines:Good: 16 checks passed, 2 that it can't")
+    cannot = {
+        (row["place"], row["case"]): row["text"] for row in lines(out) if row["verdict"] == "cannot be asked"
+    }
+    assert {row["verdict"] for row in lines(out)} == {"ok", "cannot be asked"}
+    assert len(lines(out)) == 2 * len(CASES)
+    methods = ("clipping over stages", "evaluation first")
+    assert set(cannot) == {
+        *((place, case) for place in cases_module.PLACES for case in (*methods, "ragged mini-batch")),
+        ("two processes", "shared weights"),
+    }
+    assert cannot["two processes", methods[0]] == "it has no method clip(max_norm)"
+    assert cannot["one process", "ragged mini-batch"].startswith("10 examples do not divide into 4")
+    assert err.strip().endswith("scene_engines:Good: 35 cases passed, 7 cannot be asked")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_right_engine_is_blamed(name: str) -> None:
+    assert faults([*in_this_process(name).values()]) == []
+
+
+@pytest.mark.parametrize(("name", "named"), PLANTED.items())
+def test_a_planted_mistake_is_named_by_its_case_and_by_no_other(name: str, named: set[str]) -> None:
+    rows = in_this_process(f"planted_engines:{name}")
+    assert {row.case for row in faults([*rows.values()])} == named
+    assert all(row.source.startswith("https://github.com/") for row in faults([*rows.values()]))
+
+
+def test_the_page_shows_what_is_on_record_about_others() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert rewritten(text) == text, "stale: python tests/engines_checked.py --write-docs"
+
+
+def test_the_table_fits_a_screen_and_says_who_has_met_it(
+    scene: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "one process")
+    status, out, _ = call("check-engine", "planted_engines:Sums")
+    assert status == 1
+    shown = out.splitlines()
+    assert max(map(len, shown[1:])) <= 100
+    (row,) = [line for line in shown if line.startswith("summed loss")]
+    assert "failed: every gradient" in row
+    assert row.split("  ")[-1].startswith("the learning rate is off")
+    assert shown[-1] == "  summed loss: https://github.com/pytorch/torchtitan/issues/2972"
 
 
 @pytest.mark.parametrize(
@@ -211,10 +266,16 @@ def test_a_bad_engine_is_named_in_the_first_line(
     assert head.startswith(f"scene_engines:{name}: {first}")
 
 
+AGAIN = {
+    "frozen stage", "frozen first layers", "shared weights", "a skip", "masks per micro-batch",
+    "remat except_last", "remat always",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "failed", "untried", "said"),
     [
-        ("Third", {"gradients", "loss"}, {"remat except_last", "remat always", "tuples between stages"},
+        ("Third", {"gradients", "returned loss"}, AGAIN | {"summed loss"},
          "micro-batch 2 counts 4 times in the gradients, where each should count once"),
         ("Forgets", {"remat except_last", "remat always"}, set(),
          "stage 0 recomputed nothing: 4 forwards, and 7 or 8 are due with setup.remat = 'except_last'"),
@@ -224,32 +285,34 @@ def test_one_mistake_brings_no_untrue_ones(
     scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, failed: set[str], untried: set[str], said: str
 ) -> None:
     only(monkeypatch, "one process")
-    status, head, rest = check(name)
+    status, head, verdicts = check(name)
     assert status == 1
     assert head.startswith(f"scene_engines:{name}: {said}")
-    verdicts = dict(re.split(" {2,}", line.strip())[:2] for line in rest if line.startswith("  "))
-    assert {each for each, verdict in verdicts.items() if verdict == "failed"} == failed
-    assert {each for each, verdict in verdicts.items() if verdict == "not tried"} == untried
-    assert verdicts["adds up"] == "ok", "it adds what it makes, be that wrong"
+    assert {case for case, verdict in verdicts.items() if verdict == "failed"} == failed
+    assert {case for case, verdict in verdicts.items() if verdict == "not tried"} == untried
+    assert verdicts["accumulation over steps"] == "ok", "it adds what it makes, be that wrong"
 
 
 def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "one process")
-    status, head, rest = check("Hangs", "--timeout-s", "1")
+    status, head, verdicts = check("Hangs", "--timeout-s", "1")
     assert status == 3
     assert "no answer within 1 s: its process was in line 20 of scene_engines.py (step)" in head
-    assert sum("not tried" in line for line in rest) == len(checks_module.SETTINGS) - 1
+    assert list(verdicts.values()) == ["broken"] + ["not tried"] * (len(CASES) - len(BASE))
 
 
-def test_what_breaks_one_setting_costs_only_that(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"), [("Late", "KeyError: 'always'"), ("DiesLate", "its process ended")]
+)
+def test_what_breaks_one_case_costs_only_that(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
     only(monkeypatch, "one process")
-    status, head, rest = check("Late")
+    asked = ("remat except_last", "remat always", "M < K")
+    status, head, verdicts = check(name)
     assert status == 3
-    assert head.startswith("scene_engines:Late: KeyError: 'always'")
-    verdicts = {line[2:24].strip(): line[24:33].strip() for line in rest if line.startswith("  ")}
-    assert verdicts["remat except_last"] == "ok"
-    assert verdicts["remat always"] == "broken"
-    assert verdicts["tuples between stages"] == "ok"
+    assert head.startswith(f"scene_engines:{name}: {said}")
+    assert [verdicts[case] for case in asked] == ["ok", "broken", "ok"]
 
 
 def test_a_name_that_leads_nowhere_is_bad_usage(scene: Path) -> None:

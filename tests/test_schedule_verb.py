@@ -64,7 +64,7 @@ def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
         ("interleaved --workers 999 --microbatches 99", "more than 500000 actions; give smaller numbers"),
         ("--from {tmp}/swapped.csv --workers 2", "says it all; leave --workers out"),
         ("--from {tmp}/gap.csv", "gap.csv: no line holds stage 1, but one holds stage 2"),
-        ("--from {tmp}/like_torch.csv", "'0F0xyz' is not an action"),
+        ("--from {tmp}/like_torch.csv", "line 1: '0F0xyz' is not an action"),
         ("gpipe --num-stages 0 --num-microbatches 2", "num_stages is 0"),
         ("gpipe --num-stages 2 --num-microbatches -1", "num_microbatches is -1"),
         (
@@ -93,7 +93,7 @@ def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
         ("--from {tmp}/missing.csv", "missing.csv: No such file or directory; give a file that --csv wrote"),
         ("--from {tmp}/picture.csv", "is no text"),
         ("--from {tmp}/empty.csv", "the text holds no actions; write one line per worker"),
-        ("--from {tmp}/prose.csv", "'stage 0' is not an action"),
+        ("--from {tmp}/prose.csv", "line 1: 'stage' is no action; leave nothing but zero-bubble's rows"),
         ("--from {tmp}/huge.csv", "the text is no table"),
         ("--from {tmp}/swapped.csv", "swapped.csv: stage 1 sends 1B1 to stage 0, which waits for 1B0 first"),
         ("--from {tmp}/swapped.csv --remat always", "with remat='always' it needs F R B"),
@@ -167,3 +167,102 @@ def test_a_schedule_is_drawn_where_torch_is_missing() -> None:
     status, out, _ = finish(start(*asked, code=NO_TORCH))
     assert status == 0
     assert "stage 1 | .  F0 B0 B0" in out
+
+
+PRINTED = {
+    "table": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
+    "zero-bubble": "f0 sf0 f1 rb0 b0 w0 rb1 b1 w1 F0 rf0 B0 W0 F1 B1 W1\n",
+    "Primus": "loading\n\x1b[33mRank 0: (F|0|0),(SF|0|0),(F|1|0),(BW|0|0),(BW|1|0)\n"
+    "Rank 1: (RF|0|0),(F|0|0),(BW|0|0),(F|1|0),(BW|1|0)\n",
+    "V": "f0 f1 F0 B0 F1 B1 b0 b1\nf0 F0 f1 F1 B0 b0 B1 b1\n",
+    "loop": "f0 f1 F0 F1 B0 B1 b0 b1\nf0 f1 F0 B0 F1 B1 b0 b1\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("printed", "form", "verdict", "actions", "placement"),
+    [
+        ("table", "a table of actions", "runs", "1F0 1B0 1F1 1B1", None),
+        ("zero-bubble", "zero-bubble's rows", "stops", None, None),  # one worker's, and in a wrong order
+        ("Primus", "Primus' table", "runs", "1F0 1B0 1F1 1B1", None),
+        ("V", "zero-bubble's rows", "runs", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1", [0, 1, 1, 0]),
+        ("loop", "zero-bubble's rows", "runs", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1", [0, 1, 0, 1]),
+    ],
+)
+def test_what_others_print_is_read_and_judged(
+    tmp_path: Path, printed: str, form: str, verdict: str, actions: str | None, placement: list[int] | None
+) -> None:
+    path = tmp_path / "theirs.txt"
+    path.write_text(PRINTED[printed])
+    status, out, err = call("schedule", "check", path, "--json")
+    (found,) = map(json.loads, out.splitlines())
+    assert (status, err) == (int(verdict != "runs"), "")
+    assert (found["form"], found["verdict"], found.get("placement")) == (form, verdict, placement)
+    if actions is not None:
+        assert found["workers" if placement else "stages"][1]["actions"] == actions.split()
+        assert 0 < found["bubble"] < 1
+        assert call("schedule", "--from", path)[0] == 0
+
+
+def test_where_a_schedule_stops_is_said_and_drawn(tmp_path: Path) -> None:
+    path, picture = tmp_path / "theirs.csv", tmp_path / "theirs.svg"
+    path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    status, out, err = call("schedule", "check", path, "--draw", picture)
+    assert (status, err) == (1, "")
+    assert out.splitlines() == [
+        f"{path}, a table of actions: stops after 2 of 8 actions",
+        "  worker 0 stands at 0B0 and waits for what 1B0 makes, which worker 1 takes only behind 1F1",
+        "  worker 1 stands at 1F1 and waits for what 0F1 makes, which worker 0 takes only behind 0B0",
+        "",
+        "stage 0 | F0 | stands at 0B0",
+        "stage 1 | .  F0 | stands at 1F1",
+    ]
+    assert '<text x="714.00" y="45" fill="#d62728">0B0</text>' in picture.read_text()
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+    status, out, _ = call("schedule", "check", path)
+    assert status == 0
+    assert out.endswith("buffers that every ring comes out with: 2 for activations, 2 for gradients\n")
+    status, out, _ = call("schedule", "check", path, "--buffers", 1)
+    assert (status, out.splitlines()[0]) == (
+        1,
+        f"{path}, a table of actions: stops with 1 buffer after 3 of 8 actions",
+    )
+    path.write_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n")
+    assert "mixes up messages after 2 of 8 actions" in call("schedule", "check", path)[1]
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n")
+    status, out, _ = call("schedule", "check", path)
+    assert status == 1
+    assert "incomplete\n  stage 1 takes micro-batch 1 through F; with remat='never' it needs F B" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("f0 b0\nf0 x\n", "", "line 2: 'x' is no action; leave nothing but zero-bubble's rows"),
+        (
+            "f0 b0\nf0 s0\n",
+            "",
+            "line 2: S is none of the passes of a schedule here (F, R, B, BW, W); print it",
+        ),
+        ("F0 F0 B0 B0\n", "", "line 1 has 'F0' twice; these rows tell two chunks apart and no parts of a"),
+        ("sf0\n", "", "the text holds no passes; give a line for each worker"),
+        ("Rank 0: (F|0|0)\nRank 2: (F|0|0)\n", "", "no line is of rank 1, but one of rank 2; give the lines"),
+        ("Rank 0: (F|0|0)\nRank 0: (F|0|0)\n", "", "line 2: rank 0 has had its line; leave one schedule"),
+        ("Rank 0: (F|0|0),(B|0\n", "", "line 1 is cut off inside a node; write it whole, such as (F|0|0)"),
+        ("Rank 0: (FB|0|0)\n", "", "line 1: FB is none of the passes"),
+        ("0F0\n0F0x\n", "", "line 2: '0F0x' is not an action"),
+        ("0F0,0B0\n", "--buffers 0", "--buffers is 0; a worker that receives needs at least 1"),
+        ("0F0,0B0\n", "--workers 2", "says it all; leave --workers out"),
+        ("0F0,0B0\n", "--from x", "says it all; leave --from out"),
+    ],
+)
+def test_what_cannot_be_judged_is_one_line_with_the_remedy(
+    tmp_path: Path, text: str, more: str, message: str
+) -> None:
+    path = tmp_path / "theirs.txt"
+    path.write_text(text)
+    status, out, err = call("schedule", "check", path, *more.split())
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert call("schedule", "check")[2].startswith("error: schedule check needs a FILE to judge")
+    assert "is for `schedule check FILE`; write that, or leave it out" in call("schedule", "gpipe", path)[2]

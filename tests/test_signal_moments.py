@@ -273,7 +273,7 @@ def test_the_guard_leaves_no_process_and_no_checkout_behind(
 
 # Other verbs
 
-TRIAL = "gpipe_bench.experiments.engines.checks:examine"
+TRIAL = "gpipe_bench.experiments.engines.cases:examine"
 
 
 @pytest.mark.parametrize(

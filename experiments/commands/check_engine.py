@@ -11,6 +11,7 @@ import sys
 from itertools import groupby
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, tell
+from gpipe_bench.harness.report.grid import SCREEN, Grid, within
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -28,28 +29,46 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for a name that leads nowhere."""
     if arguments.timeout_s <= 0:
         raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
-    from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, OK, examination, faults
+    from gpipe_bench.experiments.engines.cases import BROKEN, CANNOT, FAILED, OK, examination, faults
 
     engine = arguments.engine
     rows = examination(engine, arguments.timeout_s)
     verdicts, bad = [row.verdict for row in rows], faults(rows)
     if not bad:
-        cannot = f", {verdicts.count(CANNOT)} that it can't" if CANNOT in verdicts else ""
-        conclusion = f"{engine}: {verdicts.count(OK)} checks passed{cannot}"
+        cannot = f", {verdicts.count(CANNOT)} cannot be asked" if CANNOT in verdicts else ""
+        conclusion = f"{engine}: {verdicts.count(OK)} cases passed{cannot}"
     elif bad[0].verdict == CANNOT:
         conclusion = f"{engine}: it can do nothing that was asked: {bad[0].text}"
     else:
         more = f" (and {len(bad) - 1} more below)" if len(bad) > 1 else ""
-        conclusion = f"{engine}: {bad[0].text} [{bad[0].check}, {bad[0].place}]{more}"
+        conclusion = f"{engine}: {bad[0].text} [{bad[0].case}, {bad[0].place}]{more}"
     if arguments.json:
         print(conclusion, file=sys.stderr)
-    lines, width = [conclusion], max(len(row.check) for row in rows)
-    for place, checks in groupby(rows, key=lambda row: row.place):
-        lines += ["", f"in {place}" if place == "one process" else f"over {place}, a stage each"]
-        for row in checks:
-            verdict = "can't:" if row.verdict == CANNOT else row.verdict
-            lines += [f"  {row.check:{width}}  {verdict:9}  {row.text}"]
-    tell(arguments, rows, lambda: "\n".join(lines))
+
+    def text() -> str:
+        parts = [conclusion]
+        with within(SCREEN):
+            for place, cases in groupby(rows, key=lambda row: row.place):
+                parts.append(
+                    Grid(
+                        title=f"in {place}" if place == "one process" else f"over {place}",
+                        columns=["case", "expected", "found", "for training"],
+                        lines=[
+                            [
+                                row.case, row.expected,
+                                OK if row.verdict == OK else f"{row.verdict}: {row.text.partition('; ')[0]}",
+                                row.meaning if row.verdict in (BROKEN, FAILED) else "",
+                            ]
+                            for row in cases
+                        ],
+                    ).text()
+                )  # fmt: skip
+        met = {row.case: row.source for row in bad if row.source}
+        if met:
+            parts.append("\n".join(["others have met", *(f"  {case}: {url}" for case, url in met.items())]))
+        return "\n\n".join(parts)
+
+    tell(arguments, rows, text)
     if any(row.verdict == BROKEN for row in bad):
         return CASE_FAILED
     return VERDICT_FAILED if bad else DONE

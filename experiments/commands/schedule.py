@@ -4,6 +4,10 @@ A schedule can be judged before anything runs: whether it can be executed at all
 of it is bubble, and how many micro-batches a worker holds at a time. Durations are the usual ones for equal
 stages, a forward and a recomputation one slot and a backward two, and messages take no time.
 
+`schedule check FILE` judges somebody else's list of actions: whether it comes to its end, with rings of so
+many buffers and messages matched by their order, as NCCL does; and if not, who stands where, waiting for what
+(`pipeline.plan.stops`). Exit status 0: it does; 1: it does not; 2: the file holds no schedule.
+
 Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a
 stage there are those of a whole share of the model, which make schedules with different numbers of stages
 comparable.
@@ -15,13 +19,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands.output import DONE, tell, write_text
+from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell, write_text
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
+from gpipe_bench.pipeline.plan.edges import rings_of
+from gpipe_bench.pipeline.plan.files import draw, read, to_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, from_text, to_text
-from gpipe_bench.pipeline.plan.schedule import Schedule, validate
+from gpipe_bench.pipeline.plan.schedule import Schedule, check_complete, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.stops import stop_of
 from gpipe_bench.pipeline.plan.svg import svg
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -32,6 +38,15 @@ MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 def options(verb: argparse.ArgumentParser) -> None:
     """Of the verb."""
     verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
+    verb.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE",
+        help="behind `check`: a schedule to judge, as --csv or torch writes it, or as zero-bubble or Primus "
+        "print it",
+    )  # fmt: skip
+    verb.add_argument(
+        "--buffers", type=int, metavar="N",
+        help="with check: of each direction between two stages; default: one for every message",
+    )  # fmt: skip
     verb.add_argument("--workers", type=int, metavar="K", help="processes or devices")
     verb.add_argument("--num-stages", type=int, metavar="K", help="instead: the stages of all workers")
     verb.add_argument(
@@ -52,12 +67,18 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument("--draw", type=Path, metavar="FILE.svg", help="write a picture of it")
     verb.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="read what --csv or torch writes"
+        "--from", dest="source", type=Path, metavar="FILE", help="read what `check` reads, and draw it"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what is no valid schedule."""
+    if arguments.name == "check":
+        return _check(arguments)
+    if arguments.file is not None or arguments.buffers is not None:
+        raise ValueError(
+            f"{arguments.file or '--buffers'} is for `schedule check FILE`; write that, or leave it out"
+        )
     schedule = _named(arguments) if arguments.source is None else _read(arguments)
     timeline = replay(schedule, SLOTS)
     slots = schedule.num_workers * round(timeline.makespan_s)
@@ -111,30 +132,101 @@ def _named(arguments: argparse.Namespace) -> Schedule:
 
 def _read(arguments: argparse.Namespace) -> Schedule:
     """The schedule of a file, if it can be executed."""
-    path: Path = arguments.source
-    given = {
-        "NAME": arguments.name, "--workers": arguments.workers, "--num-stages": arguments.num_stages,
-        "--stages-per-worker": arguments.stages_per_worker, "--microbatches": arguments.num_microbatches,
-    }  # fmt: skip
-    superfluous = [option for option, value in given.items() if value is not None]
-    if superfluous:
-        raise ValueError(f"--from {path} says it all; leave {', '.join(superfluous)} out")
+    _alone(arguments, f"--from {arguments.source}", ("name",))
+    schedule, _ = _of_file(f"--from {arguments.source}", arguments.source, arguments)
+    try:
+        validate(schedule)
+    except ValueError as error:
+        raise ValueError(f"--from {arguments.source}: {error}") from error
+    return schedule
+
+
+def _alone(arguments: argparse.Namespace, what: str, more: tuple[str, ...]) -> None:
+    """`ValueError` for options that say what a file says already."""
+    names = (*more, "workers", "num_stages", "stages_per_worker", "num_microbatches")
+    options = {"name": "NAME", "source": "--from", "num_microbatches": "--microbatches"}
+    given = [
+        options.get(name, f"--{name.replace('_', '-')}")
+        for name in names
+        if getattr(arguments, name) is not None
+    ]
+    if given:
+        raise ValueError(f"{what} says it all; leave {', '.join(given)} out")
+
+
+def _of_file(what: str, path: Path, arguments: argparse.Namespace) -> tuple[Schedule, str]:
+    """The schedule of a file, whether it can be executed or not, and its form."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # a spreadsheet may put a mark in front
     except OSError as error:
-        raise ValueError(f"--from {path}: {error.strerror}; give a file that --csv wrote") from error
+        raise ValueError(f"{what}: {error.strerror}; give a file that --csv wrote") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"--from {path} is no text; give a file that --csv wrote") from error
+        raise ValueError(f"{what} is no text; give a file that --csv wrote") from error
     try:
         remat = None if arguments.remat is None else from_text(arguments.remat)
-        schedule = from_csv(text, path.stem, remat)
+        schedule, form = read(text, path.stem, remat)
         total = sum(map(len, schedule.actions))
         if total > MOST_ACTIONS:
             raise ValueError(f"it holds {total} actions, more than {MOST_ACTIONS}; give a smaller schedule")
-        validate(schedule)
     except ValueError as error:
-        raise ValueError(f"--from {path}: {error}") from error
-    return schedule
+        raise ValueError(f"{what}: {error}") from error
+    return schedule, form
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """`schedule check FILE`."""
+    path, buffers = arguments.file, arguments.buffers
+    if path is None:
+        raise ValueError("schedule check needs a FILE to judge; to draw one of ours give its name")
+    if buffers is not None and buffers < 1:
+        raise ValueError(f"--buffers is {buffers}; a worker that receives needs at least 1")
+    _alone(arguments, str(path), ("source",))
+    schedule, form = _of_file(str(path), path, arguments)
+    facts: dict[str, Any] = {"file": str(path), "form": form, "given_buffers": buffers}
+    try:
+        check_complete(schedule)
+    except ValueError as error:
+        facts |= {"verdict": "incomplete", "why": [str(error)]}
+        tell(arguments, [facts], lambda: f"{path}, {form}: incomplete\n  {facts['why'][0]}")
+        return VERDICT_FAILED
+    stop = stop_of(schedule, buffers)
+    timeline = replay(schedule if stop is None else stop.done(schedule), SLOTS)
+    stands = {} if stop is None else {wait.worker: wait.action for wait in stop.waits}
+    given = "" if buffers is None else f" with {buffers} buffer{'s' * (buffers > 1)}"
+    if stop is None:
+        sizes = [(key[1], rings.tight.num_slots) for key, rings in rings_of(schedule).items()]
+        needs = {
+            name: max((number for back, number in sizes if back == way), default=0)
+            for name, way in (("activations", False), ("gradients", True))
+        }
+        facts |= {"verdict": "runs", "why": [], "buffers": needs} | _facts(schedule, timeline)
+        title = f"{_title(facts)}; {_length(facts)}"
+    else:
+        facts |= {
+            "verdict": "mixes up messages" if stop.circle[0].why == "order" else "stops",
+            "why": list(stop.words()),
+            "taken": list(stop.taken),
+            "stands": {str(worker): str(action) for worker, action in stands.items()},
+        }
+        title = f"{path.name}{given}: {facts['verdict']}; {facts['why'][0]}"
+    if arguments.draw is not None:
+        write_text("--draw", arguments.draw, svg(timeline, title, stands=stands))
+    if arguments.csv is not None:
+        write_text("--csv", arguments.csv, to_csv(schedule))
+
+    def text() -> str:
+        slots = schedule.num_workers * round(timeline.makespan_s)
+        picture = draw(timeline, stands=stands) if slots <= MOST_SLOTS else "(too long for a picture)"
+        if stop is None:
+            head = f"{path}, {form}: runs to its end{given}, messages in one order for each pair of workers"
+            rings = ", ".join(f"{number} for {name}" for name, number in facts["buffers"].items())
+            return f"{head}\n\n{_text(facts, picture)}\n\nbuffers that every ring comes out with: {rings}"
+        total = sum(map(len, schedule.actions))
+        head = f"{path}, {form}: {facts['verdict']}{given} after {sum(stop.taken)} of {total} actions"
+        return "\n".join([head, *(f"  {line}" for line in facts["why"]), "", picture])
+
+    tell(arguments, [facts], text)
+    return DONE if stop is None else VERDICT_FAILED
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

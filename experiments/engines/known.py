@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,15 @@ class Ours:
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
         return self.pipeline.step(batch, target, loss_fn)
+
+    def evaluate(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
+        self.pipeline.eval()
+        output = self.pipeline(batch)
+        self.pipeline.train()
+        return None if output is None else loss_fn(output, target)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return self.pipeline.clip_grad_norm_(max_norm)
 
     @property
     def timeline(self) -> Timeline:
@@ -102,6 +111,16 @@ class Torchgpipe:
         loss = loss_fn(self.model(batch), target)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def evaluate(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            loss = loss_fn(self.model(batch), target)
+        self.model.train()
+        return loss
+
+    def clip(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
 
 def why_no_torchgpipe() -> str:
@@ -179,10 +198,19 @@ class TorchRuntime:
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
         """One training step without the optimizer; the mean loss, where the last stage is."""
+        return self._run(self.running.step, batch, target, loss_fn, **self._options)
+
+    def evaluate(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:
+        """The mean loss of a pass of forwards alone, where the last stage is."""
+        return self._run(self.running.eval, batch, target, loss_fn)
+
+    def _run(
+        self, call: Callable[..., Any], batch: Any, target: Any, loss_fn: LossFn, **options: bool
+    ) -> Tensor | None:
         self._loss_fn = loss_fn
         losses: list[Tensor] = []
         last = {"target": target, "losses": losses} if self.has_last else {}
-        self.running.step(*(tensors_of(batch) if self.has_first else ()), **last, **self._options)
+        call(*(tensors_of(batch) if self.has_first else ()), **last, **options)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
     def rows(self, name: str = "torch") -> Schedule:
@@ -218,6 +246,10 @@ class _TorchPipelining(TorchRuntime):
                 f"{what} needs at least as many micro-batches as stages, not "
                 f"M={self.count} with K={setup.num_stages}; raise M or use torch-gpipe"
             )
+        if self.schedule not in _ONE_STAGE and setup.placement != self.placement:
+            raise ValueError(
+                f"{what} has two stages in each process, which only check-engine gives an engine"
+            )
         stages, again = [*map(setup.stage_layers, range(setup.num_stages))], setup.remat != "never"
         super().__init__(self.schedule, stages, self.count, setup.group, setup.device, recompute=again)
 
@@ -240,6 +272,24 @@ class Torch1F1B(_TorchPipelining):
     """torch.distributed.pipelining.Schedule1F1B, which runs a backward as soon as it can; needs M >= K."""
 
     schedule = "1f1b"
+
+
+class TorchInterleaved(_TorchPipelining):
+    """torch.distributed.pipelining.ScheduleInterleaved1F1B, two stages a process, for `check-engine`."""
+
+    schedule, placement = "interleaved", loop(2, 2)
+
+
+class TorchZeroBubble(_TorchPipelining):
+    """torch.distributed.pipelining.ScheduleInterleavedZeroBubble, likewise: it splits the backward."""
+
+    schedule, placement = "interleaved zero bubble", loop(2, 2)
+
+
+class TorchZBV(_TorchPipelining):
+    """torch.distributed.pipelining.ScheduleZBVZeroBubble, likewise, in a V."""
+
+    schedule, placement = "zb-v", vee(2)
 
 
 class _Stage(nn.Module):

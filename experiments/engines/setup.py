@@ -36,7 +36,8 @@ class Setup:
     process's stages live on `device` already, and their parameters' dtype is the precision. `partition` holds
     the layer indices of each stage. `num_microbatches` is M; `remat` says which micro-batches are recomputed
     before their backward: "never", "except_last" or "always". With a `group` this process is its rank's
-    stage; without, all stages are in this process.
+    stage, or with a `placement`, the process of each stage, its stages; without, all stages are in this
+    process.
 
     ValueError names what does not fit together.
     """
@@ -47,6 +48,7 @@ class Setup:
     remat: str
     device: torch.device
     group: dist.ProcessGroup | None = None
+    placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         covered = [index for span in self.partition for index in span]
@@ -59,7 +61,8 @@ class Setup:
             raise ValueError(f"num_microbatches is {self.num_microbatches}; it must be at least 1")
         if self.remat not in REMATS:
             raise ValueError(f"unknown remat {self.remat!r}; use one of {', '.join(REMATS)}")
-        if self.group is not None and self.group.size() != self.num_stages:
+        num_processes = max(self.placement, default=self.num_stages - 1) + 1
+        if self.group is not None and self.group.size() != num_processes:
             raise ValueError(
                 f"the group has {self.group.size()} processes but the partition {self.num_stages} stages; "
                 "start one process per stage"
@@ -73,7 +76,8 @@ class Setup:
     @property
     def local_stages(self) -> tuple[int, ...]:
         """The stages of this process."""
-        return tuple(range(self.num_stages)) if self.group is None else (self.group.rank(),)
+        stages, homes = range(self.num_stages), self.placement or range(self.num_stages)
+        return tuple(s for s in stages if self.group is None or homes[s] == self.group.rank())
 
     def stage_layers(self, stage: int) -> tuple[nn.Module, ...]:
         """The layers of one stage, in order."""
@@ -89,7 +93,13 @@ class Engine(Protocol):
     """A running engine.
 
     It may have an attribute `timeline`, the `gpipe_bench.pipeline.Timeline` of this
-    process's latest step; where it has none, or None, there are only seconds.
+    process's latest step; where it has none, or None, there are only seconds. And it may have two methods
+    that `check-engine` asks, called in every process: `evaluate(batch, target, loss_fn)` goes forward alone
+    and returns the mean loss, or None where it is not known; `clip(max_norm)` scales all gradients of all
+    processes so that their norm is at most that, and may return the norm before.
+
+    A factory with an attribute `placement` is checked over two processes with several stages in each: the
+    process of each stage, such as (0, 1, 1, 0).
     """
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor | None:

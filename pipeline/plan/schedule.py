@@ -369,6 +369,13 @@ def validate(schedule: Schedule) -> None:
     (a channel is a queue, as in MPI and NCCL); and no deadlock when every worker takes its row in order. The
     buffers that messages wait for are as many as a schedule needs, so that they add none.
     """
+    check_complete(schedule)
+    _check_channels(schedule, "worker" if schedule.placement else "stage")
+    execution_order(schedule)
+
+
+def check_complete(schedule: Schedule) -> None:
+    """`ValueError` unless the rows hold what `validate` asks for, in whatever order."""
     check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
     if schedule.placement:
         _check_placement(schedule.placement, schedule.num_stages)
@@ -389,8 +396,6 @@ def validate(schedule: Schedule) -> None:
             )
         for stage in stages:
             _check_stage(schedule, stage, Counter(schedule.row(stage)))
-    _check_channels(schedule, home)
-    execution_order(schedule)
 
 
 def _check_placement(placement: tuple[int, ...], num_stages: int) -> None:

@@ -7,11 +7,12 @@ Only the standard library is imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 # Forward light, backward dark, as in the reports.
@@ -23,8 +24,14 @@ _ROW, _GAP, _MARGIN, _LEFT = 22, 4, 8, 76  # pixels
 _WIDTH = 1400
 
 
-def svg(timeline: Timeline, title: str, portals: Sequence[Edge] = ()) -> str:
-    """The picture as the text of an SVG file; `title` stands above the rows.
+def svg(
+    timeline: Timeline,
+    title: str,
+    portals: Sequence[Edge] = (),
+    stands: Mapping[int, Action] = MappingProxyType({}),
+) -> str:
+    """The picture as the text of an SVG file; `title` stands above the rows, and behind the last box of a
+    worker, in red, the action that it `stands` at for good.
 
     Each message of the `portals` is a line from the forward that stashes to the one that pops, and back from
     backward to backward.
@@ -32,7 +39,8 @@ def svg(timeline: Timeline, title: str, portals: Sequence[Edge] = ()) -> str:
     A box names kind and micro-batch, where there is room, and all of it in its tooltip. The second, third ...
     stage of a worker has a darker frame.
     """
-    scale = (_WIDTH - _LEFT - _MARGIN) / (timeline.makespan_s or 1)
+    room = 48 if stands else 0  # for what stands behind the boxes
+    scale = (_WIDTH - _LEFT - _MARGIN - room) / (timeline.makespan_s or 1)
     top = 2 * _MARGIN + 14
     height = top + timeline.num_workers * (_ROW + _GAP) + _MARGIN
     lines = [
@@ -62,6 +70,10 @@ def svg(timeline: Timeline, title: str, portals: Sequence[Edge] = ()) -> str:
                     f"{label}</text>"
                 )
             lines.append("</g>")
+        if worker in stands:
+            end_s = max((event.end_s for event in timeline.of_worker(worker)), default=0)
+            x = _LEFT + end_s * scale + 4
+            lines.append(f'<text x="{x:.2f}" y="{y + 15}" fill="#d62728">{stands[worker]}</text>')
     lines += _arrows(timeline, portals, scale, top)
     return "\n".join([*lines, "</svg>"]) + "\n"
 

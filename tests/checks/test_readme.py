@@ -154,7 +154,7 @@ def test_the_engine_of_the_page_is_right_and_its_mistake_is_told_as_shown(
     monkeypatch.chdir(tmp_path)
     status, out, err = call("check-engine", "my_engine:MyEngine")
     assert status == 0, err
-    assert out.startswith("my_engine:MyEngine: 7 checks passed, 3 that it can't")
+    assert out.startswith("my_engine:MyEngine: 15 cases passed, 7 cannot be asked")
     assert "With `(4 * loss).backward()` in the engine above" in PAGES["docs/own-engine.md"]
     (tmp_path / "my_engine.py").write_text(code.replace("loss.backward()", "(4 * loss).backward()"))
     status, out, err = call("check-engine", "my_engine:MyEngine")

@@ -50,7 +50,7 @@ from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Tree, merge
 from gpipe_bench.pipeline.step import Observer, Steps
-from gpipe_bench.pipeline.transport import InProcess, Transport, with_portals
+from gpipe_bench.pipeline.transport import InProcess, PortalTransport, Transport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -251,7 +251,7 @@ class Pipeline(nn.Module):
                 )  # fmt: skip
                 self._tied.share_values()
         if self._lines:
-            self._transport = with_portals(self._transport, self._lines)
+            self._transport = PortalTransport(self._transport, self._lines)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0

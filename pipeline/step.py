@@ -21,6 +21,7 @@ from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.mesh.reduce import Joint
+from gpipe_bench.pipeline.plan.edges import Edge, chain
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
@@ -244,6 +245,8 @@ class Instruction(NamedTuple):
     stage: Stage
     microbatch: int
     graph: bool  # F: build the graph, because no recomputation follows
+    before: Edge | None  # from the stage before
+    behind: Edge | None  # to the next stage
     action: Action
 
 
@@ -261,12 +264,14 @@ def prepare(
     actions = schedule.actions[workers.pop()] if len(workers) == 1 else execution_order(schedule)
     if len({stage.device for stage in stages.values()}) > 1:
         actions = tuple(event.action for event in replay(schedule, SLOTS).events)
+    edges = (None, *chain(schedule.num_stages), None)
     return tuple(
         Instruction(
             action.kind,
             stages[action.stage],
             action.microbatch,
             training and not schedule.recomputes(action.microbatch, action.stage),
+            *edges[action.stage : action.stage + 2],
             action,
         )
         for action in actions
@@ -311,38 +316,34 @@ def run(
 
 def _take(instruction: Instruction, position: int, transport: Transport, clock: Clock) -> None:
     """One action, from what it waits for to what it sends."""
-    kind, stage, m, graph, _ = instruction
+    kind, stage, m, graph, before, behind, _ = instruction
+    passed: Any = None  # what comes, then what goes
+    if kind is Kind.F:
+        passed = None if before is None else transport.receive(before, m)
+    elif kind is Kind.B or kind is Kind.I:
+        passed = () if behind is None else transport.receive_back(behind, m)
+    clock.start(position)
     match kind:
         case Kind.F:
-            message = None if stage.is_first else transport.receive_activation(stage.index, m)
-            clock.start(position)
-            message = stage.forward(m, message, graph)
-            clock.stop(position)
-            if message is not None:
-                transport.send_activation(stage.index, m, message)
-            elif (loss := stage.loss()) is not None:
-                transport.send_loss(loss)
+            passed = stage.forward(m, passed, graph)
         case Kind.R:
-            clock.start(position)
             stage.recompute(m)
-            clock.stop(position)
-        case Kind.B | Kind.I:
-            gradients = () if stage.is_last else transport.receive_gradient(stage.index, m)
-            clock.start(position)
-            if kind is Kind.B:
-                gradients = stage.backward(m, gradients)
-            else:
-                gradients = stage.backward_inputs(m, gradients)
-            clock.stop(position)
-            if kind is Kind.B:
-                transport.release(stage.index, m)
-            if not stage.is_first:
-                transport.send_gradient(stage.index, m, gradients)
+        case Kind.B:
+            passed = stage.backward(m, passed)
+        case Kind.I:
+            passed = stage.backward_inputs(m, passed)
         case Kind.W:
-            clock.start(position)
             stage.backward_weights(m)
-            clock.stop(position)
-            transport.release(stage.index, m)
+    clock.stop(position)
+    if kind is Kind.B or kind is Kind.W:
+        transport.release(stage.index, m)
+    if kind is Kind.F:
+        if behind is not None:
+            transport.send(behind, m, passed)
+        elif (loss := stage.loss()) is not None:
+            transport.send_loss(loss)
+    elif before is not None and (kind is Kind.B or kind is Kind.I):
+        transport.send_back(before, m, passed)
 
 
 def _outline(message: Message | None) -> Hashable:

@@ -200,10 +200,10 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="two tensors of a boundary swapped",
-        place="pipeline/transport.py::InProcess.receive_activation",
-        old="        message = self._activations.pop((stage - 1, microbatch))\n",
+        place="pipeline/transport.py::InProcess.receive",
+        old="        message = self._activations.pop((edge.number, microbatch))\n",
         new="""\
-        message = self._activations.pop((stage - 1, microbatch))
+        message = self._activations.pop((edge.number, microbatch))
         first, *rest = message.tensors
         if rest and first.shape == rest[0].shape and first.dtype == rest[0].dtype:
             message = message._replace(tensors=(rest[0], first, *rest[1:]))
@@ -213,10 +213,10 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="two gradients of a boundary swapped",
-        place="pipeline/transport.py::InProcess.receive_gradient",
-        old="        gradients = self._gradients.pop((stage, microbatch))\n",
+        place="pipeline/transport.py::InProcess.receive_back",
+        old="        gradients = self._gradients.pop((edge.number, microbatch))\n",
         new="""\
-        gradients = self._gradients.pop((stage, microbatch))
+        gradients = self._gradients.pop((edge.number, microbatch))
         if len(gradients) > 1 and None not in gradients[:2] and gradients[0].shape == gradients[1].shape:
             gradients = (gradients[1], gradients[0], *gradients[2:])
 """,
@@ -554,11 +554,11 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="portals sent twice",
-        place="pipeline/transport.py::PortalTransport.send_activation",
-        old="            self.inner.send(edge, microbatch, portals)\n",
+        place="pipeline/transport.py::PortalTransport.send",
+        old="            self.inner.send(line, microbatch, portals)\n",
         new="""\
-            self.inner.send(edge, microbatch, portals)
-            self.inner.send(edge, microbatch, portals)
+            self.inner.send(line, microbatch, portals)
+            self.inner.send(line, microbatch, portals)
 """,
         why="a skip is sent once, past the stages between",
         tests=("tests/test_portals.py::test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient",),

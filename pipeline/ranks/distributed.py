@@ -217,22 +217,6 @@ class PointToPoint:
                 lane.begin()
         return found._replace(shared=message)
 
-    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        self.send(self._chain[stage], microbatch, message)
-        if self._progress is not None and (stage, False) in self._senders:
-            self._go_on(self._progress)
-
-    def receive_activation(self, stage: int, microbatch: int) -> Message:
-        return self.receive(self._chain[stage - 1], microbatch)
-
-    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        self.send_back(self._chain[stage - 1], microbatch, gradients)
-        if self._progress is not None and (stage - 1, True) in self._senders:
-            self._go_on(self._progress)
-
-    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
-        return self.receive_back(self._chain[stage], microbatch)
-
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
         """Hands what an edge carries to the stage where it ends."""
         direction = edge.number, False
@@ -263,6 +247,8 @@ class PointToPoint:
                     outline = outlines[length] = outline._replace(structure=message.structure)
         tensors = conform(message.tensors, outline, self._device, _name(edge))
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
+        if self._progress is not None and not edge.names:
+            self._go_on(self._progress)
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
         """What the stage where an edge begins has sent."""
@@ -306,6 +292,8 @@ class PointToPoint:
             self._control.send(sender.target, (direction, length), outline, target)
         tensors = conform(gradients, outline, self._device, _name(edge, back=True))
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
+        if self._progress is not None and not edge.names:
+            self._go_on(self._progress)
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         """The gradients of what was sent along an edge."""

@@ -43,12 +43,11 @@ from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
-from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.portals import declarations, portals_of
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Tree, merge
+from gpipe_bench.pipeline.stage.trees import Keywords, Tree, merge
 from gpipe_bench.pipeline.step import Observer, Steps
 from gpipe_bench.pipeline.transport import InProcess, PortalTransport, Transport
 

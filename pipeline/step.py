@@ -26,7 +26,6 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.keywords import flatten_shared, shared_versions, unflatten_shared
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
@@ -35,10 +34,13 @@ from gpipe_bench.pipeline.stage.trees import (
     Nested,
     Tree,
     flatten,
+    flatten_shared,
     num_examples,
+    shared_versions,
     sizes,
     split,
     tensors_of,
+    unflatten_shared,
 )
 from gpipe_bench.pipeline.transport import Plan, PortalTransport, ShortBatchError, Transport, rows_for
 
@@ -271,7 +273,8 @@ def prepare(
             stages[action.stage],
             action.microbatch,
             training and not schedule.recomputes(action.microbatch, action.stage),
-            *edges[action.stage : action.stage + 2],
+            edges[action.stage],
+            edges[action.stage + 1],
             action,
         )
         for action in actions

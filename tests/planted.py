@@ -56,7 +56,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="one accumulation dropped",
-        place="pipeline/stage/stage.py::Stage._whole_backward",
+        place="pipeline/stage/stage.py::Stage.backward",
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
             last = self.parameters[-1] if m == 1 and self.parameters else None
@@ -70,7 +70,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="one gradient scaled by 1.01",
-        place="pipeline/stage/stage.py::Stage._whole_backward",
+        place="pipeline/stage/stage.py::Stage.backward",
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
             self._runner.in_backward(run_engine, roots, seeds)
@@ -480,7 +480,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="only neighbours share memory",
-        place="pipeline/ranks/routes.py::peers",
+        place="pipeline/ranks/connect.py::peers",
         old="{end for pair in pairs if rank in pair for end in pair} - {rank}",
         new="{end for pair in pairs if rank in pair for end in pair if abs(end - rank) == 1}",
         why="what goes from the last rank to the first would take the network on one host",

@@ -181,19 +181,11 @@ class Played:
         self.copied = set[int]()  # of these, what a layer overwrites: a forward that runs twice has a copy
         self._inputs: list[frozenset[int]] = []  # names at the entry of each layer
         self._names: list[dict[int, int]] = []  # of the storages at a layer's ends, as its `first` has them
-        self._link()
-        self.saved_bytes = 0  # held by the graph
-        self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
-        self.with_graph = self.forward()
-        self.later, self.sent_back_bytes = self.backward(_LATER)
-
-    def _link(self) -> None:
-        """Follows storages from layer to layer."""
         names: tuple[int, ...] = tuple(self.layers[0].inputs.same_as)
         self.boundary.update(names)
         self.sizes.update({name: self.layers[0].inputs.tensors[name].num_bytes for name in names})
         unused = len(names)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):  # follows storages from layer to layer
             trace = layer.first
             for target in layer.inputs.tensors[len(names) :] if index else ():  # the loss: its last inputs
                 self.sizes[unused] = target.num_bytes
@@ -210,16 +202,10 @@ class Played:
             self._names.append(known)
             names = tuple([known[storage] for storage in trace.outputs])
         self.copied &= self.boundary
-
-    def names_in(self, index: int, trace: Trace) -> dict[int, int]:
-        """The names of the storages at a layer's ends as a trace of it knows them, as a rule by the same
-        numbers as ``first``.
-        """
-        first, names = self.layers[index].first, self._names[index]
-        if trace.inputs == first.inputs and trace.outputs == first.outputs:
-            return names
-        ends = [names[storage] for storage in first.inputs + first.outputs]
-        return dict(zip(trace.inputs + trace.outputs, ends, strict=True))
+        self.saved_bytes = 0  # held by the graph
+        self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
+        self.with_graph = self.forward()
+        self.later, self.sent_back_bytes = self.backward(_LATER)
 
     @cached_property
     def free(self) -> list[LayerBytes]:
@@ -287,7 +273,10 @@ class Played:
         held = dict([each for each in received if each is not None])  # whoever started holds them
         for index in range(len(self.layers) - 1, -1, -1):
             trace = trace_of(self.layers[index])
-            names = self.names_in(index, trace)
+            names, plain = self._names[index], self.layers[index].first
+            if (trace.inputs, trace.outputs) != (plain.inputs, plain.outputs):  # as a rule the same numbers
+                ends = [names[storage] for storage in plain.inputs + plain.outputs]
+                names = dict(zip(trace.inputs + trace.outputs, ends, strict=True))
             received = received[: len(trace.outputs)]  # without the target's place
             loose = {each for each in received if each is not None and each[0] not in held}
             other = sum(held.values()) + sum([size for _, size in loose])
@@ -395,13 +384,8 @@ class _Left:
         known: Mapping[int | None, _Gradient | None],
         sizes: Mapping[int, int],
     ) -> dict[_Name, int]:
-        """What a layer leaves; returns the gradients that are held for it.
-
-        Args:
-            index: of the layer.
-            names: of the storages at its ends.
-            known: gradients that it was given.
-            sizes: of names.
+        """What layer `index` leaves, given the `names` of the storages at its ends, their `sizes` and the
+        gradients that it was given (`known`); returns the gradients that are held for it.
         """
         of, held, halves = dict[int, _Name](), dict[_Name, int](), self._halves[index]
         trace = halves.inputs

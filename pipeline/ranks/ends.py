@@ -51,10 +51,6 @@ class _Sending(NamedTuple):
     action: Action | None  # what receives them
     versions: list[int]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
 
 class Sender:
     """The end from which messages leave for rank `target`.
@@ -77,7 +73,9 @@ class Sender:
         works = [send(tensor, target, tag + i, action) for i, tensor in enumerate(tensors) if tensor.numel()]
         if self._portal is None:
             queue.append(_Sending(works, tensors, action, []))
-            if bounded and is_one_too_many(len(queue), queue[0].num_bytes, SMALL_BYTES):
+            if bounded and is_one_too_many(
+                len(queue), sum([t.nbytes for t in queue[0].tensors]), SMALL_BYTES
+            ):
                 self._wait(queue.popleft())
             return
         queue.append(_Sending(works, tensors, action, [version(tensor) for tensor in tensors]))

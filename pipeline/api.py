@@ -49,7 +49,7 @@ from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Keywords, Tree, merge
 from gpipe_bench.pipeline.step import Observer, Steps
-from gpipe_bench.pipeline.transport import InProcess, PortalTransport, Transport
+from gpipe_bench.pipeline.transport import EdgeTransport, InProcess, PortalTransport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -146,7 +146,7 @@ class Pipeline(nn.Module):
         bucket_bytes: int | None = None,
         timeout_s: float = 600.0,
         share_memory: bool = True,
-        transport: Transport | None = None,
+        transport: EdgeTransport | None = None,
         seed: int = 0,
         compile: bool | str = False,
     ) -> None:
@@ -228,7 +228,7 @@ class Pipeline(nn.Module):
             self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
-        self._transport: Transport = transport or InProcess(devices=self._devices if apart else ())
+        self._transport: EdgeTransport = transport or InProcess(devices=self._devices if apart else ())
         if network is not None:
             self._ranks = PointToPoint(
                 network,

@@ -42,7 +42,7 @@ from gpipe_bench.pipeline.stage.trees import (
     tensors_of,
     unflatten_shared,
 )
-from gpipe_bench.pipeline.transport import Plan, PortalTransport, ShortBatchError, Transport, rows_for
+from gpipe_bench.pipeline.transport import EdgeTransport, Plan, PortalTransport, ShortBatchError, rows_for
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
@@ -62,7 +62,7 @@ class Steps:
         schedule: Schedule,
         stages: Mapping[int, Stage],
         stage_devices: Sequence[torch.device],
-        transport: Transport,
+        transport: EdgeTransport,
         tied: TiedWeights | Leaves | None = None,
         joint: Joint | None = None,
         elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]] | None = None,
@@ -296,7 +296,7 @@ def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> O
 
 
 def run(
-    program: Sequence[Instruction], transport: Transport, clock: Clock, observe: Observer | None = None
+    program: Sequence[Instruction], transport: EdgeTransport, clock: Clock, observe: Observer | None = None
 ) -> None:
     """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
 
@@ -317,7 +317,7 @@ def run(
     clock.complete = True
 
 
-def _take(instruction: Instruction, position: int, transport: Transport, clock: Clock) -> None:
+def _take(instruction: Instruction, position: int, transport: EdgeTransport, clock: Clock) -> None:
     """One action, from what it waits for to what it sends."""
     kind, stage, m, graph, before, behind, _ = instruction
     passed: Any = None  # what comes, then what goes

@@ -1,6 +1,6 @@
 """What the engine asks of a transport, the transport of stages that live in one process, and portals.
 
-`Transport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
+`EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
 In one process a transport is a set of mailboxes, one per edge, direction and micro-batch. With all stages on
 one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
 the tensor copied to their device, beside what the devices compute (`transfers`).
@@ -60,7 +60,7 @@ def rows_for(schedule: Schedule, plan: Plan, *, is_own: bool) -> Schedule:
     return shortened(schedule, plan.num_microbatches)
 
 
-class Transport(Protocol):
+class EdgeTransport(Protocol):
     """Carries activations along the edges between stages, and gradients back.
 
     An edge is one of the chain, from a stage to the next, or it is that of portals and has their names. The
@@ -205,7 +205,7 @@ class PortalTransport:
     chain is taken apart, and what is received put together.
     """
 
-    def __init__(self, inner: Transport, edges: Sequence[Edge]) -> None:
+    def __init__(self, inner: EdgeTransport, edges: Sequence[Edge]) -> None:
         self.inner = inner
         self.release, self.send_loss, self.finish = inner.release, inner.send_loss, inner.finish
         self._into: dict[int, list[Edge]] = {}

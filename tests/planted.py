@@ -438,7 +438,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="what is shared is what it was",
-        place="pipeline/ranks/control.py::Sharing.announce",
+        place="pipeline/ranks/control.py::SharedArguments.announce",
         old="return Shared.FOLLOWS",
         new="return Shared.FOLLOWS if sent is None else Shared.AS_BEFORE",
         why="later stages would use the mask of an earlier step",

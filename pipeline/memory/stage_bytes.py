@@ -349,7 +349,7 @@ _FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
 """Which trace of a layer: a B that makes gradients of parameters, a later one, I."""
 
 
-class _Part(NamedTuple):
+class _WaitingPart(NamedTuple):
     """What `Deferred` says, with its storages by their names in the stage."""
 
     costs: Deferred
@@ -363,7 +363,7 @@ class _Left:
 
     def __init__(self, layers: Sequence[LayerProfile]) -> None:
         self._halves = [layer.halves for layer in layers if layer.halves is not None]
-        self._singles, self._lasts = list[_Part](), list[_Part]()
+        self._singles, self._lasts = list[_WaitingPart](), list[_WaitingPart]()
         self.sizes: dict[_Name, int] = {}
 
     @classmethod
@@ -374,7 +374,7 @@ class _Left:
         return None
 
     @property
-    def parts(self) -> list[_Part]:
+    def parts(self) -> list[_WaitingPart]:
         return self._singles[::-1] + self._lasts
 
     def leave(
@@ -405,7 +405,7 @@ class _Left:
             releases = frozenset([of[storage] for storage in part.releases if storage in of])
             keeps = frozenset([of[storage] for storage in part.keeps if storage in of])
             is_last = part is halves.last
-            (self._lasts if is_last else self._singles).append(_Part(part, releases, keeps, is_last))
+            (self._lasts if is_last else self._singles).append(_WaitingPart(part, releases, keeps, is_last))
         return held
 
 
@@ -417,7 +417,7 @@ class Halves:
     inputs: Bytes = Bytes()  # I
     kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
     received_bytes: int = 0  # of gradients, which are held throughout I
-    parts: Sequence[_Part] = ()
+    parts: Sequence[_WaitingPart] = ()
     sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
     inputs_of_stage: frozenset[_Name] = frozenset()
     _known: dict[tuple[bool, bool], Bytes] = field(default_factory=dict)
@@ -469,22 +469,22 @@ class Halves:
         """
         if (first, own) not in self._known:
             sizes = {**self.sizes, **dict.fromkeys(self.inputs_of_stage, 0)} if own else self.sizes
-            self._known[first, own] = _Weights(self.parts, sizes, first).fullest
+            self._known[first, own] = _WeightsPass(self.parts, sizes, first).fullest
         return self._known[first, own]
 
 
-class _Weights:
+class _WeightsPass:
     """W as it goes on: what waits, and the gradients that the engine is yet to add."""
 
-    def __init__(self, parts: Sequence[_Part], sizes: Mapping[_Name, int], first: bool) -> None:
+    def __init__(self, parts: Sequence[_WaitingPart], sizes: Mapping[_Name, int], first: bool) -> None:
         self._sizes, self._first = sizes, first
         self._users = Counter(name for part in parts for name in part.releases)
         self._live = sum([sizes[name] for name in self._users])
         self._made = self._results = 0
-        self._group: list[_Part] = []
+        self._group: list[_WaitingPart] = []
         self.fullest = Bytes()
         self._note(0)
-        before: list[_Part] = []  # the operation at hand, then all that W does at its end
+        before: list[_WaitingPart] = []  # the operation at hand, then all that W does at its end
         for part in parts:
             if not part.is_last or (before and not before[0].is_last and part.costs.result):
                 self._release(before)
@@ -506,7 +506,7 @@ class _Weights:
         """What is a gradient that is yet to be added."""
         return frozenset[_Name]().union(*[each.keeps for each in self._group])
 
-    def _release(self, parts: Sequence[_Part]) -> None:
+    def _release(self, parts: Sequence[_WaitingPart]) -> None:
         """Lets go of what no other part needs, and is not kept."""
         kept = self._kept()
         for name in chain.from_iterable([part.releases for part in parts]):

@@ -7,6 +7,7 @@ neighbours hold. The sequence can, and it is the same for every micro-batch size
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -43,11 +44,7 @@ class Trace:
     @cached_property
     def forward_peak(self) -> int:
         """Most bytes that the forward pass adds to its inputs."""
-        live = peak = 0
-        for event in self.forward:
-            live += self.sizes[event - 1] if event > 0 else -self.sizes[-event - 1]
-            peak = max(peak, live)
-        return peak
+        return rise(self.sizes, self.forward)[0]
 
     @cached_property
     def kept_inside(self) -> int:
@@ -98,6 +95,15 @@ class Trace:
         segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], None, peak))
         self._known[received] = tuple(segments)
         return self._known[received]
+
+
+def rise(sizes: Sequence[int], events: Iterable[int]) -> tuple[int, int]:
+    """Most bytes above those at the begin of some events, and bytes above them at the end."""
+    live = peak = 0
+    for event in events:
+        live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
+        peak = max(peak, live)
+    return peak, live
 
 
 class Received(NamedTuple):

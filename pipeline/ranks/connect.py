@@ -37,7 +37,7 @@ from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.host import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, Form, Work, backend
+from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, Form, Transit, backend
 
 _FIRST_TAG, _FIRST_FORM = 2**29 + 1, Form((1,), (1,), torch.float32)
 T = TypeVar("T")
@@ -287,7 +287,7 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
         peer = sum(pair) - network.rank
 
         def greet(greetings: list[Greeting] = pairs[pair], peer: int = peer) -> None:
-            works: list[tuple[Connection, Work, Tensor]] = []  # the tensors stay until they are gone
+            works: list[tuple[Connection, Transit, Tensor]] = []  # the tensors stay until they are gone
             for connection, source, target in greetings:
                 buffer = connection.buffer(_FIRST_FORM, source, device)
                 if network.rank == source:

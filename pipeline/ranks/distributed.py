@@ -46,7 +46,7 @@ from gpipe_bench.pipeline.ranks.control import (
     Control,
     Header,
     Shared,
-    Sharing,
+    SharedArguments,
     packed,
     unpacked,
 )
@@ -109,7 +109,7 @@ class PointToPoint:
         self._control = Control(control)
         self._header = header_route(schedule, self.rank)
         self._behind = next(iter(self._header.targets), None)
-        self._sharing = Sharing(self._control, self._header.source, self._behind)
+        self._sharing = SharedArguments(self._control, self._header.source, self._behind)
         self._route = loss_route(schedule, self.rank, accelerated=ties.is_accelerated)
         self._loss: Tensor | None = None
         for source in {self._header.source, self._route.source} - {None}:

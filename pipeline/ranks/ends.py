@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings, is_one_too_many
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Work, flat
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Transit, flat
 from gpipe_bench.pipeline.stage.portals import changed as overwritten
 from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure
@@ -46,7 +46,7 @@ class Outline(NamedTuple):
 
 
 class _Sending(NamedTuple):
-    works: list[Work]
+    works: list[Transit]
     tensors: list[Tensor]  # kept until they are gone
     action: Action | None  # what receives them
     versions: list[int]
@@ -180,7 +180,7 @@ class Receiver:
         self.lane, self._rings, self._device, self._tags = lane, rings, device, tags
         self._ring = rings.tight
         self._slots: list[tuple[Outline, _Buffers] | None] = [None] * rings.small.num_slots
-        self._posted: dict[int, tuple[_Buffers, list[Work]]] = {}
+        self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
         self._later: deque[int] = deque()  # have none; without a backward
         self._after: Sequence[int] = ()  # calls of this rank before each receive

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,8 +102,6 @@ class Stage:
         self.index, self.device = index, devices.exact(device)
         self.is_first, self.is_last = index == 0, is_last
         self.layers = tuple(layers)
-        last = f"layer {first_layer + len(self.layers) - 1} ({type(self.layers[-1]).__name__})"
-        self.output_name = f"the output of {last}, the last of stage {index},"  # for messages
         self.statistics = Statistics(self.layers, gather)
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         # Those of the layers and, on the last stage, of a loss that is a module, each once, as last seen.
@@ -281,6 +280,12 @@ class Stage:
         while F runs, and from R to B where what was received stays alive too.
         """
         return any(self._overwritten.values())
+
+    @cached_property
+    def output_name(self) -> str:
+        """What its layers give, for messages."""
+        last = f"layer {self._places[-1]} ({type(self.layers[-1]).__name__})"
+        return f"the output of {last}, the last of stage {self.index},"
 
     # The actions
 

@@ -164,13 +164,8 @@ def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
 
 
 class Played:
-    """The layers of a stage, and its loss, played one after another.
-
+    """The layers of a stage, by their profiles, and the loss of the last stage, played one after another.
     Passes tell of each layer in the order of the forward, the loss behind the last.
-
-    Args:
-        stage: the profiles of its layers.
-        loss: of the last stage.
     """
 
     def __init__(self, stage: Sequence[LayerProfile], loss: LayerProfile | None = None) -> None:
@@ -252,15 +247,9 @@ class Played:
         stays: Iterable[int] = (),
         left: _Left | None = None,
     ) -> tuple[list[LayerBytes], int]:
-        """A backward, or I, from the last layer to the first.
-
-        Args:
-            trace_of: which trace of each layer.
-            stays: names that something else holds, too.
-            left: is told what I leaves for W.
-
-        Returns:
-            Its layers, and bytes of the gradients of the stage's inputs.
+        """A backward, or I, by a trace of each layer, from the last to the first; names that `stays` has are
+        held by something else, too, and `left` is told what I leaves for W. Returns its layers, and bytes of
+        the gradients of the stage's inputs.
         """
         holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
         for name in chain(self.boundary, stays):
@@ -283,9 +272,7 @@ class Played:
             numbers: dict[_Name, int] = {}  # equal layers receive equal gradients wherever they stand
             given = tuple(
                 [
-                    None
-                    if each is None
-                    else Received(numbers.setdefault(each[0], len(numbers)), each[1], each[0] in held)
+                    each and Received(numbers.setdefault(each[0], len(numbers)), each[1], each[0] in held)
                     for each in received
                 ]
             )
@@ -363,7 +350,7 @@ class _Left:
 
     def __init__(self, layers: Sequence[LayerProfile]) -> None:
         self._halves = [layer.halves for layer in layers if layer.halves is not None]
-        self._singles, self._lasts = list[_WaitingPart](), list[_WaitingPart]()
+        self.singles, self.lasts = list[_WaitingPart](), list[_WaitingPart]()
         self.sizes: dict[_Name, int] = {}
 
     @classmethod
@@ -372,10 +359,6 @@ class _Left:
         if all(layer.halves is not None and not layer.halves.whole for layer in layers):
             return cls(layers)
         return None
-
-    @property
-    def parts(self) -> list[_WaitingPart]:
-        return self._singles[::-1] + self._lasts
 
     def leave(
         self,
@@ -405,7 +388,7 @@ class _Left:
             releases = frozenset([of[storage] for storage in part.releases if storage in of])
             keeps = frozenset([of[storage] for storage in part.keeps if storage in of])
             is_last = part is halves.last
-            (self._lasts if is_last else self._singles).append(_WaitingPart(part, releases, keeps, is_last))
+            (self.lasts if is_last else self.singles).append(_WaitingPart(part, releases, keeps, is_last))
         return held
 
 
@@ -441,7 +424,7 @@ class Halves:
             inputs=_fullest(reversed(layers)),
             kept_input_bytes=sum([sizes[end] for end in inputs]),
             received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
-            parts=left.parts,
+            parts=left.singles[::-1] + left.lasts,
             sizes=sizes,
             inputs_of_stage=inputs,
         )
@@ -461,11 +444,8 @@ class Halves:
         return replace(self, inputs=inputs, received_bytes=0, sizes=sizes, _known={})
 
     def weights(self, *, first: bool, own: bool = False) -> Bytes:
-        """W at its fullest, with what waited for it.
-
-        Args:
-            first: whether it creates the gradients of the parameters.
-            own: whether boundary inputs are the user's, or in memory that is there anyway, and stay.
+        """W at its fullest, with what waited for it; a `first` one creates the gradients of parameters, and
+        with `own` boundary inputs are the user's, or in memory that is there anyway, and stay.
         """
         if (first, own) not in self._known:
             sizes = {**self.sizes, **dict.fromkeys(self.inputs_of_stage, 0)} if own else self.sizes

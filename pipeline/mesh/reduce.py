@@ -430,8 +430,7 @@ class Divided:
     @property
     def makes(self) -> Callable[..., Stage]:
         """The class of the stages."""
-        made: Callable[..., Stage] = Stage
-        return made if self._tensor_parallel is None else self._tensor_parallel.DividedStage  # type: ignore[no-any-return]
+        return Stage if self._tensor_parallel is None else self._tensor_parallel.DividedStage
 
     def check(
         self,

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.plan.schedule import validate as validate
     from gpipe_bench.pipeline.plan.simulate import SLOTS as SLOTS
     from gpipe_bench.pipeline.plan.simulate import replay as replay
-    from gpipe_bench.pipeline.plan.svg import svg as svg
     from gpipe_bench.pipeline.plan.timeline import Event as Event
     from gpipe_bench.pipeline.plan.timeline import Timeline as Timeline
+    from gpipe_bench.pipeline.plan.timeline import svg as svg
     from gpipe_bench.pipeline.ranks.launch import launch as launch
     from gpipe_bench.pipeline.ranks.launch import start_process as start_process
     from gpipe_bench.pipeline.stage.portals import Pop as Pop
@@ -74,8 +74,7 @@ _NAMES = {
     "plan.partition": ("partition",),
     "plan.schedule": ("Action", "Kind", "Schedule", "validate"),
     "plan.simulate": ("SLOTS", "replay"),
-    "plan.svg": ("svg",),
-    "plan.timeline": ("Event", "Timeline"),
+    "plan.timeline": ("Event", "Timeline", "svg"),
     "ranks.launch": ("launch", "start_process"),
     "stage.portals": ("Pop", "PortalSequential", "Stash"),
     "stage.rng": ("run_plain",),

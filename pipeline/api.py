@@ -43,14 +43,13 @@ from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
-from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.portals import declarations, portals_of
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Tree, merge
+from gpipe_bench.pipeline.stage.trees import Keywords, Tree, merge
 from gpipe_bench.pipeline.step import Observer, Steps
-from gpipe_bench.pipeline.transport import InProcess, Transport, with_portals
+from gpipe_bench.pipeline.transport import EdgeTransport, InProcess, PortalTransport
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -147,7 +146,7 @@ class Pipeline(nn.Module):
         bucket_bytes: int | None = None,
         timeout_s: float = 600.0,
         share_memory: bool = True,
-        transport: Transport | None = None,
+        transport: EdgeTransport | None = None,
         seed: int = 0,
         compile: bool | str = False,
     ) -> None:
@@ -229,7 +228,7 @@ class Pipeline(nn.Module):
             self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
         self._ranks: PointToPoint | None = None
         apart = len(set(self._devices)) > 1
-        self._transport: Transport = transport or InProcess(devices=self._devices if apart else ())
+        self._transport: EdgeTransport = transport or InProcess(devices=self._devices if apart else ())
         if network is not None:
             self._ranks = PointToPoint(
                 network,
@@ -251,7 +250,7 @@ class Pipeline(nn.Module):
                 )  # fmt: skip
                 self._tied.share_values()
         if self._lines:
-            self._transport = with_portals(self._transport, self._lines)
+            self._transport = PortalTransport(self._transport, self._lines)
         self._prepare()
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0

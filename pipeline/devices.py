@@ -19,32 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = [
-    "count",
-    "current",
-    "current_stream",
-    "default_type",
-    "empty_cache",
-    "event",
-    "exact",
-    "generator",
-    "hold",
-    "identity",
-    "is_accelerator",
-    "mark",
-    "name",
-    "new_stream",
-    "on",
-    "peak_bytes",
-    "pinned",
-    "record_stream",
-    "reset_peak",
-    "select",
-    "synchronize",
-    "total_memory_bytes",
-    "using",
-]
-
 _ON_HOST = ("cpu", "meta")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -21,11 +21,11 @@ from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.errors import ActionError
 from gpipe_bench.pipeline.mesh.reduce import Joint
+from gpipe_bench.pipeline.plan.edges import Edge, chain
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.keywords import flatten_shared, shared_versions, unflatten_shared
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tied import Leaves
@@ -34,12 +34,15 @@ from gpipe_bench.pipeline.stage.trees import (
     Nested,
     Tree,
     flatten,
+    flatten_shared,
     num_examples,
+    shared_versions,
     sizes,
     split,
     tensors_of,
+    unflatten_shared,
 )
-from gpipe_bench.pipeline.transport import Plan, PortalTransport, ShortBatchError, Transport, rows_for
+from gpipe_bench.pipeline.transport import EdgeTransport, Plan, PortalTransport, ShortBatchError, rows_for
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
@@ -59,7 +62,7 @@ class Steps:
         schedule: Schedule,
         stages: Mapping[int, Stage],
         stage_devices: Sequence[torch.device],
-        transport: Transport,
+        transport: EdgeTransport,
         tied: TiedWeights | Leaves | None = None,
         joint: Joint | None = None,
         elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]] | None = None,
@@ -244,6 +247,8 @@ class Instruction(NamedTuple):
     stage: Stage
     microbatch: int
     graph: bool  # F: build the graph, because no recomputation follows
+    before: Edge | None  # from the stage before
+    behind: Edge | None  # to the next stage
     action: Action
 
 
@@ -261,12 +266,15 @@ def prepare(
     actions = schedule.actions[workers.pop()] if len(workers) == 1 else execution_order(schedule)
     if len({stage.device for stage in stages.values()}) > 1:
         actions = tuple(event.action for event in replay(schedule, SLOTS).events)
+    edges = (None, *chain(schedule.num_stages), None)
     return tuple(
         Instruction(
             action.kind,
             stages[action.stage],
             action.microbatch,
             training and not schedule.recomputes(action.microbatch, action.stage),
+            edges[action.stage],
+            edges[action.stage + 1],
             action,
         )
         for action in actions
@@ -288,7 +296,7 @@ def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> O
 
 
 def run(
-    program: Sequence[Instruction], transport: Transport, clock: Clock, observe: Observer | None = None
+    program: Sequence[Instruction], transport: EdgeTransport, clock: Clock, observe: Observer | None = None
 ) -> None:
     """Takes every action of `program` once. Stages and transport have begun; the caller finishes them.
 
@@ -309,40 +317,36 @@ def run(
     clock.complete = True
 
 
-def _take(instruction: Instruction, position: int, transport: Transport, clock: Clock) -> None:
+def _take(instruction: Instruction, position: int, transport: EdgeTransport, clock: Clock) -> None:
     """One action, from what it waits for to what it sends."""
-    kind, stage, m, graph, _ = instruction
+    kind, stage, m, graph, before, behind, _ = instruction
+    passed: Any = None  # what comes, then what goes
+    if kind is Kind.F:
+        passed = None if before is None else transport.receive(before, m)
+    elif kind is Kind.B or kind is Kind.I:
+        passed = () if behind is None else transport.receive_back(behind, m)
+    clock.start(position)
     match kind:
         case Kind.F:
-            message = None if stage.is_first else transport.receive_activation(stage.index, m)
-            clock.start(position)
-            message = stage.forward(m, message, graph)
-            clock.stop(position)
-            if message is not None:
-                transport.send_activation(stage.index, m, message)
-            elif (loss := stage.loss()) is not None:
-                transport.send_loss(loss)
+            passed = stage.forward(m, passed, graph)
         case Kind.R:
-            clock.start(position)
             stage.recompute(m)
-            clock.stop(position)
-        case Kind.B | Kind.I:
-            gradients = () if stage.is_last else transport.receive_gradient(stage.index, m)
-            clock.start(position)
-            if kind is Kind.B:
-                gradients = stage.backward(m, gradients)
-            else:
-                gradients = stage.backward_inputs(m, gradients)
-            clock.stop(position)
-            if kind is Kind.B:
-                transport.release(stage.index, m)
-            if not stage.is_first:
-                transport.send_gradient(stage.index, m, gradients)
+        case Kind.B:
+            passed = stage.backward(m, passed)
+        case Kind.I:
+            passed = stage.backward_inputs(m, passed)
         case Kind.W:
-            clock.start(position)
             stage.backward_weights(m)
-            clock.stop(position)
-            transport.release(stage.index, m)
+    clock.stop(position)
+    if kind is Kind.B or kind is Kind.W:
+        transport.release(stage.index, m)
+    if kind is Kind.F:
+        if behind is not None:
+            transport.send(behind, m, passed)
+        elif (loss := stage.loss()) is not None:
+            transport.send_loss(loss)
+    elif before is not None and (kind is Kind.B or kind is Kind.I):
+        transport.send_back(before, m, passed)
 
 
 def _outline(message: Message | None) -> Hashable:

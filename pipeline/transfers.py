@@ -89,7 +89,10 @@ class Transfers:
             elif devices.is_accelerator(tensor.device) or devices.is_accelerator(target):
                 way = ways.get(tensor.device)
                 if way is None:
-                    way = ways[tensor.device] = self._way(tensor.device, target)
+                    ends = tensor.device, target
+                    way = ways[tensor.device] = self._ways.get(ends) or self._ways.setdefault(
+                        ends, Way(*ends)
+                    )
                     way.open()
                 sent.append(way.send(tensor))
             else:
@@ -112,12 +115,6 @@ class Transfers:
         for tensor in tensors:
             if tensor is not None:
                 devices.record_stream(tensor, stream)
-
-    def _way(self, source: torch.device, target: torch.device) -> Way:
-        way = self._ways.get((source, target))
-        if way is None:
-            way = self._ways[source, target] = Way(source, target)
-        return way
 
 
 def _in(stream: torch.Stream | None) -> AbstractContextManager[Any]:

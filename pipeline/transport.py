@@ -1,6 +1,6 @@
 """What the engine asks of a transport, the transport of stages that live in one process, and portals.
 
-`Transport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
+`EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
 In one process a transport is a set of mailboxes, one per edge, direction and micro-batch. With all stages on
 one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
 the tensor copied to their device, beside what the devices compute (`transfers`).
@@ -60,10 +60,11 @@ def rows_for(schedule: Schedule, plan: Plan, *, is_own: bool) -> Schedule:
     return shortened(schedule, plan.num_microbatches)
 
 
-class Transport(Protocol):
-    """Carries activations towards the last stage and gradients towards the first.
+class EdgeTransport(Protocol):
+    """Carries activations along the edges between stages, and gradients back.
 
-    `stage` is always the calling stage. The order of sends and receives is that of the schedule.
+    An edge is one of the chain, from a stage to the next, or it is that of portals and has their names. The
+    order of sends and receives is that of the schedule.
     """
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
@@ -73,17 +74,17 @@ class Transport(Protocol):
         dtypes.
         """
 
-    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        """Hands an output to the next stage."""
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        """Hands an output, or portals, to the stage where the edge ends; with portals it waits for nobody."""
 
-    def receive_activation(self, stage: int, microbatch: int) -> Message:
-        """The output of the stage before."""
+    def receive(self, edge: Edge, microbatch: int) -> Message:
+        """What the stage where the edge begins has sent; portals in tensors that nothing else has."""
 
-    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        """Hands the gradients of the inputs to the stage before."""
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        """Hands the gradients of what was received to the stage where the edge begins."""
 
-    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
-        """The gradients of this stage's outputs."""
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
+        """The gradients of what was sent."""
 
     def release(self, stage: int, microbatch: int) -> None:
         """The stage is done with the micro-batch: what it received for it may be overwritten."""
@@ -98,24 +99,6 @@ class Transport(Protocol):
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         """Ends a step that failed in `action`, everywhere; returns what to raise."""
-
-
-class EdgeTransport(Transport, Protocol):
-    """A transport that also carries what goes past the chain: `edge` is that of a portal, a `message` its
-    tensors and which of them need a gradient.
-    """
-
-    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-        """Hands portals to the stage where the edge ends; waits for nobody."""
-
-    def receive(self, edge: Edge, microbatch: int) -> Message:
-        """The portals, in tensors that nothing else has."""
-
-    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
-        """Hands their gradients back."""
-
-    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
-        """The gradients of portals that were sent."""
 
 
 class InProcess:
@@ -148,44 +131,24 @@ class InProcess:
         assert plan is not None
         return plan
 
-    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        if self._moves:
-            tensors = self._move(message.tensors, stage + 1, (stage, microbatch, False))
-            message = message._replace(tensors=tensors)
-        self._activations[stage, microbatch] = message
-
-    def receive_activation(self, stage: int, microbatch: int) -> Message:
-        message = self._activations.pop((stage - 1, microbatch))
-        if self._marks:
-            self._arrive(message.tensors, stage, (stage - 1, microbatch, False))
-        return message
-
-    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        if self._moves:
-            gradients = self._move(gradients, stage - 1, (stage - 1, microbatch, True))
-        self._gradients[stage - 1, microbatch] = gradients
-
-    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
-        gradients = self._gradients.pop((stage, microbatch))
-        if self._marks:
-            self._arrive(gradients, stage, (stage, microbatch, True))
-        return gradients
-
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-        tensors = message.tensors
         if self._moves:
-            tensors = self._move(tensors, edge.target, (edge.number, microbatch, False))
-        self._activations[edge.number, microbatch] = message._replace(tensors=tensors)
-        self._versions[edge.number, microbatch] = tuple(map(version, tensors))
+            tensors = self._move(message.tensors, edge.target, (edge.number, microbatch, False))
+            message = message._replace(tensors=tensors)
+        self._activations[edge.number, microbatch] = message
+        if edge.names:
+            self._versions[edge.number, microbatch] = tuple(map(version, message.tensors))
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
         message = self._activations.pop((edge.number, microbatch))
+        if self._marks:
+            self._arrive(message.tensors, edge.target, (edge.number, microbatch, False))
+        if not edge.names:
+            return message
         versions = self._versions.pop((edge.number, microbatch))
         for name, tensor, before in zip(edge.names, message.tensors, versions, strict=True):
             if version(tensor) != before:
                 raise changed(name)
-        if self._marks:
-            self._arrive(message.tensors, edge.target, (edge.number, microbatch, False))
         return message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
@@ -237,16 +200,10 @@ def _unobserved(stage: int) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-class _Places(NamedTuple):
-    """Where, among the tensors that a stage gave, are those of its output and each portal."""
-
-    given: int
-    output: tuple[int, ...]
-    portals: dict[str, int]
-
-
 class PortalTransport:
-    """`inner` with the portals of `edges`, which are those of the whole pipeline."""
+    """`inner` with the portals of `edges`, which are those of the whole pipeline: what is sent along the
+    chain is taken apart, and what is received put together.
+    """
 
     def __init__(self, inner: EdgeTransport, edges: Sequence[Edge]) -> None:
         self.inner = inner
@@ -257,15 +214,17 @@ class PortalTransport:
             self._into.setdefault(edge.target, []).append(edge)
             self._out.setdefault(edge.source, []).append(edge)
         self._leaving = {stage: leaving(edges, stage) for stage in self._out}
-        self._places: dict[tuple[int, int], _Places] = {}
+        # By stage and micro-batch: how many tensors the stage gave, and where its output and portals are.
+        self._places: dict[tuple[int, int], tuple[int, tuple[int, ...], dict[str, int]]] = {}
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
         self._places.clear()
         return self.inner.begin(plan, signature)
 
-    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        stage = edge.source
         if stage not in self._out:
-            self.inner.send_activation(stage, microbatch, message)
+            self.inner.send(edge, microbatch, message)
             return
         given, needs_grad = message.tensors, message.needs_grad
         output, *stashed = unflatten(given, message.structure)
@@ -273,46 +232,46 @@ class PortalTransport:
         tensors, structure = flatten(output)
         of_output = tuple([place[id(tensor)] for tensor in tensors])
         named = {name: place[id(tensor)] for name, tensor in zip(self._leaving[stage], stashed, strict=True)}
-        self._places[stage, microbatch] = _Places(len(given), of_output, named)
-        for edge in self._out[stage]:
-            positions = [named[name] for name in edge.names]
+        self._places[stage, microbatch] = len(given), of_output, named
+        for line in self._out[stage]:
+            positions = [named[name] for name in line.names]
             needed = tuple([needs_grad[i] for i in positions])
             portals = Message(tuple([given[i] for i in positions]), None, needed)
-            self.inner.send(edge, microbatch, portals)
+            self.inner.send(line, microbatch, portals)
         # After the portals: who sends an output may be made to wait.
         needed = tuple([needs_grad[i] for i in of_output])
         aliases = tuple([i for i, place in enumerate(of_output) if place in message.aliases])
-        self.inner.send_activation(stage, microbatch, Message(tensors, structure, needed, aliases))
+        self.inner.send(edge, microbatch, Message(tensors, structure, needed, aliases))
 
-    def receive_activation(self, stage: int, microbatch: int) -> Message:
-        message = self.inner.receive_activation(stage, microbatch)
-        if stage not in self._into:
+    def receive(self, edge: Edge, microbatch: int) -> Message:
+        message = self.inner.receive(edge, microbatch)
+        if edge.target not in self._into:
             return message
-        found = [self.inner.receive(edge, microbatch) for edge in self._into[stage]]
+        found = [self.inner.receive(line, microbatch) for line in self._into[edge.target]]
         arrived = [tensor for portals in found for tensor in portals.tensors]
         needs_grad = [needed for portals in found for needed in portals.needs_grad]
         tree = (unflatten(message.tensors, message.structure), *arrived)
         tensors, structure = flatten(tree)
         return Message(tensors, structure, (*message.needs_grad, *needs_grad), message.aliases)
 
-    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        for edge in reversed(self._into.get(stage, ())):
-            count = len(edge.names)
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        for line in reversed(self._into.get(edge.target, ())):
+            count = len(line.names)
             gradients, of_portals = gradients[:-count], gradients[-count:]
-            self.inner.send_back(edge, microbatch, of_portals)
-        self.inner.send_gradient(stage, microbatch, gradients)
+            self.inner.send_back(line, microbatch, of_portals)
+        self.inner.send_back(edge, microbatch, gradients)
 
-    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
-        gradients = self.inner.receive_gradient(stage, microbatch)
-        if stage not in self._out:
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
+        gradients = self.inner.receive_back(edge, microbatch)
+        if edge.source not in self._out:
             return gradients
-        places = self._places.pop((stage, microbatch))
-        found: list[Tensor | None] = [None] * places.given
-        for edge in reversed(self._out[stage]):
-            of_portals = self.inner.receive_back(edge, microbatch)
-            for name, gradient in zip(edge.names, of_portals, strict=True):
-                _add(found, places.portals[name], gradient)
-        for place, gradient in zip(places.output, gradients, strict=True):
+        num_given, of_output, named = self._places.pop((edge.source, microbatch))
+        found: list[Tensor | None] = [None] * num_given
+        for line in reversed(self._out[edge.source]):
+            of_portals = self.inner.receive_back(line, microbatch)
+            for name, gradient in zip(line.names, of_portals, strict=True):
+                _add(found, named[name], gradient)
+        for place, gradient in zip(of_output, gradients, strict=True):
             _add(found, place, gradient)
         return tuple(found)
 
@@ -325,14 +284,3 @@ def _add(found: list[Tensor | None], place: int, gradient: Tensor | None) -> Non
     if gradient is not None:
         before = found[place]
         found[place] = gradient if before is None else before + gradient
-
-
-def with_portals(transport: Any, edges: Sequence[Edge]) -> PortalTransport:
-    """The transport of a pipeline that has these portals."""
-    if not hasattr(transport, "receive_back"):
-        raise ValueError(
-            f"transport is a {type(transport).__name__}, which carries no portals, and portal "
-            f"{edges[0].names[0]!r} leads from stage {edges[0].source} to stage {edges[0].target}; give "
-            "an InProcess, or leave transport out"
-        )
-    return PortalTransport(transport, edges)

@@ -86,11 +86,11 @@ def messages_that_take_memory() -> None:
 def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
     """The sizes of the messages that carry gradients to this rank or from it."""
     found: set[int] = set()
-    send, take = distributed.PointToPoint.send_gradient, ends.Receiver.take
+    send, take = distributed.PointToPoint.send_back, ends.Receiver.take
 
-    def spy_on_send(self, stage, microbatch, gradients):
+    def spy_on_send(self, edge, microbatch, gradients):
         found.add(sum(g.nbytes for g in gradients if g is not None))
-        send(self, stage, microbatch, gradients)
+        send(self, edge, microbatch, gradients)
 
     def spy_on_take(self, microbatch, action):
         tensors = take(self, microbatch, action)
@@ -99,7 +99,7 @@ def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
         return tensors
 
     with (
-        mock.patch.object(distributed.PointToPoint, "send_gradient", spy_on_send),
+        mock.patch.object(distributed.PointToPoint, "send_back", spy_on_send),
         mock.patch.object(ends.Receiver, "take", spy_on_take),
     ):
         case()

@@ -56,7 +56,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="one accumulation dropped",
-        place="pipeline/stage/stage.py::Stage._whole_backward",
+        place="pipeline/stage/stage.py::Stage.backward",
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
             last = self.parameters[-1] if m == 1 and self.parameters else None
@@ -70,7 +70,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="one gradient scaled by 1.01",
-        place="pipeline/stage/stage.py::Stage._whole_backward",
+        place="pipeline/stage/stage.py::Stage.backward",
         old="            self._runner.in_backward(run_engine, roots, seeds)\n",
         new="""\
             self._runner.in_backward(run_engine, roots, seeds)
@@ -200,10 +200,10 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="two tensors of a boundary swapped",
-        place="pipeline/transport.py::InProcess.receive_activation",
-        old="        message = self._activations.pop((stage - 1, microbatch))\n",
+        place="pipeline/transport.py::InProcess.receive",
+        old="        message = self._activations.pop((edge.number, microbatch))\n",
         new="""\
-        message = self._activations.pop((stage - 1, microbatch))
+        message = self._activations.pop((edge.number, microbatch))
         first, *rest = message.tensors
         if rest and first.shape == rest[0].shape and first.dtype == rest[0].dtype:
             message = message._replace(tensors=(rest[0], first, *rest[1:]))
@@ -213,10 +213,10 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="two gradients of a boundary swapped",
-        place="pipeline/transport.py::InProcess.receive_gradient",
-        old="        gradients = self._gradients.pop((stage, microbatch))\n",
+        place="pipeline/transport.py::InProcess.receive_back",
+        old="        gradients = self._gradients.pop((edge.number, microbatch))\n",
         new="""\
-        gradients = self._gradients.pop((stage, microbatch))
+        gradients = self._gradients.pop((edge.number, microbatch))
         if len(gradients) > 1 and None not in gradients[:2] and gradients[0].shape == gradients[1].shape:
             gradients = (gradients[1], gradients[0], *gradients[2:])
 """,
@@ -438,7 +438,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="what is shared is what it was",
-        place="pipeline/ranks/control.py::Sharing.announce",
+        place="pipeline/ranks/control.py::SharedArguments.announce",
         old="return Shared.FOLLOWS",
         new="return Shared.FOLLOWS if sent is None else Shared.AS_BEFORE",
         why="later stages would use the mask of an earlier step",
@@ -480,7 +480,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="only neighbours share memory",
-        place="pipeline/ranks/routes.py::peers",
+        place="pipeline/ranks/connect.py::peers",
         old="{end for pair in pairs if rank in pair for end in pair} - {rank}",
         new="{end for pair in pairs if rank in pair for end in pair if abs(end - rank) == 1}",
         why="what goes from the last rank to the first would take the network on one host",
@@ -554,11 +554,11 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="portals sent twice",
-        place="pipeline/transport.py::PortalTransport.send_activation",
-        old="            self.inner.send(edge, microbatch, portals)\n",
+        place="pipeline/transport.py::PortalTransport.send",
+        old="            self.inner.send(line, microbatch, portals)\n",
         new="""\
-            self.inner.send(edge, microbatch, portals)
-            self.inner.send(edge, microbatch, portals)
+            self.inner.send(line, microbatch, portals)
+            self.inner.send(line, microbatch, portals)
 """,
         why="a skip is sent once, past the stages between",
         tests=("tests/test_portals.py::test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient",),

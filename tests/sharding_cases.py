@@ -37,7 +37,7 @@ from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.models.tasks import class_loss, token_loss
 from gpipe_bench.pipeline import ActionError, Pop, PortalSequential, Stash
 from gpipe_bench.pipeline.mesh.reduce import Divided
-from gpipe_bench.pipeline.mesh.sharding import Holders
+from gpipe_bench.pipeline.mesh.sharding import PartHolders
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 FSDP_HOWS = (
@@ -86,13 +86,13 @@ def counted() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
 
     def count(name: str) -> Any:
-        original = getattr(Holders, name)
+        original = getattr(PartHolders, name)
 
         def counting(*arguments: Any) -> Any:
             counts[name] += 1
             return original(*arguments)
 
-        return mock.patch.object(Holders, name, counting)
+        return mock.patch.object(PartHolders, name, counting)
 
     with count("gather"), count("scatter"), count("sum_copies"):
         yield counts

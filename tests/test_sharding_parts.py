@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.mesh.sharding import Holders, Scatter, Shards
+from gpipe_bench.pipeline.mesh.sharding import PartHolders, Scatter, Shards
 from gpipe_bench.pipeline.stage.stage import Stage
 
 
@@ -35,9 +35,11 @@ def test_a_sum_under_way_is_waited_for() -> None:
     """Not before the step is over; one that is added to an earlier one at once."""
     for later in (True, False):
         holders = FakeHolders()
-        sums = Scatter(cast(Holders, holders))
+        sums = Scatter(cast(PartHolders, holders))
         sums.later = later
-        shards = Shards(Stage(0, [], 0, device=torch.device("cpu"), is_last=True), 2, cast(Holders, holders))
+        shards = Shards(
+            Stage(0, [], 0, device=torch.device("cpu"), is_last=True), 2, cast(PartHolders, holders)
+        )
         shards._layers = cast(Any, [FakeLayer(sums)])
         mine, whole = torch.zeros(2), torch.arange(4.0)
         sums(mine, whole, cast(Any, None), None)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.rng import run_plain
+from gpipe_bench.pipeline.stage.trees import Keywords
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 mse_loss = nn.functional.mse_loss

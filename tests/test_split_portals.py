@@ -19,22 +19,19 @@ from gpipe_bench.pipeline.transport import InProcess
 
 
 class Counting(InProcess):
-    """Bytes that each stage is sent."""
+    """Bytes that each stage is sent, but for gradients of the chain."""
 
     def __init__(self) -> None:
         super().__init__()
         self.received: Counter[int] = Counter()
-
-    def send_activation(self, stage: int, microbatch: int, message: Any) -> None:
-        self.received[stage + 1] += sum(tensor.nbytes for tensor in message.tensors)
-        super().send_activation(stage, microbatch, message)
 
     def send(self, edge: Any, microbatch: int, message: Any) -> None:
         self.received[edge.target] += sum(tensor.nbytes for tensor in message.tensors)
         super().send(edge, microbatch, message)
 
     def send_back(self, edge: Any, microbatch: int, gradients: Any) -> None:
-        self.received[edge.source] += sum(each.nbytes for each in gradients if each is not None)
+        if edge.names:
+            self.received[edge.source] += sum(each.nbytes for each in gradients if each is not None)
         super().send_back(edge, microbatch, gradients)
 
 

@@ -23,6 +23,7 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, clock, devices, transfers
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
@@ -263,24 +264,24 @@ def _sent_tensor_overwritten(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -
 
 
 def _device_wide_wait(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    receive = InProcess.receive_activation
+    receive = InProcess.receive
 
-    def waiting(transport: InProcess, stage: int, microbatch: int) -> Any:
+    def waiting(transport: InProcess, edge: Edge, microbatch: int) -> Any:
         devices.synchronize(fake.devices[0])
-        return receive(transport, stage, microbatch)
+        return receive(transport, edge, microbatch)
 
-    patch.setattr(InProcess, "receive_activation", waiting)
+    patch.setattr(InProcess, "receive", waiting)
 
 
 def _number_read(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    receive = InProcess.receive_gradient
+    receive = InProcess.receive_back
 
-    def reading(transport: InProcess, stage: int, microbatch: int) -> Any:
-        found = receive(transport, stage, microbatch)
+    def reading(transport: InProcess, edge: Edge, microbatch: int) -> Any:
+        found = receive(transport, edge, microbatch)
         assert found[0].sum().item() != 0
         return found
 
-    patch.setattr(InProcess, "receive_gradient", reading)
+    patch.setattr(InProcess, "receive_back", reading)
 
 
 def _pageable_inputs(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:

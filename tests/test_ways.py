@@ -11,8 +11,7 @@ import torch
 from gpipe_bench.pipeline import Kind, Schedule, gpipe, named
 from gpipe_bench.pipeline.plan.edges import rings_of, turns
 from gpipe_bench.pipeline.plan.schedule import ends_of
-from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Receiver
-from gpipe_bench.pipeline.ranks.routes import (
+from gpipe_bench.pipeline.ranks.connect import (
     MOST_TENSORS,
     first_tag,
     header_chain,
@@ -22,6 +21,7 @@ from gpipe_bench.pipeline.ranks.routes import (
     peers,
     refuse_edges,
 )
+from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Receiver
 from gpipe_bench.pipeline.ranks.wire import Connection, Form
 
 CPU = torch.device("cpu")

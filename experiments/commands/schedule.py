@@ -28,8 +28,7 @@ from gpipe_bench.pipeline.plan.remat import REMAT_MODES, from_text, to_text
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_complete, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.stops import stop_of
-from gpipe_bench.pipeline.plan.svg import svg
-from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.plan.timeline import Timeline, svg
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""

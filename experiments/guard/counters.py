@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS, SEED
 
 if TYPE_CHECKING:
+    from gpipe_bench.pipeline.plan.edges import Edge
     from gpipe_bench.pipeline.plan.schedule import Action, Schedule
     from gpipe_bench.pipeline.stage.stage import Gradients
     from gpipe_bench.pipeline.stage.trees import Message
@@ -110,13 +111,13 @@ def of_step(case: Case, schedule: Schedule) -> dict[str, Any]:
             self.messages = {"forward": 0, "backward": 0}
             self.bytes = {"forward": 0, "backward": 0}
 
-        def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+        def send(self, edge: Edge, microbatch: int, message: Message) -> None:
             self._count("forward", message.tensors)
-            super().send_activation(stage, microbatch, message)
+            super().send(edge, microbatch, message)
 
-        def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
             self._count("backward", gradients)
-            super().send_gradient(stage, microbatch, gradients)
+            super().send_back(edge, microbatch, gradients)
 
         def _count(self, direction: str, tensors: tuple[torch.Tensor | None, ...]) -> None:
             self.messages[direction] += 1

@@ -54,7 +54,7 @@ from gpipe_bench.pipeline.plan.remat import from_text
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.vee import vee
-from gpipe_bench.pipeline.ranks.wire import Work
+from gpipe_bench.pipeline.ranks.wire import Transit
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.planner.timing import CPU
 
@@ -384,7 +384,7 @@ def slow_sums(seconds: Callable[[int], float]) -> Iterator[None]:
     free_s = 0.0
     at_once = Collectives.sum
 
-    def late(self: Collectives, numbers: Tensor) -> Work:
+    def late(self: Collectives, numbers: Tensor) -> Transit:
         nonlocal free_s
         free_s = max(free_s, time.perf_counter()) + seconds(numbers.nbytes)
         return _Late(at_once(self, numbers), free_s)

@@ -44,6 +44,7 @@ from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
 from gpipe_bench.pipeline.memory.workers import pipeline_memory
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.stage.stage import Gradients, Stage
 from gpipe_bench.pipeline.stage.trees import Message, split
@@ -63,20 +64,20 @@ class MadeUp(InProcess):
         super().__init__()
         self._inputs, self._outputs, self._unused, self._device = inputs, outputs, unused, device
 
-    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
         """Dropped at once, as if it had left."""
 
-    def receive_activation(self, stage: int, microbatch: int) -> Message:
+    def receive(self, edge: Edge, microbatch: int) -> Message:
         specs = [self._inputs.tensors[index] for index in self._inputs.distinct]
         places = {index: place for place, index in enumerate(self._inputs.distinct)}
         structure = tuple(places[first] for first in self._inputs.same_as) if self._inputs.is_tuple else None
         tensors = tuple(self._make(spec) for spec in specs)
         return Message(tensors, structure, tuple(spec.requires_grad for spec in specs))
 
-    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
         """Dropped at once, as if it had left."""
 
-    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         ends = self._outputs
         return tuple(
             self._make(ends.tensors[index])

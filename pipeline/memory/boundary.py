@@ -6,6 +6,7 @@ twice in a tuple travels once, and integer tensors travel forward but no gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,10 +47,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -111,12 +111,12 @@ def graphs_of(
             static_lifetime_input_indices=list(range(num_weights)),
         )
         parts[:], num_outputs = [half.graph for half in halves], num_fwd_outputs
-        raise _Cut
+        raise _EndOfTracing
 
     traced = aot_function(
         run, fw_compiler=nop, bw_compiler=nop, partition_fn=cut, decompositions=select_decomp_table()
     )
-    with suppress(_Cut):
+    with suppress(_EndOfTracing):
         traced(list(parameters.values()), list(buffers.values()), leaves)
     if not parts:
         return None
@@ -147,7 +147,7 @@ def graphs_of(
     )
 
 
-class _Cut(Exception):  # noqa: N818  # no error: it ends the tracing once the graph is cut
+class _EndOfTracing(Exception):  # noqa: N818  # no error: it ends the tracing once the graph is cut
     pass
 
 

@@ -11,7 +11,7 @@ compute and keep nothing (`_Source`, `_Tail`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, SplitTrace, Trace
+from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, SplitTrace, Trace, rise
 from gpipe_bench.pipeline.memory.tracker import EventLog
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.buffers import State
@@ -278,7 +278,7 @@ def _deferred(
     before = log.alive
     log.events.clear()
     gradients = [gradient for each in waiting for gradient in each.gradients()]
-    num_formula, (formula_peak, result) = len(log.events), _rise(log, log.events)
+    num_formula, (formula_peak, result) = len(log.events), rise(log.sizes, log.events)
     edges = [edge for each in waiting for edge in each.edges] + [edge for edge, _ in done]
     given = [*gradients, *(gradient for _, gradient in done)]
     entering = sum(_entering(edge, gradient) for edge, gradient in zip(edges, given, strict=True))
@@ -291,8 +291,8 @@ def _deferred(
         accumulating = Weights([*waiting], [], []) if is_single else Weights([], [*waiting], [*done])
         accumulating.accumulate()
         del accumulating
-        peak, _ = _rise(log, log.events[num_formula:])
-        passes.append((peak, _rise(log, log.events)[1]))
+        peak, _ = rise(log.sizes, log.events[num_formula:])
+        passes.append((peak, rise(log.sizes, log.events)[1]))
     (first_peak, made), (later_peak, _) = passes
     log.events.clear()
     waiting.clear()
@@ -308,15 +308,6 @@ def _deferred(
         later_peak=later_peak,
         made=made,
     )
-
-
-def _rise(log: EventLog, events: Sequence[int]) -> tuple[int, int]:
-    """Most bytes above those at the begin, and bytes above them at the end."""
-    live = peak = 0
-    for event in events:
-        live += log.sizes[event - 1] if event > 0 else -log.sizes[-event - 1]
-        peak = max(peak, live)
-    return peak, live
 
 
 def _entering(edge: GradientEdge, gradient: Tensor) -> int:

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.pipeline.memory.attention import attention_of
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.compiled import Graphs, compiled_traces, graphs_of
-from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors
+from gpipe_bench.pipeline.memory.fake_tensors import QuickFakeTensors, attention_of
 from gpipe_bench.pipeline.memory.layer_run import LayerRun, buffer_roles
 from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank

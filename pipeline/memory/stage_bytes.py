@@ -164,13 +164,8 @@ def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
 
 
 class Played:
-    """The layers of a stage, and its loss, played one after another.
-
+    """The layers of a stage, by their profiles, and the loss of the last stage, played one after another.
     Passes tell of each layer in the order of the forward, the loss behind the last.
-
-    Args:
-        stage: the profiles of its layers.
-        loss: of the last stage.
     """
 
     def __init__(self, stage: Sequence[LayerProfile], loss: LayerProfile | None = None) -> None:
@@ -181,19 +176,11 @@ class Played:
         self.copied = set[int]()  # of these, what a layer overwrites: a forward that runs twice has a copy
         self._inputs: list[frozenset[int]] = []  # names at the entry of each layer
         self._names: list[dict[int, int]] = []  # of the storages at a layer's ends, as its `first` has them
-        self._link()
-        self.saved_bytes = 0  # held by the graph
-        self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
-        self.with_graph = self.forward()
-        self.later, self.sent_back_bytes = self.backward(_LATER)
-
-    def _link(self) -> None:
-        """Follows storages from layer to layer."""
         names: tuple[int, ...] = tuple(self.layers[0].inputs.same_as)
         self.boundary.update(names)
         self.sizes.update({name: self.layers[0].inputs.tensors[name].num_bytes for name in names})
         unused = len(names)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):  # follows storages from layer to layer
             trace = layer.first
             for target in layer.inputs.tensors[len(names) :] if index else ():  # the loss: its last inputs
                 self.sizes[unused] = target.num_bytes
@@ -210,16 +197,10 @@ class Played:
             self._names.append(known)
             names = tuple([known[storage] for storage in trace.outputs])
         self.copied &= self.boundary
-
-    def names_in(self, index: int, trace: Trace) -> dict[int, int]:
-        """The names of the storages at a layer's ends as a trace of it knows them, as a rule by the same
-        numbers as ``first``.
-        """
-        first, names = self.layers[index].first, self._names[index]
-        if trace.inputs == first.inputs and trace.outputs == first.outputs:
-            return names
-        ends = [names[storage] for storage in first.inputs + first.outputs]
-        return dict(zip(trace.inputs + trace.outputs, ends, strict=True))
+        self.saved_bytes = 0  # held by the graph
+        self.holders: dict[int, int] = {}  # of each name, how many storages of the layers' graphs it is
+        self.with_graph = self.forward()
+        self.later, self.sent_back_bytes = self.backward(_LATER)
 
     @cached_property
     def free(self) -> list[LayerBytes]:
@@ -266,15 +247,9 @@ class Played:
         stays: Iterable[int] = (),
         left: _Left | None = None,
     ) -> tuple[list[LayerBytes], int]:
-        """A backward, or I, from the last layer to the first.
-
-        Args:
-            trace_of: which trace of each layer.
-            stays: names that something else holds, too.
-            left: is told what I leaves for W.
-
-        Returns:
-            Its layers, and bytes of the gradients of the stage's inputs.
+        """A backward, or I, by a trace of each layer, from the last to the first; names that `stays` has are
+        held by something else, too, and `left` is told what I leaves for W. Returns its layers, and bytes of
+        the gradients of the stage's inputs.
         """
         holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
         for name in chain(self.boundary, stays):
@@ -287,16 +262,17 @@ class Played:
         held = dict([each for each in received if each is not None])  # whoever started holds them
         for index in range(len(self.layers) - 1, -1, -1):
             trace = trace_of(self.layers[index])
-            names = self.names_in(index, trace)
+            names, plain = self._names[index], self.layers[index].first
+            if (trace.inputs, trace.outputs) != (plain.inputs, plain.outputs):  # as a rule the same numbers
+                ends = [names[storage] for storage in plain.inputs + plain.outputs]
+                names = dict(zip(trace.inputs + trace.outputs, ends, strict=True))
             received = received[: len(trace.outputs)]  # without the target's place
             loose = {each for each in received if each is not None and each[0] not in held}
             other = sum(held.values()) + sum([size for _, size in loose])
             numbers: dict[_Name, int] = {}  # equal layers receive equal gradients wherever they stand
             given = tuple(
                 [
-                    None
-                    if each is None
-                    else Received(numbers.setdefault(each[0], len(numbers)), each[1], each[0] in held)
+                    each and Received(numbers.setdefault(each[0], len(numbers)), each[1], each[0] in held)
                     for each in received
                 ]
             )
@@ -360,7 +336,7 @@ _FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
 """Which trace of a layer: a B that makes gradients of parameters, a later one, I."""
 
 
-class _Part(NamedTuple):
+class _WaitingPart(NamedTuple):
     """What `Deferred` says, with its storages by their names in the stage."""
 
     costs: Deferred
@@ -374,7 +350,7 @@ class _Left:
 
     def __init__(self, layers: Sequence[LayerProfile]) -> None:
         self._halves = [layer.halves for layer in layers if layer.halves is not None]
-        self._singles, self._lasts = list[_Part](), list[_Part]()
+        self.singles, self.lasts = list[_WaitingPart](), list[_WaitingPart]()
         self.sizes: dict[_Name, int] = {}
 
     @classmethod
@@ -384,10 +360,6 @@ class _Left:
             return cls(layers)
         return None
 
-    @property
-    def parts(self) -> list[_Part]:
-        return self._singles[::-1] + self._lasts
-
     def leave(
         self,
         index: int,
@@ -395,13 +367,8 @@ class _Left:
         known: Mapping[int | None, _Gradient | None],
         sizes: Mapping[int, int],
     ) -> dict[_Name, int]:
-        """What a layer leaves; returns the gradients that are held for it.
-
-        Args:
-            index: of the layer.
-            names: of the storages at its ends.
-            known: gradients that it was given.
-            sizes: of names.
+        """What layer `index` leaves, given the `names` of the storages at its ends, their `sizes` and the
+        gradients that it was given (`known`); returns the gradients that are held for it.
         """
         of, held, halves = dict[int, _Name](), dict[_Name, int](), self._halves[index]
         trace = halves.inputs
@@ -421,7 +388,7 @@ class _Left:
             releases = frozenset([of[storage] for storage in part.releases if storage in of])
             keeps = frozenset([of[storage] for storage in part.keeps if storage in of])
             is_last = part is halves.last
-            (self._lasts if is_last else self._singles).append(_Part(part, releases, keeps, is_last))
+            (self.lasts if is_last else self.singles).append(_WaitingPart(part, releases, keeps, is_last))
         return held
 
 
@@ -433,7 +400,7 @@ class Halves:
     inputs: Bytes = Bytes()  # I
     kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
     received_bytes: int = 0  # of gradients, which are held throughout I
-    parts: Sequence[_Part] = ()
+    parts: Sequence[_WaitingPart] = ()
     sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
     inputs_of_stage: frozenset[_Name] = frozenset()
     _known: dict[tuple[bool, bool], Bytes] = field(default_factory=dict)
@@ -457,7 +424,7 @@ class Halves:
             inputs=_fullest(reversed(layers)),
             kept_input_bytes=sum([sizes[end] for end in inputs]),
             received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
-            parts=left.parts,
+            parts=left.singles[::-1] + left.lasts,
             sizes=sizes,
             inputs_of_stage=inputs,
         )
@@ -477,30 +444,27 @@ class Halves:
         return replace(self, inputs=inputs, received_bytes=0, sizes=sizes, _known={})
 
     def weights(self, *, first: bool, own: bool = False) -> Bytes:
-        """W at its fullest, with what waited for it.
-
-        Args:
-            first: whether it creates the gradients of the parameters.
-            own: whether boundary inputs are the user's, or in memory that is there anyway, and stay.
+        """W at its fullest, with what waited for it; a `first` one creates the gradients of parameters, and
+        with `own` boundary inputs are the user's, or in memory that is there anyway, and stay.
         """
         if (first, own) not in self._known:
             sizes = {**self.sizes, **dict.fromkeys(self.inputs_of_stage, 0)} if own else self.sizes
-            self._known[first, own] = _Weights(self.parts, sizes, first).fullest
+            self._known[first, own] = _WeightsPass(self.parts, sizes, first).fullest
         return self._known[first, own]
 
 
-class _Weights:
+class _WeightsPass:
     """W as it goes on: what waits, and the gradients that the engine is yet to add."""
 
-    def __init__(self, parts: Sequence[_Part], sizes: Mapping[_Name, int], first: bool) -> None:
+    def __init__(self, parts: Sequence[_WaitingPart], sizes: Mapping[_Name, int], first: bool) -> None:
         self._sizes, self._first = sizes, first
         self._users = Counter(name for part in parts for name in part.releases)
         self._live = sum([sizes[name] for name in self._users])
         self._made = self._results = 0
-        self._group: list[_Part] = []
+        self._group: list[_WaitingPart] = []
         self.fullest = Bytes()
         self._note(0)
-        before: list[_Part] = []  # the operation at hand, then all that W does at its end
+        before: list[_WaitingPart] = []  # the operation at hand, then all that W does at its end
         for part in parts:
             if not part.is_last or (before and not before[0].is_last and part.costs.result):
                 self._release(before)
@@ -522,7 +486,7 @@ class _Weights:
         """What is a gradient that is yet to be added."""
         return frozenset[_Name]().union(*[each.keeps for each in self._group])
 
-    def _release(self, parts: Sequence[_Part]) -> None:
+    def _release(self, parts: Sequence[_WaitingPart]) -> None:
         """Lets go of what no other part needs, and is not kept."""
         kept = self._kept()
         for name in chain.from_iterable([part.releases for part in parts]):

@@ -7,7 +7,8 @@ neighbours hold. The sequence can, and it is the same for every micro-batch size
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -36,15 +37,14 @@ class Trace:
     without_gradient: frozenset[int]  # input positions that no gradient reached though they take one
     # What each storage was made for: a tensor's shape, and the bytes of an element last.
     shapes: tuple[tuple[int, ...], ...] = ()
+    _known: dict[tuple[Received | None, ...], tuple[Segment, ...]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def forward_peak(self) -> int:
         """Most bytes that the forward pass adds to its inputs."""
-        live = peak = 0
-        for event in self.forward:
-            live += self.sizes[event - 1] if event > 0 else -self.sizes[-event - 1]
-            peak = max(peak, live)
-        return peak
+        return rise(self.sizes, self.forward)[0]
 
     @cached_property
     def kept_inside(self) -> int:
@@ -62,15 +62,8 @@ class Trace:
         ``received`` says which storages the gradients of the outputs really are; they are alive when it
         begins. Computed once for each.
         """
-        if received not in self._segments:
-            self._segments[received] = self._cut(received)
-        return self._segments[received]
-
-    @cached_property
-    def _segments(self) -> dict[tuple[Received | None, ...], tuple[Segment, ...]]:
-        return {}
-
-    def _cut(self, received: tuple[Received | None, ...]) -> tuple[Segment, ...]:
+        if received in self._known:
+            return self._known[received]
         ends = {*self.inputs, *self.outputs}
         given = {s: r for s, r in zip(self.output_gradients, received, strict=True) if s is not None}
         users = Counter(each.storage for each in given.values() if each is not None)
@@ -80,7 +73,7 @@ class Trace:
         for event in self.backward:
             storage, sign = abs(event) - 1, 1 if event > 0 else -1
             if storage in ends:
-                segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], storage))
+                segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], storage, peak))
                 now, top = [0, 0, 0], [0, 0, 0]
                 live = peak = 0
                 continue
@@ -99,8 +92,18 @@ class Trace:
             live += change
             if live > peak:
                 peak, top = live, now.copy()
-        segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], None))
-        return tuple(segments)
+        segments.append(Segment(top[0], top[1], top[2], now[0], now[1], now[2], None, peak))
+        self._known[received] = tuple(segments)
+        return self._known[received]
+
+
+def rise(sizes: Sequence[int], events: Iterable[int]) -> tuple[int, int]:
+    """Most bytes above those at the begin of some events, and bytes above them at the end."""
+    live = peak = 0
+    for event in events:
+        live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
+        peak = max(peak, live)
+    return peak, live
 
 
 class Received(NamedTuple):
@@ -122,10 +125,7 @@ class Segment:
     gradients: int
     other: int
     released: int | None  # the storage let go at its end
-
-    @property
-    def peak(self) -> int:
-        return self.peak_saved + self.peak_gradients + self.peak_other
+    peak: int  # the sum of the first three
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
 from gpipe_bench.pipeline.ranks.failure import Job, missing
 from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.store import Store
-from gpipe_bench.pipeline.ranks.wire import Connection, Form, Work, backend
+from gpipe_bench.pipeline.ranks.wire import Connection, Form, Transit, backend
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Replicas:
         """The sums are of tensors on an accelerator: what it waits for is watched from now on."""
         self.job.awaited.begin(partial(devices.mark, device))
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Transit) -> None:
         """Until what was begun may be used; on an accelerator by what is enqueued afterwards."""
         with self.job.awaited.waiting(None, None):
             self.bounded(work.wait)
@@ -102,16 +102,16 @@ class Collectives:
         self.replicas = replicas
         self._backend = replicas.connect(name, accelerated=accelerated)
 
-    def sum(self, numbers: Tensor) -> Work:
+    def sum(self, numbers: Tensor) -> Transit:
         """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
         return self.replicas.bounded(lambda: self._backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
-    def gather(self, numbers: Tensor) -> tuple[Work, list[Tensor]]:
+    def gather(self, numbers: Tensor) -> tuple[Transit, list[Tensor]]:
         """Begins to collect the tensors of all replicas, in their order."""
         found = [torch.empty_like(numbers) for _ in range(self.replicas.size)]
         return self.replicas.bounded(lambda: self._backend.allgather([found], [numbers])), found
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: Transit) -> None:
         """Until it may be used; on an accelerator by what is enqueued afterwards."""
         self.replicas.wait(work)
 
@@ -151,7 +151,7 @@ class GlobalShares(Sequence[float]):
         return self._shares[index]
 
 
-class Bucket:
+class FlatBucket:
     """Tensors of one dtype on one device that travel together, end to end, each laid out in memory as it is,
     with a mark for each behind them.
 
@@ -202,7 +202,7 @@ class Bucket:
 
 def buckets_of(
     tensors: Sequence[Tensor], order: Iterable[int] = (), bucket_bytes: float | None = None
-) -> list[Bucket]:
+) -> list[FlatBucket]:
     """Buckets for gradients, or other tensors, in the order in which the buckets leave.
 
     Collectives are matched by their order alone, so it is the same on all replicas: that in which gradients
@@ -224,4 +224,4 @@ def buckets_of(
         bucket.append(position)
         if sum(tensors[i].nbytes for i in bucket) >= bucket_bytes:
             found.append(open_ones.pop(dtype))
-    return [Bucket(bucket, [tensors[i] for i in bucket]) for bucket in (*found, *open_ones.values())]
+    return [FlatBucket(bucket, [tensors[i] for i in bucket]) for bucket in (*found, *open_ones.values())]

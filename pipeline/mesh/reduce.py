@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Journal
-from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, GlobalShares, Replicas, buckets_of
+from gpipe_bench.pipeline.mesh.collectives import Collectives, FlatBucket, GlobalShares, Replicas, buckets_of
 from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.mesh.tree import Tree
+from gpipe_bench.pipeline.mesh.tree import TreeSums
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.tied import Tie
-from gpipe_bench.pipeline.ranks.wire import Work
+from gpipe_bench.pipeline.ranks.wire import Transit
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local
@@ -123,7 +124,7 @@ class Joint:
         if self._divided is not None:
             found = self._divided.reduction(stage, self._buckets)
         elif self._by_tree:
-            found = Tree(stage, self._collectives, self.journal, self._bucket_bytes)
+            found = TreeSums(stage, self._collectives, self.journal, self._bucket_bytes)
         else:
             found = self._buckets(stage)
         assert found is not None
@@ -255,13 +256,13 @@ class Buckets(Reduction):
         self._trainable: tuple[nn.Parameter, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
         self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
-        self._buckets: list[Bucket] = []
+        self._buckets: list[FlatBucket] = []
         self._number_of: dict[int, int] = {}  # the bucket of each parameter
         self._seen: list[int] = []  # positions, as gradients came in
         self._to_come: list[int] = []  # gradients of each parameter in this backward
         self._open: list[int] = []  # parameters of each bucket that are not there yet
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sent: list[tuple[Work, bool]] = []  # and whether a gradient is missing on this replica
+        self._sent: list[tuple[Transit, bool]] = []  # and whether a gradient is missing on this replica
         self._sync = True
         self._own = False  # what is in .grad is of this replica alone
 
@@ -318,7 +319,12 @@ class Buckets(Reduction):
                         self._parameters[position].grad = None
         self._forget()
         if self._times is None:
-            self._learn()
+            # From the next step on buckets leave when they are full, in the order that replica 0 has seen.
+            self._times = [0] * len(self._parameters)
+            for position in self._seen:
+                self._times[position] += 1
+            last_first = dict.fromkeys(reversed(self._seen))  # when the last gradient of each was there
+            self._plan(self._collectives.replicas.share(list(reversed(last_first)))[0])
 
     def reset(self) -> None:
         self._unhook()
@@ -337,15 +343,6 @@ class Buckets(Reduction):
         parts = [local(parameter.detach()) for parameter in self._parameters]
         self._buckets = buckets_of(parts, order, self._bucket_bytes)
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.positions}
-
-    def _learn(self) -> None:
-        """From the next step on buckets leave when they are full, in the order that replica 0 has seen."""
-        self._times = [0] * len(self._parameters)
-        for position in self._seen:
-            self._times[position] += 1
-        last_first = dict.fromkeys(reversed(self._seen))  # when the last gradient of each was there
-        order = self._collectives.replicas.share(list(reversed(last_first)))[0]
-        self._plan(order)
 
     def _came_in(self, position: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -414,7 +411,16 @@ class Divided:
 
     def __init__(self, grid: Grid, zero: int | None) -> None:
         self._grid, self._zero = grid, zero
-        self._along_tp = grid.size("tp") > 1
+        self._sharding: ModuleType | None = None
+        self._tensor_parallel: ModuleType | None = None
+        if zero is not None:
+            from gpipe_bench.pipeline.mesh import sharding
+
+            self._sharding = sharding
+        if grid.size("tp") > 1:
+            from gpipe_bench.pipeline.mesh import tensor_parallel
+
+            self._tensor_parallel = tensor_parallel
 
     @property
     def by_layer(self) -> bool:
@@ -424,11 +430,7 @@ class Divided:
     @property
     def makes(self) -> Callable[..., Stage]:
         """The class of the stages."""
-        if not self._along_tp:
-            return Stage
-        from gpipe_bench.pipeline.mesh.tensor_parallel import DividedStage
-
-        return DividedStage
+        return Stage if self._tensor_parallel is None else self._tensor_parallel.DividedStage
 
     def check(
         self,
@@ -458,54 +460,43 @@ class Divided:
                 "compile= makes programs of layers whose parameters are whole and stay where they are; leave "
                 "it out, or use the dimension 'dp' instead of 'fsdp' and 'tp'"
             )
-        homes = {parameter: name for name, layer in layers.items() for parameter in layer.parameters()}
         for tie in ties:
             used = [name for name, layer in layers.items() if tie.parameter in set(layer.parameters())]
-            if len(used) > 1 or (self._along_tp and homes):
+            if len(used) > 1 or self._tensor_parallel is not None:
                 raise ValueError(
                     f"{' and '.join(tie.names)} are one weight, which cannot be divided with each of the "
                     "modules that have it; give them weights of their own, or use the dimension 'dp' instead "
                     "of 'fsdp' and 'tp'"
                 )
-        if self._along_tp:
-            from gpipe_bench.pipeline.mesh.tensor_parallel import check_divided
-
-            check_divided(layers, self._grid)
-        if self._zero is not None:
-            from gpipe_bench.pipeline.mesh.sharding import check_sharded
-
-            check_sharded(layers, schedule, self._zero)
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.check_divided(layers, self._grid)
+        if self._sharding is not None:
+            self._sharding.check_sharded(layers, schedule, self._zero)
 
     def check_own(self, layers: Mapping[str, nn.Module]) -> None:
         """`ValueError` for what cannot be done with the `layers` of this process."""
-        if self._along_tp:
-            from gpipe_bench.pipeline.mesh.tensor_parallel import refuse_mixed
-
-            refuse_mixed(layers)
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.refuse_mixed(layers)
 
     def divide(self, layers: Mapping[str, nn.Module]) -> None:
         """Leaves this process its parts of the parameters of its `layers`, where it had all of them."""
-        if self._zero is not None:
-            from gpipe_bench.pipeline.mesh.sharding import shard_layers
-
-            shard_layers(layers, self._grid, self._zero)
+        if self._sharding is not None:
+            self._sharding.shard_layers(layers, self._grid, self._zero)
 
     def connect(self, replicas: Replicas, *, accelerated: bool) -> None:
         """Prepares the ways between processes that hold parts; all `replicas` of a stage call."""
-        if self._zero is not None:
-            from gpipe_bench.pipeline.mesh.sharding import Holders
-
-            self._holders = Holders(replicas, self._grid, accelerated=accelerated)
+        if self._sharding is not None:
+            self._holders = self._sharding.PartHolders(replicas, self._grid, accelerated=accelerated)
 
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
         """What joins the gradients of a stage; `sums` makes what sums over replicas."""
-        if self._zero is not None:
-            from gpipe_bench.pipeline.mesh.sharding import Shards
-
-            return Shards(stage, self._zero, self._holders)
-        from gpipe_bench.pipeline.mesh.tensor_parallel import Layouts
-
-        return Layouts(stage, sums)
+        found: Reduction
+        if self._sharding is not None:
+            found = self._sharding.Shards(stage, self._zero, self._holders)
+        else:
+            assert self._tensor_parallel is not None, "one of the two divides"
+            found = self._tensor_parallel.Layouts(stage, sums)
+        return found
 
 
 def divided_over(grid: Grid | None, zero: int | None) -> Divided | None:

@@ -23,10 +23,10 @@ What is alive of a layer with P bytes of parameters among n holders (shards are 
     a scatter                 P more, the message, beside P of gradients until it is copied; then P and the
                               P / n that becomes the gradient
 
-Parts travel by connections of the pipeline's own (`Holders`), which wait no longer than the pipeline does and
-are cut when a replica fails, so that the others learn what happened; the process group of the mesh would wait
-for half an hour. Only with them a sum of gradients can go on while the backward does on a CPU, too: it is
-waited for when the step is over, unless somebody reads it before.
+Parts travel by connections of the pipeline's own (`PartHolders`), which wait no longer than the pipeline
+does and are cut when a replica fails, so that the others learn what happened; the process group of the mesh
+would wait for half an hour. Only with them a sum of gradients can go on while the backward does on a CPU,
+too: it is waited for when the step is over, unless somebody reads it before.
 
 The sums are sums: a replica's loss counts the examples of all replicas. After forwards alone, gathered
 parameters are given up too, or the next training step would use the weights from before the optimizer's step.
@@ -97,7 +97,7 @@ class Shards(Reduction):
         holders: who holds the parts
     """
 
-    def __init__(self, stage: Stage, zero: int, holders: Holders) -> None:
+    def __init__(self, stage: Stage, zero: int, holders: PartHolders) -> None:
         self._stage, self._zero = stage, zero
         self._layers = [_Sharded(layer, holders) for layer in stage.layers if isinstance(layer, FSDPModule)]
         self._watched = False
@@ -151,12 +151,12 @@ class Shards(Reduction):
 class _Sharded:
     """One layer, and what is asked of its FSDP2 state."""
 
-    def __init__(self, module: FSDPModule, holders: Holders) -> None:
+    def __init__(self, module: FSDPModule, holders: PartHolders) -> None:
         self.module, self.sums = module, Scatter(holders)
         self._has_copies, self._accelerated = holders.copies > 1, holders.accelerated
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(Gather(holders))
+        module.set_custom_all_gather(GatherParts(holders))
         module.set_custom_reduce_scatter(self.sums)
         if self._has_copies:
             module.set_all_reduce_hook(holders.sum_copies)
@@ -193,7 +193,7 @@ class _Sharded:
             self.conclude()
 
 
-class Holders:
+class PartHolders:
     """The processes that hold the parts of a stage, and those that hold copies of this one's.
 
     Args:
@@ -245,10 +245,10 @@ class _Memory(Comm):
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class Gather(_Memory, AllGather):
+class GatherParts(_Memory, AllGather):
     """Parameters from the holders of their parts."""
 
-    def __init__(self, holders: Holders) -> None:
+    def __init__(self, holders: PartHolders) -> None:
         self._holders = holders
 
     def __call__(
@@ -264,7 +264,7 @@ class Gather(_Memory, AllGather):
 class _Awaited(dist.Work):
     """A collective that torch's own code will wait for."""
 
-    def __init__(self, holders: Holders, work: Any) -> None:
+    def __init__(self, holders: PartHolders, work: Any) -> None:
         super().__init__()
         self._holders, self._work = holders, work
 
@@ -279,7 +279,7 @@ class Scatter(_Memory, ReduceScatter):
     `later` says that nobody reads the sums before `finish`: they are no addition to earlier ones.
     """
 
-    def __init__(self, holders: Holders) -> None:
+    def __init__(self, holders: PartHolders) -> None:
         self._holders = holders
         self._under_way: list[tuple[Any, Tensor]] = []
         self.later = False

@@ -127,13 +127,13 @@ class DividedStage(Stage):
             return None
         if any(map(is_divided, message.tensors)):
             raise TypeError(
-                f"{self.describe_output()} is a DTensor, and messages between stages are "
+                f"{self.output_name} is a DTensor, and messages between stages are "
                 "plain tensors; let the plan of that layer end with use_local_output=True"
             )
         return message._replace(tensors=tuple(map(here, message.tensors)))
 
-    def backward(self, m: int, gradients: Gradients) -> Gradients:
-        return _here(super().backward(m, gradients))
+    def backward(self, m: int, gradients: Gradients, kind: Kind = Kind.B) -> Gradients:
+        return _here(super().backward(m, gradients, kind))
 
     def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
         return _here(super().backward_inputs(m, gradients))

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline.clock import Journal
-from gpipe_bench.pipeline.mesh.collectives import Bucket, Collectives, buckets_of
+from gpipe_bench.pipeline.mesh.collectives import Collectives, FlatBucket, buckets_of
 from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.ranks.wire import Work
+from gpipe_bench.pipeline.ranks.wire import Transit
 from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ _Gradients = list[Tensor | None]
 _Span = tuple[int, int]
 
 
-class Tree(Reduction):
+class TreeSums(Reduction):
     """The `Reduction` of one stage by a tree over micro-batches.
 
     Args:
@@ -53,7 +53,7 @@ class Tree(Reduction):
         self._early: dict[int, _Gradients] = {}  # of an I that could not be split, by micro-batch
         self._sum: _Gradients = []
         self._sent: list[
-            tuple[Bucket, Tensor, Work, list[Tensor]]
+            tuple[FlatBucket, Tensor, Transit, list[Tensor]]
         ] = []  # what is sent stays until it has left
 
     def begin(self, num_microbatches: int, *, sync: bool) -> None:

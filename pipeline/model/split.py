@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from gpipe_bench.pipeline.memory.profile import layer_costs
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part
-from gpipe_bench.pipeline.model.trace import Place, Trace, inputs_of, is_number, trace
+from gpipe_bench.pipeline.model.trace import Call, Tracer, inputs_of, is_number, trace
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.stage.trees import Tree
 
@@ -81,7 +81,7 @@ def _around(model: nn.Module, at: Sequence[str]) -> set[str]:
     return {name[:i] for name in at for i, letter in enumerate(name) if letter == "."}
 
 
-def _named(traces: Mapping[bool, Trace], at: Sequence[str]) -> list[Place]:
+def _named(traces: Mapping[bool, Tracer], at: Sequence[str]) -> list[Call]:
     """The first calls of these modules, in the order of the forward."""
     for found in traces.values():
         for name in at:
@@ -98,10 +98,10 @@ def _named(traces: Mapping[bool, Trace], at: Sequence[str]) -> list[Place]:
 
 
 def _balanced(
-    model: nn.Module, traces: Mapping[bool, Trace], num_layers: int, example: Tree | None
-) -> list[Place]:
+    model: nn.Module, traces: Mapping[bool, Tracer], num_layers: int, example: Tree | None
+) -> list[Call]:
     """Where to cut into layers of which the largest is smallest."""
-    places: list[Place] = []
+    places: list[Call] = []
     order = {place: i for i, place in enumerate(_cuttable(traces[False]))}
     nodes = set()
     for place, node in _cuttable(traces[True]).items():
@@ -121,7 +121,7 @@ def _balanced(
     return [places[span.start - 1] for span in partition(costs, num_layers)[1:]]
 
 
-def _cuttable(trace: Trace) -> dict[Place, fx.Node]:
+def _cuttable(trace: Tracer) -> dict[Call, fx.Node]:
     """The calls before which the forward may be cut, in its order.
 
     Something must come before. And what is changed in place must be so in the part that made it: behind a cut
@@ -142,7 +142,7 @@ def _cuttable(trace: Trace) -> dict[Place, fx.Node]:
 
 
 def _layers(
-    model: nn.Module, traces: Mapping[bool, Trace], places: Sequence[Place], *, portals: bool = True
+    model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Call], *, portals: bool = True
 ) -> OwnLayers:
     """The layers that begin at these calls; the first begins with the inputs. Without `portals` all is passed
     from each to the next.
@@ -188,7 +188,7 @@ _Hop = tuple[fx.Node, int]
 class _Cut:
     """The graph of one mode, cut before some calls into pieces with numbers."""
 
-    def __init__(self, trace: Trace, starts: Sequence[Place]) -> None:
+    def __init__(self, trace: Tracer, starts: Sequence[Call]) -> None:
         nodes = list(trace.graph.nodes)
         self._order = {node: i for i, node in enumerate(nodes)}
         bounds = [0, *(self._order[trace.calls[place]] for place in starts), len(nodes)]
@@ -406,7 +406,7 @@ class _Slot(int):
     """Where a value of a program is kept: the inputs first, then what each step gives."""
 
 
-class _Step(NamedTuple):
+class _TracedStep(NamedTuple):
     """What is called, with what, and which slots are empty then."""
 
     kind: str  # as fx calls it: call_module, call_function, call_method or get_attr
@@ -420,7 +420,7 @@ class _Program(NamedTuple):
     """The steps of a graph."""
 
     num_inputs: int
-    steps: tuple[_Step, ...]
+    steps: tuple[_TracedStep, ...]
     output: Any
 
 
@@ -439,7 +439,7 @@ def _program_of(graph: fx.Graph) -> _Program:
         if node not in last_use:
             done.append(slots[node])
         arguments, keywords = _mapped(node.args, plain), _mapped(node.kwargs, plain)
-        steps.append(_Step(node.op, node.target, arguments, keywords, tuple(done)))
+        steps.append(_TracedStep(node.op, node.target, arguments, keywords, tuple(done)))
     return _Program(num_inputs, tuple(steps), _mapped(nodes[-1].args[0], plain))
 
 

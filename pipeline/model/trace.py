@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 Randomness = tuple[Tensor, tuple[Any, ...]]
-Place = tuple[str, int]  # a module's name in the model, and which of its calls
+Call = tuple[str, int]  # a module's name in the model, and which of its calls
 
 _DESCRIBING = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
 _ASKING = ("size", "dim", "numel", "stride", "is_floating_point", "ndimension", "get_device")
@@ -55,7 +55,7 @@ def inputs_of(model: nn.Module, inputs: Sequence[str] | None) -> tuple[str, ...]
     return wanted
 
 
-def trace(model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None, training: bool) -> Trace:
+def trace(model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None, training: bool) -> Tracer:
     """The graph of a model's forward in training or evaluation mode.
 
     `opened` are the names of the modules that must be looked into; None looks into all that can be and that
@@ -63,7 +63,7 @@ def trace(model: nn.Module, inputs: Sequence[str], opened: Collection[str] | Non
     hold.
     """
     with in_mode(model, training):
-        tracer = Trace(model, inputs, opened)
+        tracer = Tracer(model, inputs, opened)
         tracer.graph = tracer.run()
     return tracer
 
@@ -81,7 +81,7 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-class Trace(fx.Tracer):
+class Tracer(fx.Tracer):
     """A forward, written down: `graph`, and the tensors that it made out of nothing, `constants`."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None) -> None:
@@ -92,7 +92,7 @@ class Trace(fx.Tracer):
         self._model = model
         self._closed: set[nn.Module] = set()  # could not be looked into
         self._begun: list[tuple[str, fx.Node]] = []  # every call of a module, and what came before it
-        self.calls: dict[Place, fx.Node] = {}
+        self.calls: dict[Call, fx.Node] = {}
 
     def run(self) -> fx.Graph:
         before, drawn = _state(self._model), _randomness()
@@ -212,11 +212,13 @@ def _state(module: nn.Module) -> dict[str, Any]:
     """The attributes and buffers of a module, to see whether a forward changes them."""
     state = {name: value for name, value in vars(module).items() if name not in ("_buffers", "training")}
     for name, buffer in module._buffers.items():
-        state[f"buffer {name}"] = None if buffer is None else _Buffer(buffer, buffer._version, buffer.clone())
+        state[f"buffer {name}"] = (
+            None if buffer is None else _BufferState(buffer, buffer._version, buffer.clone())
+        )
     return state
 
 
-class _Buffer(NamedTuple):
+class _BufferState(NamedTuple):
     """A buffer at one moment."""
 
     tensor: Tensor
@@ -225,7 +227,7 @@ class _Buffer(NamedTuple):
 
 
 def _same(one: object, other: object) -> bool:
-    if isinstance(one, _Buffer) and isinstance(other, _Buffer):
+    if isinstance(one, _BufferState) and isinstance(other, _BufferState):
         return one.tensor is other.tensor and one.version == other.version
     return one is other
 

@@ -152,7 +152,7 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     return duration
 
 
-class _Worker:
+class _WorkerState:
     """Where a worker is in its row: it is running, waiting for a message, or through."""
 
     __slots__ = ("events", "free_s", "index", "next", "reduced_s", "rest", "running")
@@ -167,12 +167,14 @@ class _Worker:
         self.events: list[Event] = []
 
 
-class _Edge:
+class _Messages:
     """The messages from one stage to another: activations, gradients or those of a line of portals."""
 
     __slots__ = ("arrivals_s", "link", "queue_s", "takes_s", "target", "worker")
 
-    def __init__(self, target: _Stage, link: Link, num_bytes: float, queue_s: list[float] | None) -> None:
+    def __init__(
+        self, target: _StageState, link: Link, num_bytes: float, queue_s: list[float] | None
+    ) -> None:
         self.target, self.worker = target.index, target.worker
         self.link, self.takes_s = link, link.occupied_s(num_bytes)
         # When the link is free again, which others share; None where messages are there at once.
@@ -180,16 +182,16 @@ class _Edge:
         self.arrivals_s: dict[int, float] = {}  # by micro-batch
 
 
-class _Stage:
+class _StageState:
     """What has been done on a stage, what its actions wait for and what they send."""
 
     __slots__ = ("done", "index", "needs", "sends", "worker")
 
-    def __init__(self, index: int, worker: _Worker) -> None:
+    def __init__(self, index: int, worker: _WorkerState) -> None:
         self.index, self.worker = index, worker
         self.done: dict[int, Kind] = {}  # the last action done on each micro-batch
         self.needs: dict[Kind, list[dict[int, float]]] = {kind: [] for kind in Kind}
-        self.sends: dict[Kind, list[_Edge]] = {kind: [] for kind in Kind}
+        self.sends: dict[Kind, list[_Messages]] = {kind: [] for kind in Kind}
         self.needs[Kind.I], self.sends[Kind.I] = self.needs[Kind.B], self.sends[Kind.B]
 
 
@@ -213,11 +215,13 @@ class _Simulation:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.setup_s, self.update_s = setup_s, update_s
         self.workers = [
-            _Worker(index, row, sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0)
+            _WorkerState(
+                index, row, sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0
+            )
             for index, row in enumerate(schedule.actions)
         ]
         self.stages = [
-            _Stage(index, self.workers[schedule.worker(index)]) for index in range(schedule.num_stages)
+            _StageState(index, self.workers[schedule.worker(index)]) for index in range(schedule.num_stages)
         ]
         self.recomputed = schedule.recomputed
         self.heap: list[tuple[float, int]] = []
@@ -267,17 +271,17 @@ class _Simulation:
             target.sends[Kind.B].insert(0, edge)
             source.needs[Kind.B].append(edge.arrivals_s)
 
-    def _edge(self, source: _Stage, target: _Stage, num_bytes: float) -> _Edge:
+    def _edge(self, source: _StageState, target: _StageState, num_bytes: float) -> _Messages:
         ends, link = (source.worker.index, target.worker.index), self.link
         if not isinstance(link, Link):
             if ends not in self.links:
                 self.links[ends] = FREE if ends[0] == ends[1] else link(*ends)
             link = self.links[ends]
         if self.link is FREE or ends[0] == ends[1]:
-            return _Edge(target, link, num_bytes, None)
+            return _Messages(target, link, num_bytes, None)
         if link.shares_directions and ends[0] > ends[1]:
             ends = (ends[1], ends[0])
-        return _Edge(target, link, num_bytes, self.queues_s.setdefault(ends, [0]))
+        return _Messages(target, link, num_bytes, self.queues_s.setdefault(ends, [0]))
 
     def run(self) -> Timeline:
         """`ValueError` where an action cannot start or takes no time that can be."""
@@ -310,7 +314,7 @@ class _Simulation:
             collectives=tuple(self.collectives),
         )
 
-    def _go_on(self, worker: _Worker) -> None:
+    def _go_on(self, worker: _WorkerState) -> None:
         """Start the worker's next action if all it needs is known; the start may lie ahead."""
         action = worker.next
         if action is None or worker.running:
@@ -369,7 +373,7 @@ class _Simulation:
             edge.arrivals_s[microbatch] = arrival_s
             self._go_on(edge.worker)
 
-    def _reduce(self, stage: _Stage, event: Event) -> None:
+    def _reduce(self, stage: _StageState, event: Event) -> None:
         """The stage's buckets have left inside its last backward: one by one, as each was there."""
         worker = stage.worker
         for number, bucket in enumerate(self.buckets[event.action]):

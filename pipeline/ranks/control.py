@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.edges import Direction
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.ends import Outline, Sender, conform
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Work
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Transit
 from gpipe_bench.pipeline.stage.trees import Message
 
 _FRAME = Form((1024,), (1,), torch.uint8)
@@ -48,7 +48,7 @@ class Header(NamedTuple):
     examples: int  # in the mini-batch
     num_microbatches: int
     training: bool  # or forwards only
-    shared: int  # whether the layers share something, and whether it follows (`Sharing`)
+    shared: int  # whether the layers share something, and whether it follows (`SharedArguments`)
 
 
 class Agreement:
@@ -100,7 +100,7 @@ class Control:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._senders: dict[int, Sender] = {}
-        self._posted: dict[int, deque[tuple[Buffer, Work]]] = {}
+        self._posted: dict[int, deque[tuple[Buffer, Transit]]] = {}
         self._free: dict[int, list[Buffer]] = {}  # have been read
         self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
 
@@ -207,7 +207,7 @@ class Shared(IntEnum):
     FOLLOWS = 2
 
 
-class Sharing:
+class SharedArguments:
     """One rank's part in passing on what all layers share in a step, behind the header, along `chain`.
 
     A mask is often made once and given to every step. So what is shared is sent on only if it is not what was

@@ -28,7 +28,17 @@ from torch import distributed as dist
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
 from gpipe_bench.pipeline.plan.edges import Direction, Edge, chain, rings_of, turns
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, channels
-from gpipe_bench.pipeline.ranks.connect import Network, Session, network_of, open_connections
+from gpipe_bench.pipeline.ranks.connect import (
+    MOST_TENSORS,
+    Network,
+    Session,
+    first_tag,
+    header_route,
+    loss_route,
+    network_of,
+    open_connections,
+    refuse_edges,
+)
 from gpipe_bench.pipeline.ranks.control import (
     FRAMES_AHEAD,
     Agreement,
@@ -36,14 +46,13 @@ from gpipe_bench.pipeline.ranks.control import (
     Control,
     Header,
     Shared,
-    Sharing,
+    SharedArguments,
     packed,
     unpacked,
 )
 from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Progress, Receiver, Sender, changed, conform
 from gpipe_bench.pipeline.ranks.failure import Job
 from gpipe_bench.pipeline.ranks.gather import Together
-from gpipe_bench.pipeline.ranks.routes import MOST_TENSORS, first_tag, header_route, loss_route, refuse_edges
 from gpipe_bench.pipeline.ranks.wire import Form, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes
@@ -100,7 +109,7 @@ class PointToPoint:
         self._control = Control(control)
         self._header = header_route(schedule, self.rank)
         self._behind = next(iter(self._header.targets), None)
-        self._sharing = Sharing(self._control, self._header.source, self._behind)
+        self._sharing = SharedArguments(self._control, self._header.source, self._behind)
         self._route = loss_route(schedule, self.rank, accelerated=ties.is_accelerated)
         self._loss: Tensor | None = None
         for source in {self._header.source, self._route.source} - {None}:
@@ -129,6 +138,13 @@ class PointToPoint:
             for edge in (*self._chain, *self._portals)
             for back in (False, True)
         }
+        self._names: dict[Direction, str] = {}  # of what goes along an edge and back, for people
+        for edge in self._chain:
+            self._names[edge.number, False] = f"output of stage {edge.source}"
+            self._names[edge.number, True] = f"gradient of the input of stage {edge.target}"
+        for edge in self._portals:
+            self._names[edge.number, False] = name = f"portal {', '.join(map(repr, edge.names))}"
+            self._names[edge.number, True] = f"gradient of {name}"
 
         def receiving(lane: Lane, direction: Direction, stage: int) -> Receiver:
             found = Receiver(lane, rings[direction], self._device, self._tags[direction])
@@ -217,22 +233,6 @@ class PointToPoint:
                 lane.begin()
         return found._replace(shared=message)
 
-    def send_activation(self, stage: int, microbatch: int, message: Message) -> None:
-        self.send(self._chain[stage], microbatch, message)
-        if self._progress is not None and (stage, False) in self._senders:
-            self._go_on(self._progress)
-
-    def receive_activation(self, stage: int, microbatch: int) -> Message:
-        return self.receive(self._chain[stage - 1], microbatch)
-
-    def send_gradient(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        self.send_back(self._chain[stage - 1], microbatch, gradients)
-        if self._progress is not None and (stage - 1, True) in self._senders:
-            self._go_on(self._progress)
-
-    def receive_gradient(self, stage: int, microbatch: int) -> Gradients:
-        return self.receive_back(self._chain[stage], microbatch)
-
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
         """Hands what an edge carries to the stage where it ends."""
         direction = edge.number, False
@@ -253,16 +253,18 @@ class PointToPoint:
         else:
             new = message.structure != outline.structure
             if message.needs_grad != outline.needs_grad or (new and not outline.varies):
-                raise changed(f"what the {_name(edge)} consists of and what needs a gradient")
+                raise changed(f"what the {self._names[direction]} consists of and what needs a gradient")
             if message.aliases and not set(message.aliases) <= set(outline.aliases):
-                raise changed(f"which tensors of the {_name(edge)} share memory")
+                raise changed(f"which tensors of the {self._names[direction]} share memory")
             if outline.varies:
                 told = message.structure if new else None
                 self._control.send(sender.target, (direction, length), told, target)
                 if new:
                     outline = outlines[length] = outline._replace(structure=message.structure)
-        tensors = conform(message.tensors, outline, self._device, _name(edge))
+        tensors = conform(message.tensors, outline, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
+        if self._progress is not None and not edge.names:
+            self._go_on(self._progress)
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
         """What the stage where an edge begins has sent."""
@@ -304,8 +306,10 @@ class PointToPoint:
                 tuple([None if g is None else Form.of(g) for g in gradients])
             )
             self._control.send(sender.target, (direction, length), outline, target)
-        tensors = conform(gradients, outline, self._device, _name(edge, back=True))
+        tensors = conform(gradients, outline, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
+        if self._progress is not None and not edge.names:
+            self._go_on(self._progress)
 
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         """The gradients of what was sent along an edge."""
@@ -422,13 +426,6 @@ class PointToPoint:
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._ties.abort(action, error)
-
-
-def _name(edge: Edge, *, back: bool = False) -> str:
-    """What goes along an edge, for people."""
-    if edge.names:
-        return f"{'gradient of ' * back}portal {', '.join(map(repr, edge.names))}"
-    return f"gradient of the input of stage {edge.target}" if back else f"output of stage {edge.source}"
 
 
 _present: weakref.WeakSet[PointToPoint] = weakref.WeakSet()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings, is_one_too_many
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Work, flat
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Transit, flat
 from gpipe_bench.pipeline.stage.portals import changed as overwritten
 from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure
@@ -46,14 +46,10 @@ class Outline(NamedTuple):
 
 
 class _Sending(NamedTuple):
-    works: list[Work]
+    works: list[Transit]
     tensors: list[Tensor]  # kept until they are gone
     action: Action | None  # what receives them
     versions: list[int]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class Sender:
@@ -77,7 +73,9 @@ class Sender:
         works = [send(tensor, target, tag + i, action) for i, tensor in enumerate(tensors) if tensor.numel()]
         if self._portal is None:
             queue.append(_Sending(works, tensors, action, []))
-            if bounded and is_one_too_many(len(queue), queue[0].num_bytes, SMALL_BYTES):
+            if bounded and is_one_too_many(
+                len(queue), sum([t.nbytes for t in queue[0].tensors]), SMALL_BYTES
+            ):
                 self._wait(queue.popleft())
             return
         queue.append(_Sending(works, tensors, action, [version(tensor) for tensor in tensors]))
@@ -182,7 +180,7 @@ class Receiver:
         self.lane, self._rings, self._device, self._tags = lane, rings, device, tags
         self._ring = rings.tight
         self._slots: list[tuple[Outline, _Buffers] | None] = [None] * rings.small.num_slots
-        self._posted: dict[int, tuple[_Buffers, list[Work]]] = {}
+        self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
         self._later: deque[int] = deque()  # have none; without a backward
         self._after: Sequence[int] = ()  # calls of this rank before each receive

@@ -232,7 +232,7 @@ class Job:
     def _look(self, limit_s: float, silence_s: float) -> bool:
         """Whether there is nothing to look for any more."""
         try:
-            failed = self._is_over or self.board.has_failure(limit_s)
+            failed = self._is_over or self._store.get("failure", limit_s) is not None
             if not failed and (silent := self.board.beat(silence_s)) is not None:
                 self.board.report(silent)
                 failed = True
@@ -262,17 +262,9 @@ class Job:
 
 
 class Board:
-    """What the ranks of a job tell each other of failures. No method takes longer than a few seconds, but one
-    that is told how long.
-
-    Args:
-        store: the keys that they share.
-        rank: this one.
-        ranks: all of them.
-        alive: whether all of them give signs of life.
-        coordinates: where a rank is on the grid.
-        now: the time they wait in, seconds.
-        sleep: likewise.
+    """What the ranks of a job tell each other of failures, by the keys of a store that they share. No method
+    takes longer than a few seconds, but one that is told how long. `alive`: all of them give signs of life;
+    the others are as for `Job`.
     """
 
     def __init__(
@@ -307,10 +299,6 @@ class Board:
             return self._read(json.loads(self._store.set_first("failure", json.dumps(mine))))
         except StoreError:
             return error
-
-    def has_failure(self, limit_s: float) -> bool:
-        """Whether any rank has written one. `StoreError` if the store has not answered for `limit_s`."""
-        return self._store.get("failure", limit_s) is not None
 
     def linger(self, failure: ActionError) -> None:
         """Lets the others know that this rank knows of a failure. The store goes with the process that holds

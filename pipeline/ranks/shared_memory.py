@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -326,11 +326,7 @@ def _map(descriptor: int, size: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
-class _Work(Protocol):
-    def wait(self) -> object: ...
-
-
-def wait_beside(work: _Work, neighbours: Collection[Neighbour]) -> None:
+def wait_beside(work: Any, neighbours: Collection[Neighbour]) -> None:
     """Waits for `work` of a network and moves the messages of the neighbours along; raises what it raises.
 
     A wait for the network blocks the process, and nobody but the process moves its messages to neighbours

@@ -9,6 +9,7 @@ wait for each other forever.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections import deque
@@ -46,7 +47,7 @@ _MOST_BETWEEN_LOOKS_S = 1.0
 _NEVER_SENT = 2**30
 
 
-class Work(Protocol):
+class Transit(Protocol):
     """A message on its way: `wait` returns when the tensor may be used, on a GPU by what is enqueued
     afterwards.
     """
@@ -68,10 +69,7 @@ class Form(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
@@ -193,7 +191,7 @@ class Connection:
         if buffer.shared is not None:
             self._neighbours[source].give_back(buffer.shared)
 
-    def receive(self, buffer: Buffer, source: int, tag: int, action: Action | None = None) -> Work:
+    def receive(self, buffer: Buffer, source: int, tag: int, action: Action | None = None) -> Transit:
         """Posts a receive, to be followed by `flush`; `action` is what an error will name."""
         try:
             if buffer.shared is not None:
@@ -211,7 +209,7 @@ class Connection:
             except RuntimeError as error:
                 raise unreachable(None, source, error) from error
 
-    def send(self, tensor: Tensor, target: int, tag: int, action: Action | None = None) -> Work:
+    def send(self, tensor: Tensor, target: int, tag: int, action: Action | None = None) -> Transit:
         """Starts to send a flat tensor, which must not change before the work is done."""
         neighbour = self._neighbours.get(target)
         try:
@@ -226,7 +224,7 @@ class Connection:
             return tensor
         return tensor.view(-1).view(torch.uint8)
 
-    def wait(self, work: Work, action: Action | None, peer: int) -> None:
+    def wait(self, work: Transit, action: Action | None, peer: int) -> None:
         """Waits for a message from or to rank `peer`; `action` is what an error will name."""
         try:
             if self._awaited is not None:

@@ -36,7 +36,7 @@ class Statistics:
         refuse_unsupported(modules)
         tracked = [m for m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self.meters = [_Meter(module, self) for module in tracked]
-        self._blocks: list[_Block] = []
+        self._blocks: list[_FlatStatistics] = []
         self._gather = gather
         self.recording = False
 
@@ -52,7 +52,7 @@ class Statistics:
         kinds: dict[tuple[torch.dtype, torch.device], list[_Meter]] = {}
         for meter in self.meters:
             kinds.setdefault(meter.kind, []).append(meter)
-        self._blocks = [_Block(meters, *kind) for kind, meters in kinds.items()]
+        self._blocks = [_FlatStatistics(meters, *kind) for kind, meters in kinds.items()]
 
     def redirect(self, *, recording: bool) -> None:
         """From here to `release` the modules leave their moving averages alone; `recording` keeps the
@@ -120,7 +120,7 @@ def refuse_unsupported(modules: Iterable[nn.Module]) -> None:
 class _Meter:
     """Mean and sum of squared deviations of one module's inputs, over the micro-batches seen so far.
 
-    The tensors are views of the `_Block` that holds those of all modules.
+    The tensors are views of the `_FlatStatistics` that holds those of all modules.
     """
 
     __slots__ = ("count", "mean", "module", "new_count", "owner", "scratch_mean", "scratch_var", "squares")
@@ -162,7 +162,7 @@ class _Meter:
         return output
 
 
-class _Block:
+class _FlatStatistics:
     """The statistics of modules of one precision on one device, end to end, so that an operation on all of
     them is one operation: there are a hundred modules in an AmoebaNet, with a few values each.
     """

@@ -69,8 +69,8 @@ class Compiled:
                 return program.call(self.layer, value, constants)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             program.is_full = True
-            if not _Program.has_warned:
-                _Program.has_warned = True
+            if not _CompiledCall.has_warned:
+                _CompiledCall.has_warned = True
                 warnings.warn(
                     f"not compiled: layer {self.index} ({type(self.layer).__name__}) was given more sizes or "
                     f"modes than the {torch._dynamo.config.recompile_limit} that torch keeps code for; "
@@ -118,7 +118,7 @@ def _kind(layer: nn.Module) -> int:
     return hash((signature(layer), devices))
 
 
-class _Program:
+class _CompiledCall:
     """A compiled call for all layers of a kind.
 
     Torch keeps the forms that it compiled (sizes, modes) with the code of a function, a few at most, so each
@@ -143,5 +143,5 @@ class _Program:
 
 
 @functools.cache
-def _program(kind: int, backend: str) -> _Program:
-    return _Program(_program.cache_info().misses, backend)
+def _program(kind: int, backend: str) -> _CompiledCall:
+    return _CompiledCall(_program.cache_info().misses, backend)

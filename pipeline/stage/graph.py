@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.stage.buffers import Saved
-from gpipe_bench.pipeline.stage.split_backward import Split
 from gpipe_bench.pipeline.stage.trees import Message, Nested
 
 
@@ -76,28 +75,21 @@ class Kept:
             watched += [(tensor, tensor._version) for tensor in entered]
         return tuple(entered)
 
-    def roots(
-        self, gradients: Sequence[Tensor | None]
-    ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
-        """The edges that have one of the outputs' `gradients`, and these gradients."""
-        edges, found = [], []
-        for edge, place in zip(self.edges, self.places, strict=True):
-            if (gradient := gradients[place]) is not None:
-                edges.append(edge)
-                found.append(gradient)
-        return tuple(edges), tuple(found)
-
-    def split(self, edges: tuple[GradientEdge, ...]) -> Split:
-        """The graph behind some of the edges, as what I computes and what W does."""
-        return Split(edges, _Entry._backward_cls)
-
-    def keep_graph(self, outputs: Sequence[Tensor]) -> None:
+    def keep_graph(
+        self, outputs: Sequence[Tensor], announced: Sequence[bool] = (True,), stage: int = 0
+    ) -> None:
         """Keeps where the gradients enter the graph, and of the inputs only the leaves that take gradients
-        out.
+        out. `RuntimeError` for an output that needs one, of which the next stage was told otherwise.
         """
         places, edges = [], []
         for place, tensor in enumerate(outputs):
             if tensor.requires_grad:
+                if not announced[place]:
+                    raise RuntimeError(
+                        f"an output of stage {stage} needs a gradient now, but did not when the stages "
+                        "agreed on what travels; call Pipeline.refresh() after changing which parameters are "
+                        "trained"
+                    )
                 places.append(place)
                 node = tensor.grad_fn
                 # `get_gradient_edge` takes longer, to find what is special of leaves and Python's nodes.
@@ -131,3 +123,4 @@ class _Entry(torch.autograd.Function):
 
 # `Function.apply` without what it does for functorch, which takes as long as the rest.
 enter: Callable[..., Tensor] = super(torch.autograd.Function, _Entry).apply
+ENTRY: type = _Entry._backward_cls  # of the nodes with which inputs enter a graph

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
-from gpipe_bench.pipeline.stage.keywords import Keywords
-from gpipe_bench.pipeline.stage.portals import StagePortals
+from gpipe_bench.pipeline.stage.portals import Carried
 from gpipe_bench.pipeline.stage.rng import Generators, layer_key, loss_may_draw, may_draw, mix
 from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Structure, Tree, flatten, tensors_of, unflatten
+from gpipe_bench.pipeline.stage.trees import Keywords, Structure, Tree, flatten, tensors_of, unflatten
 from gpipe_bench.pipeline.transfers import Mark, Transfers
 
 Result = TypeVar("Result")
@@ -48,7 +47,7 @@ class LayerRunner:
         statistics: Statistics,
         backend: str | None = None,
         leaves: Leaves | None = None,
-        portals: StagePortals | None = None,
+        portals: Carried | None = None,
         first_microbatch: int = 0,
     ) -> None:
         self.layers, self.first_layer, self._first_microbatch = layers, first_layer, first_microbatch

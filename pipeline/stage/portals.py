@@ -96,13 +96,45 @@ def _names(layer: nn.Module, attribute: str) -> tuple[str, ...]:
 
 
 class Carried:
-    """The portals of one pass through consecutive layers: each held until its last use."""
+    """The portals of passes through consecutive layers, one pass after another: each is held until its last
+    use. `declared` is what each of the layers declares.
 
-    def __init__(self, declared: Sequence[Declared], leaving: Iterable[str] = ()) -> None:
-        self._declared = declared
-        self._left = Counter(name for layer in declared for name in layer.pops)
-        self._left.update(leaving)
-        self._held: dict[str, tuple[Tensor, int]] = {}
+    The input of a stage is a tuple where portals are `arriving` from other stages, its output where they are
+    `leaving`: the value between the stages, and a tensor for each name.
+    """
+
+    def __init__(
+        self, declared: Sequence[Declared], arriving: Sequence[str] = (), leaving: Sequence[str] = ()
+    ) -> None:
+        self._declared, self._arriving, self._leaving = declared, arriving, leaving
+        self._uses = Counter([*(name for layer in declared for name in layer.pops), *leaving])
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of what is held: a pass is over, or has failed."""
+        self._left, self._held = self._uses.copy(), dict[str, tuple[Tensor, int]]()
+
+    def enter(self, value: Tree) -> Tree:
+        """Before the first layer of a stage."""
+        self.drop()
+        if not self._arriving:
+            return value
+        main, *arrived = value
+        for name, tensor in zip(self._arriving, arrived, strict=True):
+            self.put(name, tensor)
+        return main
+
+    def leave(self, value: Tree) -> Tree:
+        """Behind its last layer."""
+        found = (value, *[self.take(name) for name in self._leaving]) if self._leaving else value
+        self.drop()
+        return found
+
+    def around(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of a layer, with what it pops and stashes."""
+        if not any(self._declared[index]):
+            return call
+        return lambda value, **shared: self.through(index, call, value, shared)
 
     def through(
         self,
@@ -152,50 +184,9 @@ def changed(name: str) -> RuntimeError:
     )
 
 
-class StagePortals:
-    """The portals of a stage while its layers run; `declared` is what each of these declares.
-
-    The input of the stage is a tuple where portals are `arriving` from other stages, its output where they
-    are `leaving`: the value between the stages, and a tensor for each name.
-    """
-
-    def __init__(
-        self, declared: Sequence[Declared], arriving: tuple[str, ...], leaving: tuple[str, ...]
-    ) -> None:
-        self._declared, self._arriving, self._leaving = declared, arriving, leaving
-        self._carried = Carried(())
-
-    def around(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of a layer, with what it pops and stashes."""
-        if not any(self._declared[index]):
-            return call
-        return lambda value, **shared: self._carried.through(index, call, value, shared)
-
-    def enter(self, value: Tree) -> Tree:
-        """Before the first layer."""
-        self._carried = Carried(self._declared, self._leaving)
-        if not self._arriving:
-            return value
-        main, *arrived = value
-        for name, tensor in zip(self._arriving, arrived, strict=True):
-            self._carried.put(name, tensor)
-        return main
-
-    def leave(self, value: Tree) -> Tree:
-        """Behind the last layer."""
-        carried, self._carried = self._carried, Carried(())
-        return (value, *[carried.take(name) for name in self._leaving]) if self._leaving else value
-
-    def drop(self) -> None:
-        """What is held, as after an error."""
-        self._carried = Carried(())
-
-
 def portals_of(
     declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Edge], stage: int
-) -> StagePortals | None:
+) -> Carried | None:
     """Those of a stage, None if it has none; `declared` and `lines` are those of the whole model."""
     mine = [declared[layer] for layer in spans[stage]]
-    if not any(map(any, mine)):
-        return None
-    return StagePortals(mine, arriving(lines, stage), leaving(lines, stage))
+    return Carried(mine, arriving(lines, stage), leaving(lines, stage)) if any(map(any, mine)) else None

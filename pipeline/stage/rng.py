@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.stage.keywords import Keywords
-from gpipe_bench.pipeline.stage.trees import Tree
+from gpipe_bench.pipeline.stage.trees import Keywords, Tree
 
 _MASK = (1 << 64) - 1
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
-from gpipe_bench.pipeline.stage.graph import Kept
+from gpipe_bench.pipeline.stage.graph import ENTRY, Kept
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
-from gpipe_bench.pipeline.stage.portals import StagePortals
-from gpipe_bench.pipeline.stage.split_backward import Weights, run_engine
+from gpipe_bench.pipeline.stage.portals import Carried
+from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
 from gpipe_bench.pipeline.stage.tensors import is_divided, overlapping, separate, version
 from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Message, Structure, Tree, flatten, unflatten
+from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
 from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
@@ -93,7 +94,7 @@ class Stage:
         seed: int = 0,
         gather: Gather | None = None,
         backend: str | None = None,
-        portals: StagePortals | None = None,
+        portals: Carried | None = None,
         leaves: Leaves | None = None,
         first_microbatch: int = 0,
         reduction: Callable[[Any], Reduction] | None = None,
@@ -201,7 +202,8 @@ class Stage:
         )
         if now != self._found_for:
             self._found_for = now
-            self._forget_what_was_found()
+            self._needs_grad.clear()
+            self._overwritten.clear()
 
     def look_for_first_gradients(self) -> None:
         """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
@@ -215,15 +217,12 @@ class Stage:
         """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
         next step finds out.
         """
-        self._forget_what_was_found()
+        self._needs_grad.clear()
+        self._overwritten.clear()
         self._buffers.forget()
         if self.reduction is not None:
             self.reduction.refresh()
             self._is_new = True
-
-    def _forget_what_was_found(self) -> None:
-        self._needs_grad.clear()
-        self._overwritten.clear()
 
     def finish(self) -> None:
         """Ends a step: the moving averages of batch normalization move once."""
@@ -282,6 +281,12 @@ class Stage:
         """
         return any(self._overwritten.values())
 
+    @cached_property
+    def output_name(self) -> str:
+        """What its layers give, for messages."""
+        last = f"layer {self._places[-1]} ({type(self.layers[-1]).__name__})"
+        return f"the output of {last}, the last of stage {self.index},"
+
     # The actions
 
     def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:
@@ -329,7 +334,7 @@ class Stage:
             self._buffers.look(state.buffers)
         if self.is_last:
             return None
-        tensors, structure = self._apart(output)
+        tensors, structure = flatten(output, self.output_name)
         del output
         if not self._buffers.known_empty:
             tensors = self._buffers.apart(tensors)
@@ -342,7 +347,7 @@ class Stage:
                 "inputs of the same kind; call Pipeline.refresh() on every rank after changing the model"
             )
         if graph:
-            self._keep_graph(state, tensors, needs_grad)
+            state.keep_graph(tensors, needs_grad, self.index)
         aliases = overlapping(tensors) if len(tensors) > 1 else ()
         tensors = tuple([t.detach() if t.requires_grad else t for t in tensors])
         return Message(tensors, structure, needs_grad, aliases)
@@ -354,7 +359,7 @@ class Stage:
             output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
         self._find_overwritten(state, watched)
         del self._microbatches[m], state
-        tensors, structure = self._apart(output)
+        tensors, structure = flatten(output, self.output_name)
         tensors = self._buffers.apart(tensors)
         if self.is_last:
             self.outputs[m] = unflatten(tensors, structure)
@@ -379,34 +384,29 @@ class Stage:
             if self.is_last:
                 state.keep_graph((self._runner.loss(m, output),))
                 return
-        tensors, _ = self._apart(output)
-        self._keep_graph(state, tensors, self._needs_grad[state.kind])
+        tensors, _ = flatten(output, self.output_name)
+        state.keep_graph(tensors, self._needs_grad[state.kind], self.index)
 
-    def backward(self, m: int, gradients: Gradients) -> Gradients:
+    def backward(self, m: int, gradients: Gradients, kind: Kind = Kind.B) -> Gradients:
         """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.
 
         The last stage takes none in; it starts from its loss. Inputs, graph and gradients are dropped at
-        once.
+        once. It is I, by `kind`, where that cannot be split.
         """
-        if self.reduction is None:
-            return self._whole_backward(m, gradients)
-        self._tell_before(Kind.B, m)
-        gradients = self._whole_backward(m, gradients)
-        self.reduction.after(Kind.B, m, last=self._last == (Kind.B, m))
-        return gradients
-
-    def _whole_backward(self, m: int, gradients: Gradients) -> Gradients:
+        if self.reduction is not None:
+            self._tell_before(kind, m)
         state = self._microbatches.pop(m)
         roots, seeds = self._roots(state, m, gradients)
-        del gradients
         exits = state.exits or [None] * len(state.needs_grad)
         inputs = state.inputs  # alive until the backward is over, as the memory model has it
-        del state
+        del state, gradients
         if roots:
             self._runner.in_backward(run_engine, roots, seeds)
             if self._without_grad:
                 self._without_grad = separate(self._without_grad, (*seeds, *exits))
-        del inputs
+        del inputs, roots, seeds
+        if self.reduction is not None:
+            self.reduction.after(kind, m, last=self._last == (kind, m))
         return tuple(exits)
 
     def backward_inputs(self, m: int, gradients: Gradients) -> Gradients:
@@ -414,26 +414,23 @@ class Stage:
 
         Inputs and graph are dropped at once. Where a graph cannot be split, this is all of B.
         """
-        if self.reduction is not None:
-            self._tell_before(Kind.I, m)
         state = self._microbatches[m]
         roots, seeds = self._roots(state, m, gradients)
-        split = state.split(roots)
+        split = Split(roots, ENTRY)
         if split.whole:
             del state, split, roots, seeds
-            gradients = self._whole_backward(m, gradients)
-        else:
-            del gradients
-            exits = state.exits or [None] * len(state.needs_grad)
-            inputs = state.inputs
-            del self._microbatches[m], state
-            if roots:
-                self._weights[m] = self._runner.in_backward(split.inputs, roots, seeds, exits)
-            del inputs
-            gradients = tuple(exits)
+            return self.backward(m, gradients, Kind.I)
+        if self.reduction is not None:
+            self._tell_before(Kind.I, m)
+        exits = state.exits or [None] * len(state.needs_grad)
+        inputs = state.inputs
+        del self._microbatches[m], state, gradients
+        if roots:
+            self._weights[m] = self._runner.in_backward(split.inputs, roots, seeds, exits)
+        del inputs, split, roots, seeds
         if self.reduction is not None:
             self.reduction.after(Kind.I, m, last=False)
-        return gradients
+        return tuple(exits)
 
     def backward_weights(self, m: int) -> None:
         """W: the gradients of the parameters, from what I left; then nothing of the micro-batch is left."""
@@ -457,28 +454,6 @@ class Stage:
         tensors = tuple([tensor.data for tensor in tensors])
         aliases = overlapping(tensors) if again and len(tensors) > 1 else ()
         return Message(tensors, structure, (False,) * len(tensors), aliases)
-
-    def describe_output(self) -> str:
-        """What its layers give, for messages."""
-        last = f"layer {self._places[-1]} ({type(self.layers[-1]).__name__})"
-        return f"the output of {last}, the last of stage {self.index},"
-
-    def _apart(self, output: Tree) -> tuple[tuple[Tensor, ...], Structure]:
-        """What leaves the layers; the message for what cannot is made only where there is need of it."""
-        if isinstance(output, Tensor):
-            return (output,), None
-        return flatten(output, self.describe_output())
-
-    def _keep_graph(self, state: Kept, outputs: tuple[Tensor, ...], announced: tuple[bool, ...]) -> None:
-        """Of outputs of which the next stage was told which need a gradient."""
-        state.keep_graph(outputs)
-        for place in state.places:
-            if not announced[place]:
-                raise RuntimeError(
-                    f"an output of stage {self.index} needs a gradient now, but did not when the stages "
-                    "agreed on what travels; call Pipeline.refresh() after changing which parameters are "
-                    "trained"
-                )
 
     def _tell_before(self, kind: Kind, m: int) -> None:
         """Who joins the gradients of processes hears of a backward; in a first step, all of it is known."""
@@ -544,7 +519,12 @@ class Stage:
             if self._scaler is not None:
                 seed = self._scaler.scale(seed).to(metadata.dtype)
             return state.edges, (seed,)
-        return state.roots(gradients)
+        edges, found = [], []
+        for edge, place in zip(state.edges, state.places, strict=True):
+            if (gradient := gradients[place]) is not None:
+                edges.append(edge)
+                found.append(gradient)
+        return tuple(edges), tuple(found)
 
 
 def _parameters(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:

@@ -25,7 +25,7 @@ BETWEEN_PROCESSES = {
     "pipeline/stage/trees.py": "how a message is built, within what control.py sends",
     "pipeline/ranks/gather.py": "what ranks tell each other outside of steps, over the same connections",
     "experiments/timed/slow_link.py": "a task and its results, in a folder that only this user can enter",
-    "pipeline/checkpoint_file.py": "an unpickler that finds no code, in front of the one of torch",
+    "pipeline/checkpoint.py": "an unpickler that finds no code, in front of the one of torch",
 }
 
 

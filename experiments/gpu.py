@@ -63,7 +63,7 @@ STEPS = (
          "Table 1: whether the modelled largest models fit, and a layer more does not"),
     Step("table1", 2, 16, "table1 --only part=device", "every distinct stage of Table 1's other columns"),
     Step("table4-resnet101", 4, 8, "table4 --only model=resnet101", "where the time of ResNet-101 goes"),
-    Step("table2-transformer", 9, 65, "table2 --only model=transformer --only batch=fitted",
+    Step("table2-transformer", 9, 75, "table2 --only model=transformer --only batch=fitted",
          "Table 2's Transformer-48 laid out, its mini-batch fitted to the memory of a stage"),
     Step("table2-amoebanet", 9, 10, "table2 --only model=amoebanet --only batch=fitted",
          "the same of AmoebaNet-D (18, 256)"),

@@ -68,7 +68,7 @@ STEPS = (
     Step("table2-amoebanet", 9, 10, "table2 --only model=amoebanet --only batch=fitted",
          "the same of AmoebaNet-D (18, 256)"),
     Step("table4-amoebanet", 6, 36, "table4 --only model=amoebanet", "where that of AmoebaNet-D goes"),
-    Step("table3", 4, 25, "table3 --only part=steps", "Table 3: actions for the replay over slow links"),
+    Step("table3", 4, 28, "table3 --only part=steps", "Table 3: actions for the replay over slow links"),
     Step("table2-fixed", 9, 75, "table2 --only batch=fixed", "Table 2 laid out at one mini-batch"),
     Step("figure3-resnet101", 5, 18, "figure3 --only model=resnet101", "v1's Figure 3, ResNet-101"),
     Step("engine", 2, 16, "engine", "the engine's own cost, beside torch's and torchgpipe"),

@@ -63,15 +63,16 @@ STEPS = (
          "Table 1: whether the modelled largest models fit, and a layer more does not"),
     Step("table1", 2, 16, "table1 --only part=device", "every distinct stage of Table 1's other columns"),
     Step("table4-resnet101", 4, 8, "table4 --only model=resnet101", "where the time of ResNet-101 goes"),
-    Step("table2-transformer", 9, 65, "table2 --only model=transformer --only batch=fitted",
+    Step("table2-transformer", 9, 75, "table2 --only model=transformer --only batch=fitted",
          "Table 2's Transformer-48 laid out, its mini-batch fitted to the memory of a stage"),
     Step("table2-amoebanet", 9, 10, "table2 --only model=amoebanet --only batch=fitted",
          "the same of AmoebaNet-D (18, 256)"),
-    Step("table4-amoebanet", 6, 31, "table4 --only model=amoebanet", "where that of AmoebaNet-D goes"),
-    Step("table3", 4, 25, "table3 --only part=steps", "Table 3: actions for the replay over slow links"),
+    Step("table4-amoebanet", 6, 36, "table4 --only model=amoebanet", "where that of AmoebaNet-D goes"),
+    Step("table3", 4, 28, "table3 --only part=steps", "Table 3: actions for the replay over slow links"),
     Step("table2-fixed", 9, 75, "table2 --only batch=fixed", "Table 2 laid out at one mini-batch"),
     Step("figure3-resnet101", 5, 18, "figure3 --only model=resnet101", "v1's Figure 3, ResNet-101"),
     Step("engine", 2, 16, "engine", "the engine's own cost, beside torch's and torchgpipe"),
+    Step("grid", 2, 16, "grid", "steps of two GPUs as replicas and as stages, beside their replay", gpus=2),
 )  # fmt: skip
 
 

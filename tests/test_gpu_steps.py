@@ -174,7 +174,7 @@ def test_the_doctor_says_what_would_run_and_what_it_takes(
         checks[f"step {name}"] for name in ("baseline", "table2-transformer", "pipelines")
     )
     assert (fits["status"], fits["found"]) == ("ok", "at most 1 min a case and 16 GiB of a GPU (estimated)")
-    assert (does_not["status"], does_not["remedy"]) == ("optional", "needs 65 GiB (estimated)")
+    assert (does_not["status"], does_not["remedy"]) == ("optional", "needs 75 GiB (estimated)")
     assert (alone["status"], alone["remedy"]) == ("optional", "needs 2 GPUs")
     monkeypatch.setattr(lacking, "ask_torch", lambda: NONE)
     assert cli(["doctor", "--device", "cuda", "--results", str(out)]) == 1

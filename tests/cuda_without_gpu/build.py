@@ -15,6 +15,7 @@ A GPU of the machine is never used, nor asked: the driver's libraries are among 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -75,6 +76,13 @@ def prepare(folder: Path) -> Path:
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         raise CannotBuildError(f"{', '.join(missing)} not found; install a C++ compiler (gcc, g++, binutils)")
     folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # somebody else may be making it, for the same folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _make(folder)
+    return folder
+
+
+def _make(folder: Path) -> None:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     with _up_to_date(folder / "site", *PINNED, *UNUSED, tag) as is_made:
         if not is_made:
@@ -86,7 +94,6 @@ def prepare(folder: Path) -> Path:
     shutil.copytree(HERE / "hook", folder / "hook", dirs_exist_ok=True, ignore=lambda *_: ["__pycache__"])
     (folder / "run.sh").write_text(RUN, encoding="utf-8")
     (folder / "run.sh").chmod(0o755)
-    return folder
 
 
 def variables(folder: Path, root: Path, *, gpus: int = 1, gib: float | None = None) -> dict[str, str]:

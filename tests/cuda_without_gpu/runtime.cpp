@@ -36,6 +36,11 @@ static const double kCyclesPerMs = 2e6;        // of a spin kernel
 static const size_t kCopied = 1 << 20;         // longer copies move nothing
 static const size_t kPageBytes = 4096;
 
+static double now_ms() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
+}
 static double setting(const char* name, double otherwise) {
   const char* found = getenv(name);
   return found && *found ? atof(found) : otherwise;
@@ -92,7 +97,8 @@ static cudaError_t fail(cudaError_t error) { return last = error; }
 
 // Messages between processes: the counters of a communicator lie in memory that all of its ranks map
 
-static const int kRanks = 64, kSizes = 256;
+static const int kRanks = 64, kSizes = 4096;
+static_assert(kSizes > 2 * (kQueue + 1), "each end may be a stream's queue ahead of the message that is looked at");
 struct Shared {
   std::atomic<int> joined;
   std::atomic<long> sent[kRanks][kRanks], received[kRanks][kRanks], collected[kRanks];
@@ -109,12 +115,18 @@ struct Message {
   int peer;
   long number;
   size_t bytes;
+  long place;           // among all messages of the process
+  double over_ms = -1;  // when it was found to be over: the same for all that is behind it
+  bool is_over() {
+    if (over_ms < 0 && has_met()) over_ms = now_ms();
+    return over_ms >= 0;
+  }
   void same(size_t other) const {
     if (other == bytes) return;
     fprintf(stderr, "fake NCCL: rank %d has %zu bytes and its peer %zu\n", of->rank, bytes, other);
     abort();
   }
-  bool is_over() const {
+  bool has_met() const {
     if (of->aborted) return true;
     Shared& all = *of->shared;
     int me = of->rank;
@@ -131,30 +143,41 @@ struct Message {
     return true;
   }
 };
-using Messages = std::vector<std::shared_ptr<Message>>;
 
 // Streams and events
 
-static double now_ms() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
-}
-struct Moment {  // when something is over: then, and when all messages are
+struct Behind {
+  std::shared_ptr<Message> message;
+  double ms;
+};
+struct Moment {  // when something is over: then, and so long behind each of these messages, in their order
   double at_ms = 0;
-  Messages messages;
+  std::vector<Behind> messages;
   bool is_over() {
-    if (!messages.empty()) {
-      auto over = [](const std::shared_ptr<Message>& each) { return each->is_over(); };
-      auto kept = std::remove_if(messages.begin(), messages.end(), over);
-      if (kept != messages.end()) at_ms = std::max(at_ms, now_ms());
-      messages.erase(kept, messages.end());
-    }
+    auto over = [this](const Behind& each) {
+      if (!each.message->is_over()) return false;
+      at_ms = std::max(at_ms, each.message->over_ms + each.ms);
+      return true;
+    };
+    messages.erase(std::remove_if(messages.begin(), messages.end(), over), messages.end());
     return messages.empty() && at_ms <= now_ms();
   }
   void wait_for(const Moment& other) {
     at_ms = std::max(at_ms, other.at_ms);
-    messages.insert(messages.end(), other.messages.begin(), other.messages.end());
+    std::vector<Behind> both;
+    auto own = messages.begin();
+    for (const Behind& each : other.messages) {
+      for (; own != messages.end() && own->message->place < each.message->place; own++) both.push_back(*own);
+      double ms = each.ms;
+      if (own != messages.end() && own->message == each.message) ms = std::max(ms, (own++)->ms);
+      both.push_back({each.message, ms});
+    }
+    both.insert(both.end(), own, messages.end());
+    messages = std::move(both);
+  }
+  void go_on(double ms) {
+    at_ms = std::max(at_ms, now_ms()) + ms;
+    for (Behind& each : messages) each.ms += ms;
   }
 };
 struct Stream {
@@ -203,7 +226,7 @@ static void enqueue(cudaStream_t handle, double ms) {
   }
   if (stream.queued > kQueue) wait(stream.end);
   Guard guard(mutex);
-  stream.end.at_ms = std::max(stream.end.at_ms, now_ms()) + ms;
+  stream.end.go_on(ms);
 }
 static cudaError_t launch(cudaStream_t stream, double ms) {
   counts[LAUNCHES]++;
@@ -264,7 +287,15 @@ struct Block {
   bool is_host;
 };
 static std::map<char*, Block> blocks;
-static size_t used_bytes[kMostDevices];
+static size_t used_bytes[kMostDevices], peak_bytes;
+
+static void use(size_t bytes) {  // a file of each process in the folder FAKE_PEAKS has the most bytes of a device
+  if ((used_bytes[current] += bytes) <= peak_bytes) return;
+  peak_bytes = used_bytes[current];
+  static const char* folder = getenv("FAKE_PEAKS");
+  static int file = folder ? open((folder + ("/" + std::to_string(getpid()))).c_str(), O_CREAT | O_WRONLY, 0644) : -1;
+  if (file >= 0) dprintf(file, "%zu\n", peak_bytes);
+}
 
 static cudaError_t take(void** found, size_t bytes, bool is_host) {
   in_use();
@@ -274,7 +305,7 @@ static cudaError_t take(void** found, size_t bytes, bool is_host) {
   if (!is_host && used_bytes[current] + bytes > total_bytes()) return fail(cudaErrorMemoryAllocation);
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
-  if (!is_host) used_bytes[current] += bytes;
+  if (!is_host) use(bytes);
   blocks[(char*)at] = {bytes, current, is_host};
   *found = at;
   return cudaSuccess;
@@ -494,7 +525,8 @@ static int post(Message::Kind kind, size_t bytes, int peer, void* communicator, 
   long number = counter;
   if (kind == Message::SEND) all.sent_bytes[me][peer][number % kSizes] = bytes;
   if (kind == Message::COLLECTIVE) all.collected_bytes[me][number % kSizes] = bytes;
-  stream_of(s).end.messages.push_back(std::make_shared<Message>(Message{kind, of, peer, number, bytes}));
+  static long place = 0;
+  stream_of(s).end.messages.push_back({std::make_shared<Message>(Message{kind, of, peer, number, bytes, place++}), 0});
   counter = number + 1;
   return 0;
 }

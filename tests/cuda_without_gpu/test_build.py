@@ -1,10 +1,15 @@
-"""What is said where the runtime without a device cannot be built, and what its plugin still looks at."""
+"""What is said where the runtime without a device cannot be built, what its plugin still looks at, and which
+walks over it count as failed.
+"""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 
 import build
 import forms_only
@@ -44,9 +49,60 @@ def test_without_a_network_it_says_what_to_carry_where(
     assert not (tmp_path / "site.sha256").exists()
 
 
+def test_two_who_want_the_same_folder_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits for the first: it would take its libraries away."""
+    made: list[str] = []
+    second = threading.Thread(target=build.prepare, args=(tmp_path,))
+
+    def unpack(*_: object) -> None:
+        made.append("site")
+        if not second.ident:
+            second.start()
+            second.join(0.2)
+
+    monkeypatch.setattr(build.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(build, "_wheels", lambda *_: [])
+    monkeypatch.setattr(build, "_unpack", unpack)
+    monkeypatch.setattr(build, "_compile", lambda *_: made.append("lib"))
+    build.prepare(tmp_path)
+    second.join()
+    assert made == ["site", "lib"]
+
+
 def test_values_count_for_nothing_and_forms_for_everything() -> None:
     zeros, ones = torch.zeros(2), torch.ones(2)
     forms_only.assert_equal_forms([zeros], [ones], rtol=0)
     for other in ([torch.zeros(3)], [zeros.double()], [zeros, ones], [2.0]):
         with pytest.raises(AssertionError):
             forms_only.assert_equal_forms([zeros], other)
+
+
+@pytest.mark.parametrize(
+    ("status", "took_bytes", "said", "wanted"),
+    [
+        (0, 3 * 2**29, "done", "ok, 0 s, 1.5 of 2 GiB"),
+        (3, 0, "a traceback", "failed, 0 s, 0.0 of 2 GiB"),
+        (0, 5 * 2**29, "done", "failed, 0 s, 2.5 of 2 GiB"),
+        (0, 0, "grid: skipped: needs 2 GPUs", "skipped: needs 2 GPUs"),
+    ],
+)
+def test_a_walk_that_takes_more_memory_than_was_said_has_failed(
+    status: int, took_bytes: int, said: str, wanted: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    walks = runpy.run_path(str(Path(build.__file__).with_name("__main__.py")))
+
+    def run(command: list[str], *, env: dict[str, str], stdout: TextIO, **_: object) -> object:
+        assert command[1:] == ["a command"]
+        assert (env["FAKE_GPUS"], env["FAKE_GIB"]) == ("2", "44.4")
+        (Path(env["FAKE_PEAKS"]) / "17").write_text(f"4096\n{took_bytes}\n")
+        print(said, file=stdout)
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    walk = walks["Walk"]("grid", 2, 44.4, ("a command",), most_gib=2.0)
+    is_right = walks["take"](walk, tmp_path)
+    first, *shown = capsys.readouterr().out.splitlines()
+    assert first.partition(": ")[2].partition(";")[0] == wanted
+    assert is_right == (not wanted.startswith("failed"))
+    assert shown == ([f"    {said}"] if status else [])

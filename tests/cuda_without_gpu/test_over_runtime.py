@@ -19,6 +19,7 @@ import pytest
 import torch
 from counting import counting, held_up, runtime
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline, devices, transfers
@@ -92,6 +93,20 @@ def test_nor_does_one_over_nccl(schedule: str) -> None:
     for found, queues in launch(over_nccl.steady_step, min(torch.cuda.device_count(), 4), schedule, "always"):
         assert held_up(found) == {}
         assert queues == 32, "the variable was there before the device was used"
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_messages_meet_in_the_order_in_which_their_ends_are_given(in_order: bool) -> None:
+    """However far one host is ahead of the other; and what is behind them takes what it takes."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    if in_order:
+        kernel_ms = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-3
+        behind_ms, _ = launch(over_nccl.far_ahead, 2, True)
+        assert behind_ms == pytest.approx(over_nccl.KERNELS * kernel_ms, abs=1e-4)
+    else:  # there NCCL would wait for ever, or write past the end
+        with pytest.raises(ChildFailedError, match="SIGABRT"):
+            launch(over_nccl.far_ahead, 2, False)
 
 
 @pytest.mark.parametrize("grid", ["--dp 2 --pp 2", "--fsdp 2 --pp 2", "--pp 2 --tp 2"])

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from ranks import EXACT, Ranks, assert_own_gradients
-from tiny_models import mlp_batch
+from ranks import Ranks
+from tiny_models import EXACT, assert_own_gradients, mlp_batch
 from torch import Tensor, nn
 from torch import distributed as dist
 

@@ -14,8 +14,18 @@ from unittest import mock
 import torch
 from covering import pairwise
 from odd_layers import Add
-from ranks import EXACT, Ranks, assert_own_gradients, halves, raises, shared_folder
-from tiny_models import AMOEBANET, everything, everything_batch, mlp, mlp_batch, plain_step, seeded
+from ranks import Ranks, halves, raises, shared_folder
+from tiny_models import (
+    AMOEBANET,
+    EXACT,
+    assert_own_gradients,
+    everything,
+    everything_batch,
+    mlp,
+    mlp_batch,
+    plain_step,
+    seeded,
+)
 from torch import Tensor, nn
 from torch import distributed as dist
 

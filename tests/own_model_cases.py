@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from own_graphs import CASES as MODELS
 from own_models import FAMILIES
-from ranks import EXACT, Ranks, assert_own_gradients, halves
-from tiny_models import plain_step
+from ranks import Ranks, halves
+from tiny_models import EXACT, assert_own_gradients, plain_step
 from torch import Tensor, nn
 from torch import distributed as dist
 

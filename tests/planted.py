@@ -24,7 +24,7 @@ class Mistake:
 
 
 TRANSPARENT = (
-    "tests/test_transparency.py::test_outputs_and_gradients_equal_the_plain_model[4-3-always-gpipe]",
+    "tests/test_transparency.py::test_outputs_and_gradients_equal_the_plain_model[4-3-always-gpipe-False]",
 )
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -125,7 +125,7 @@ MISTAKES: tuple[Mistake, ...] = (
         old="if weights is not None:",
         new="if weights is not None and m:",
         why="I and W together are one backward",
-        tests=("tests/test_engine.py::test_a_split_backward_computes_the_same",),
+        tests=("tests/test_transparency.py::test_a_split_backward_computes_the_same",),
     ),
     Mistake(
         name="the first gradient copied",
@@ -359,7 +359,7 @@ self.outputs = tuple(outputs)
         new="actions = schedule.actions[workers.pop()][::-1] if len(workers) == 1 else",
         why="a worker takes its row in order",
         tests=(
-            "tests/test_several_stages.py::test_outputs_and_gradients_equal_the_plain_model[1-1-zb-v-always]",
+            "tests/test_transparency.py::test_outputs_and_gradients_equal_the_plain_model[1-1-always-zb-v-False]",
         ),
     ),
     Mistake(
@@ -577,7 +577,7 @@ self.outputs = tuple(outputs)
         old="Lane(way, source, self._progress,",
         new="Lane(way, source, None,",
         why="a kernel that waits for what this rank has yet to send stops whoever waits for the device",
-        tests=("tests/test_nccl_portals.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-0]",),
+        tests=("tests/test_nccl_pipeline.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-crossing]",),
     ),
     Mistake(
         name="one connection for all lines over NCCL",
@@ -585,7 +585,7 @@ self.outputs = tuple(outputs)
         old="= session.connect(name, near, accelerated=True)",
         new="= [*portals.values(), session.connect(name, near, accelerated=True)][0]",
         why="nothing tells messages of two lines apart there but their order",
-        tests=("tests/test_nccl_portals.py::test_the_first_message_of_a_step_waits_for_no_host",),
+        tests=("tests/test_nccl_pipeline.py::test_the_first_message_of_a_step_waits_for_no_host",),
     ),
     Mistake(
         name="gathered parameters stay whole in the optimizer's step",

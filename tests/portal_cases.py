@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from odd_layers import Add
-from ranks import EXACT, Ranks, assert_own_gradients, halves
-from tiny_models import seeded
+from ranks import Ranks, halves
+from tiny_models import EXACT, assert_own_gradients, seeded
 from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from property_cases import Example
 from random_schedules import random_remat
 from torch import nn
 
@@ -158,20 +157,3 @@ def test_an_argument_of_the_pipeline() -> None:
     assert {text: seen.count(text) for text in seen} == {
         "0 no graph": 2, "0": 2, "1": 2, "1 no graph": 1, "2": 2,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_every_named_schedule_with_any_choice_trains_as_the_plain_model(name: str) -> None:
-    """Batch normalization, dropout-like draws, frozen and in-place layers, in one process, in float64."""
-    per_worker = NAMED[name].stages_per_worker or 2
-    for seed in range(3):
-        example = Example(seed, 7919)
-        generator = random.Random(f"{name} {seed}")
-        num_stages = 2 if per_worker == 2 else example.num_stages
-        example.num_stages = num_stages
-        remat = random_remat(generator, num_stages, example.num_microbatches)
-        example.schedule = named(
-            name, num_stages // per_worker, example.num_microbatches, remat=remat,
-            stages_per_worker=per_worker,
-        )  # fmt: skip
-        assert not example.problems(None), f"{example}"

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 AREAS = {
     "exactness of the engine": (
         20,
-        ["test_transparency", "test_several_stages", "test_bitwise", "test_joined"],
+        ["test_transparency", "test_bitwise", "test_joined"],
     ),
     "processes": (3, ["test_distributed", "test_property", "test_joined"]),
     "replicas and shards": (2, ["test_mesh", "test_sharding_parts"]),

@@ -245,17 +245,6 @@ def bitwise_transformer() -> None:
     bitwise("transformer-lm", TRANSFORMER, "1f1b")
 
 
-def clipping() -> None:
-    ranks = Ranks()
-    batch, target = everything_batch(9, torch.float32)
-    pipeline = ranks.pipeline(seeded(everything, torch.float32))
-    alone = Pipeline(seeded(everything, torch.float32), num_stages=1, num_microbatches=4)
-    pipeline.step(*ranks.own(batch, target), cross_entropy)
-    alone.step(batch, target, cross_entropy)
-    assert torch.equal(pipeline.clip_grad_norm_(0.01), alone.clip_grad_norm_(0.01))
-    assert_own_gradients(pipeline, {name: p.grad for name, p in alone.named_parameters()})
-
-
 def checkpoint_from_two_stages_to_four() -> None:
     """Saved with K = 2, continued with K = 4 by other processes, equal to a run with K = 1 that never
     stopped.
@@ -438,7 +427,6 @@ CASES = (
     an_input_that_shares_memory_is_overwritten,
     bitwise_amoebanet,
     bitwise_transformer,
-    clipping,
     a_loss_of_another_dtype_is_refused,
     what_is_closed_stays_closed,
     checkpoint_from_two_stages_to_four,

@@ -367,21 +367,6 @@ def one_schedule_for_all_replicas() -> None:
     assert pipeline.schedule == named("1f1b", 2, 3)
 
 
-def tied_weights() -> None:
-    """Stages of several processes share them, and each has replicas: every use counts once."""
-    parts = [words(UNEVEN[r], seed=r) for r in range(2)]
-    for users, syncs in ((2, (True, True)), (3, (True, False, True)), (3, (False, True, True))):
-        plain_model = seeded(lambda users=users: tied_model(users))
-        pipeline = on_grid(2, 2, seeded(lambda users=users: tied_model(users)), 3, schedule="1f1b")
-        for step, sync in enumerate(syncs):
-            plain = joint_step(plain_model, parts, cross_entropy, 3, step=step)
-            pipeline.step(*own_part(pipeline, parts), cross_entropy, sync=sync)
-        for name, first in pipeline.tied_names.items():
-            plain.gradients[name] = plain.gradients[first]
-        assert_gradients(pipeline, plain)
-        pipeline.close()
-
-
 def clipping() -> None:
     parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
     model, pipeline = seeded(mlp), on_grid(2, 2, seeded(mlp), 3)
@@ -466,7 +451,6 @@ CASES = (
     averages_follow_all_replicas,
     replicas_begin_alike,
     one_schedule_for_all_replicas,
-    tied_weights,
     clipping,
     one_decision_for_all_scalers,
     a_tied_weight_in_a_layer_that_runs_again_in_the_backward_is_refused,

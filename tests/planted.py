@@ -577,7 +577,9 @@ self.outputs = tuple(outputs)
         old="Lane(way, source, self._progress,",
         new="Lane(way, source, None,",
         why="a kernel that waits for what this rank has yet to send stops whoever waits for the device",
-        tests=("tests/test_nccl_pipeline.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-crossing]",),
+        tests=(
+            "tests/test_nccl_pipeline.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-crossing]",
+        ),
     ),
     Mistake(
         name="one connection for all lines over NCCL",

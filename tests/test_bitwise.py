@@ -16,7 +16,7 @@ from tiny_models import EXACT, everything, everything_batch, seeded
 from torch import Tensor, nn
 
 from gpipe_bench import models
-from gpipe_bench.models.amoebanet.modules import set_drop_path
+from gpipe_bench.models import set_drop_path
 from gpipe_bench.pipeline import NAMED, InProcess, Pipeline, Schedule, checkpoint, named
 
 AMOEBANET = {

@@ -12,8 +12,7 @@ from tiny_models import everything, everything_batch, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.transport import InProcess
+from gpipe_bench.pipeline import InProcess, Pipeline
 
 COPIES: dict[str, Callable[[Pipeline], Pipeline]] = {
     "deepcopy": copy.deepcopy,

@@ -7,9 +7,9 @@ import torch
 from real_steps import Step, compare, count, profiles
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline import Action, bytes_of_stages
 from gpipe_bench.pipeline.memory.trace import BufferRole
-from gpipe_bench.pipeline.memory.workers import action_bytes, bytes_of_stages
-from gpipe_bench.pipeline.plan.schedule import Action
+from gpipe_bench.pipeline.memory.workers import action_bytes
 
 WIDTH, ROWS = 64, 128  # a boundary is 32 KiB, a buffer of its size is small
 

@@ -12,14 +12,22 @@ import torch
 from tiny_models import everything, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, gpipe, named
+from gpipe_bench.pipeline import (
+    NAMED,
+    SLOTS,
+    Action,
+    ActionError,
+    InProcess,
+    Kind,
+    Pipeline,
+    gpipe,
+    named,
+    replay,
+)
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, dependencies, execution_order
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.schedule import dependencies, execution_order
 from gpipe_bench.pipeline.step import prepare
-from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss
 

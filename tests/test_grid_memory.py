@@ -8,14 +8,18 @@ import pytest
 from grid_memory_cases import count_all, data, model
 from torch import nn
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline import (
+    Boundary,
+    Profiler,
+    bytes_of_stages,
+    grid_peak_bytes,
+    launch,
+    named,
+    peak_bytes,
+)
+from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
-from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.ranks.launch import launch
 from gpipe_bench.pipeline.stage.trees import split
 
 

@@ -8,11 +8,7 @@ from real_steps import Step, count
 from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS
-from gpipe_bench.pipeline import Pop, PortalSequential, Stash
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.portals import portal_memory
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline import Boundary, Pop, PortalSequential, Profiler, Stash, gpipe, portal_memory
 from gpipe_bench.pipeline.stage.trees import split
 
 SIZES = {"num_convs": 1, "num_filters": 8, "depth": 2, "dropout": 0.0, "image_size": 32}

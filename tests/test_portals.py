@@ -18,17 +18,18 @@ from torch.nn import functional as F
 from gpipe_bench.models import MODELS
 from gpipe_bench.pipeline import (
     NAMED,
+    Boundary,
     InProcess,
     Pipeline,
     Pop,
     PortalSequential,
+    Profiler,
     Stash,
     layers_of,
     named,
     split,
 )
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler, layer_costs
+from gpipe_bench.pipeline.memory.profile import layer_costs
 from gpipe_bench.pipeline.plan.edges import Edge, messages_of, rings_of
 from gpipe_bench.pipeline.plan.portals import Declared, edges_of
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
@@ -308,12 +309,6 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
         each.step(inputs, target, nn.functional.mse_loss)
         for name, gradient in _gradients(each).items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
-
-
-def test_a_pipeline_without_portals_has_nothing_of_them() -> None:
-    pipeline = Pipeline([_linear(), _linear()], num_stages=2, num_microbatches=1)
-    assert type(pipeline._transport) is InProcess
-    assert {type(stage._runner).__name__ for stage in pipeline.stages} == {"LayerRunner"}
 
 
 # What `split` and `layers_of` send past stages

@@ -9,12 +9,8 @@ from tied_memory_cases import count_all, data, model
 from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
-from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline import Action, Boundary, Profiler, Schedule, launch, named, pipeline_memory
+from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.pipeline.stage.trees import split
 
 SIZES = {

@@ -11,11 +11,7 @@ from real_steps import Step, compare
 from torch import Tensor, nn
 from tree_models import tree_batch, tree_loss, tree_model
 
-from gpipe_bench.pipeline import Pop, PortalSequential, Stash
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.portals import portal_memory
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline import Boundary, Pop, PortalSequential, Profiler, Stash, gpipe, portal_memory
 
 WIDTH = 64
 

@@ -534,7 +534,7 @@ self.outputs = tuple(outputs)
         old="summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes * trained,",
         new="gradient_bytes=stage.gradient_bytes - num_bytes,",
         why="each use has its own until the step ends, and a plan would not fit that was said to",
-        tests=("tests/test_tied_memory.py::test_a_tie_within_a_stage[gpipe-always-sgd]",),
+        tests=("tests/test_peaks.py::test_modelled_peaks_are_those_of_real_steps[tied-1-gpipe-always-sgd]",),
     ),
     Mistake(
         name="a process that died",
@@ -569,7 +569,9 @@ self.outputs = tuple(outputs)
         old="return memories(found, schedule, optimizer, None, lines, messages)",
         new="return memories(found, schedule, optimizer, None, (), messages)",
         why="a large portal waits with the stage that pops it",
-        tests=("tests/test_portal_memory.py::test_a_large_portal_waits_where_it_is_popped[always]",),
+        tests=(
+            "tests/test_peaks.py::test_modelled_peaks_are_those_of_real_steps[wide portal-3-1f1b-always-sgd]",
+        ),
     ),
     Mistake(
         name="receives of portals posted at once on accelerators",

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_remat
 from torch import nn
@@ -84,6 +84,7 @@ def test_equal_choices_are_equal_schedules(of: tuple[Remat, int, int]) -> None:
     assert one_f_one_b(num_stages, num_microbatches, remat=from_text(to_text(schedule.remat))) == schedule
 
 
+@settings(max_examples=25)
 @given(remats())
 def test_what_a_schedule_recomputes_are_the_actions_in_its_rows(of: tuple[Remat, int, int]) -> None:
     remat, num_stages, num_microbatches = of
@@ -117,6 +118,7 @@ def test_a_file_says_what_is_recomputed(of: tuple[Remat, int, int]) -> None:
     validate(found)
 
 
+@settings(max_examples=25)
 @given(remats(), st.booleans())
 def test_generated_schedules_recompute_what_is_asked_for(of: tuple[Remat, int, int], split: bool) -> None:
     """With times for a recomputation only where there is one."""

@@ -17,7 +17,6 @@ from covering import pairwise
 from property_cases import Example
 from random_models import plain_gradients
 from random_schedules import random_placement, random_remat, random_schedule
-from shared_models import shared_model, what_is_shared
 from tiny_models import (
     EXACT,
     CapturedLoss,
@@ -32,7 +31,7 @@ from tiny_models import (
     seeded,
 )
 from torch import Tensor, nn
-from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
+from tree_models import ByKey, Keyed, shared_model, tree_batch, tree_loss, tree_model, what_is_shared
 
 from gpipe_bench.pipeline import NAMED, Action, InProcess, Pipeline, Schedule, from_csv, named, run_plain
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES

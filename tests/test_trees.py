@@ -13,11 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shared_models import Anything, Masked
 from tiny_models import assert_trains_as_plain, mlp_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tree_models import Mode, Output, Pair, Part
+from tree_models import Anything, Masked, Mode, Output, Pair, Part
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.stage.keywords import Keywords

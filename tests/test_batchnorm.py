@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint as run_again_in_the_backward
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.trees import split
 
 mse_loss = nn.functional.mse_loss
@@ -255,9 +254,10 @@ def test_half_precision_averages_follow_too() -> None:
     ],
 )
 def test_modules_that_would_be_wrong_are_refused(module: nn.Module, complaint: str) -> None:
+    options = {"num_stages": 1, "num_microbatches": 1}
     with pytest.raises(ValueError, match=complaint):
-        Statistics([nn.Sequential(module)])
-    Statistics([nn.InstanceNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False)])
+        Pipeline([nn.Sequential(module), nn.Conv2d(3, 3, 1)], **options)
+    Pipeline([nn.InstanceNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False)], **options)
 
 
 class Checkpointed(nn.Sequential):

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from ranks import EXACT, Ranks, assert_own_gradients
-from tiny_models import mlp_batch
+from ranks import Ranks
+from tiny_models import EXACT, assert_own_gradients, mlp_batch
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -247,33 +247,10 @@ def what_a_user_keeps(ranks: Judge) -> None:
         ranks.problems.append("what was kept has changed")
 
 
-@over_both_transports
-def memory_does_not_grow(ranks: Judge) -> None:
-    """What is passed on takes new memory only while the old is in use."""
-    pipeline = ranks.pipeline(stages(linear(), nn.Identity(), nn.Identity(), linear()), 8, schedule="1f1b")
-    stage, found = pipeline.stages[0], set()
-    forward = stage.forward
-
-    def spy(m, received, graph):
-        if received is not None:
-            found.update(tensor.data_ptr() for tensor in received.tensors)
-        return forward(m, received, graph)
-
-    stage.forward = spy
-    sizes = []
-    for _ in range(6):
-        for _ in range(5):
-            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-        sizes.append(len(found))
-    if ranks.options["share_memory"] and sizes[-1] != sizes[-3]:
-        ranks.problems.append(f"buffers used after 5, 10, ... steps: {sizes}")
-
-
 CASES = (
     gradients_that_are_passed_on,
     gradients_that_are_kept_by_a_parameter,
     gradients_that_a_parameter_shares,
     activations_that_are_passed_on,
     what_a_user_keeps,
-    memory_does_not_grow,
 )

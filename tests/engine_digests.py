@@ -23,11 +23,17 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.pipeline import Pipeline, Profiler, launch, pipeline_memory
-from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline import (
+    NAMED,
+    Boundary,
+    Pipeline,
+    Profiler,
+    launch,
+    named,
+    partition,
+    pipeline_memory,
+)
 from gpipe_bench.pipeline.memory.workers import shared_weights
-from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.partition import partition
 
 DIGESTS = Path(__file__).with_suffix(".txt")
 REMATS = ("never", "except_last", "always")

@@ -10,9 +10,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from divided_steps import grid, words
-from divided_steps import on as on_mesh
-from mesh_grids import on_grid, own_part
+from mesh_grids import grid, on_grid, own_part, words
+from mesh_grids import on as on_mesh
 from ranks import on_first_rank, raises, shared_folder
 from tiny_models import mlp_batch, seeded
 from torch import distributed as dist

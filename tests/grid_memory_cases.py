@@ -1,4 +1,6 @@
-"""Peak bytes of two processes that hold the same stage, counted in real steps for `test_grid_memory`."""
+"""Peak bytes of two processes that hold the same stage, or share a weight, counted in real steps for
+`test_grid_memory`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from ranks import Ranks
 from real_steps import OPTIMIZERS
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -20,6 +23,8 @@ from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.memory.tracker import StorageWatch
 
 WIDTHS = (16, 96, 64, 160, 24, 8)
+WORDS, WIDTH, EXAMPLES = 997, 16, 8
+mse_loss = nn.functional.mse_loss
 
 
 def model() -> nn.Sequential:
@@ -45,8 +50,11 @@ class PresentBytes(StorageWatch):
         self.peak = 0
 
     def _register(self, tensor: Tensor) -> None:
-        """Of a tensor that is divided over processes, the part that is here."""
-        super()._register(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        """Of a tensor that is divided over processes, the part that is here; none of tensors without bytes,
+        by which a message says its form.
+        """
+        if not tensor.is_meta:
+            super()._register(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
     def look(self) -> None:
         alive = [reference() for reference in self._references.values()]
@@ -57,6 +65,17 @@ class PresentBytes(StorageWatch):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.look()
         return result
+
+    def fullest(self, pipeline: Pipeline, optimizer: str, step: Callable[[], object]) -> None:
+        """Makes `peak` that of the third step of this process, the optimizer's included."""
+        made = OPTIMIZERS[optimizer]([*pipeline.parameters()])
+        for number in range(3):
+            if number == 2:
+                gc.collect()
+                self.peak = 0
+            step()
+            made.step()
+            made.zero_grad()
 
 
 class Settled:
@@ -80,8 +99,20 @@ class Settled:
             output_tensor.copy_(output)
 
 
-def counted(case: dict[str, Any]) -> int:
-    """Bytes at the fullest moment of the third step of this process, the optimizer's included."""
+def tied_model() -> nn.Sequential:
+    """Nearly all bytes are those of the weight that the first and the last layer share."""
+    torch.manual_seed(0)
+    embedding, output = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+    output.weight = embedding.weight
+    return nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), output)
+
+
+def words() -> tuple[Tensor, Tensor]:
+    return torch.randint(WORDS, (EXAMPLES,)), torch.randint(WORDS, (EXAMPLES,))
+
+
+def of_a_stage(case: dict[str, Any]) -> int:
+    """Of a stage that both processes have."""
     name = case["dimension"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=(name, "pp"))
     options = {"zero": case["level"]} if name == "fsdp" else {"bucket_bytes": case["bucket_bytes"]}
@@ -99,17 +130,26 @@ def counted(case: dict[str, Any]) -> int:
                 layer.set_custom_reduce_scatter(Settled(dist.reduce_scatter_tensor))
         batch, target = data(case["examples"] * case["microbatches"])
         del layers
-        optimizer = OPTIMIZERS[case["optimizer"]]([*pipeline.parameters()])
-        for step in range(3):
-            if step == 2:
-                gc.collect()
-                watch.peak = 0
-            pipeline.step(batch, target, nn.functional.mse_loss)
-            optimizer.step()
-            optimizer.zero_grad()
+        watch.fullest(pipeline, case["optimizer"], lambda: pipeline.step(batch, target, mse_loss))
+    pipeline.close()
+    return watch.peak
+
+
+def of_a_shared_weight(case: dict[str, Any]) -> int:
+    """Of two stages, of which each process has one."""
+    layers, watch, ranks = tied_model(), PresentBytes(), Ranks()
+    own = ranks.own(*words())
+    with watch:
+        watch.watch(layers.parameters())
+        pipeline = Pipeline(
+            layers, num_stages=2, num_microbatches=case["microbatches"], schedule=case["schedule"],
+            remat=case["remat"], cost=[1] * len(layers), group=ranks.group,
+        )  # fmt: skip
+        del layers
+        watch.fullest(pipeline, case["optimizer"], lambda: pipeline.step(*own, nn.functional.cross_entropy))
     pipeline.close()
     return watch.peak
 
 
 def count_all(cases: list[dict[str, Any]]) -> list[int]:
-    return [counted(case) for case in cases]
+    return [of_a_stage(case) if "dimension" in case else of_a_shared_weight(case) for case in cases]

@@ -1,8 +1,6 @@
 """Random models, schedules and options of a step, over processes and in one: losses, gradients, norms and
 outputs are the plain model's.
 
-    PYTHONPATH=.:tests python tests/joined_cases.py --examples 500 --seed 1
-
 Beside `property_cases`: several stages per worker, every named schedule, "auto" with its change of rows,
 pytrees, shared arguments, tied weights, changes in place, dropout, scaled gradients; and from step to step
 other batch sizes and shapes, other layers (`joined_models.change_of`), weights that an optimizer moved, and
@@ -11,11 +9,8 @@ evaluation between them.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
-import sys
-import time
 from typing import Any
 from unittest import mock
 
@@ -30,7 +25,6 @@ from gpipe_bench.pipeline.plan import auto
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.trees import sizes
 
-NUM_PROCESSES = 3
 TIMEOUT_S = 30.0
 NUM_STEPS = 4
 WIDTH = 4
@@ -235,57 +229,3 @@ class Example:
 def _batch(examples: int, length: int | None, generator: torch.Generator) -> Tensor:
     shape = (examples, WIDTH) if length is None else (examples, length, WIDTH)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def run_all(seed: int, first: int, number: int) -> list[str]:
-    """Examples `first` and the following, in every process; what is wrong in this one."""
-    groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
-    found: list[str] = []
-    for index in range(first, first + number):
-        example = Example(seed, index)
-        if dist.get_rank() >= example.num_workers:
-            continue
-        try:
-            problems = example.problems(groups[example.num_workers])
-        except Exception as error:
-            problems = [f"{type(error).__name__}: {error}"]
-        found += [f"example {index} ({example}): rank {dist.get_rank()}: {text}" for text in problems[:1]]
-    return found
-
-
-def main() -> int:
-    from gpipe_bench.pipeline.ranks.launch import launch
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--examples", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--alone", action="store_true", help="in one process")
-    arguments = parser.parse_args()
-    start = time.monotonic()
-    numbers = range(arguments.first, arguments.first + arguments.examples)
-    if arguments.alone:
-        wrong = []
-        for number in numbers:
-            example = Example(arguments.seed, number)
-            try:
-                problems = example.problems(None)
-            except Exception as error:
-                problems = [f"{type(error).__name__}: {error}"]
-            wrong += [f"example {number} ({example}): {text}" for text in problems[:1]]
-    else:
-        outcomes = launch(
-            run_all, NUM_PROCESSES, arguments.seed, numbers.start, len(numbers), pin=False, device="cpu"
-        )
-        wrong = [text for of_rank in outcomes for text in of_rank]
-    print("\n".join(wrong))
-    examples = {text.split()[1] for text in wrong}
-    seconds = time.monotonic() - start
-    print(f"{len(numbers) - len(examples)} of {len(numbers)} examples right, {seconds:.0f} s")
-    return bool(examples)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,13 +7,12 @@ target count.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from unittest import mock
 
 import torch
-from mesh_grids import CLOSE, assert_gradients, joint_step, mesh_of, on_grid, own_part
+from mesh_grids import CLOSE, UNEVEN, assert_gradients, assert_steps, grid, joint_step, on_grid, own_part
 from odd_layers import Picky, Reentrant, TwiceCheckpointed
 from ranks import TIMEOUT_S, raises
 from tied_cases import tied_model, words
@@ -31,29 +30,17 @@ TRANSFORMER = {
     "num_layers": 4, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "vocab_size": 50, "seq_len": 6,
     "dropout": 0.2,
 }  # fmt: skip
-UNEVEN = (7, 4, 5, 6)
 HOWS = (
-    ("gpipe", "always"), ("gpipe", "never"), ("1f1b", "always"), ("1f1b", "never"), ("zb-h1", "never"),
-    ("zb-h1", "always"), ("interleaved", "never"), ("zb-v", "always"),
+    ("gpipe", "always", None), ("gpipe", "never", None), ("1f1b", "always", None), ("1f1b", "never", None),
+    ("zb-h1", "never", None), ("zb-h1", "always", None), ("interleaved", "never", None),
+    ("zb-v", "always", None),
 )  # fmt: skip
 
 
 def transparency(dp: int, pp: int) -> None:
     """The first step's buckets leave after the last backward, the second step's within it."""
     parts = [everything_batch(UNEVEN[r], seed=r) for r in range(dp)]
-    model = seeded(everything)
-    plain = []
-    for step in range(2):
-        plain.append(joint_step(model, parts, cross_entropy, 3, step=step))
-        model.zero_grad()
-    for schedule, remat in HOWS:
-        pipeline = on_grid(dp, pp, seeded(everything), 3, schedule=schedule, remat=remat)
-        for step in range(2):
-            loss = pipeline.step(*own_part(pipeline, parts), cross_entropy)
-            torch.testing.assert_close(loss, plain[step].loss, **CLOSE)
-            assert_gradients(pipeline, plain[step])
-            pipeline.zero_grad()
-        pipeline.close()
+    assert_steps(grid(dp=dp, pp=pp), everything, parts, cross_entropy, HOWS)
 
 
 def transparency_2_1() -> None:
@@ -73,23 +60,18 @@ def transparency_4_1() -> None:
 
 
 def of_a_model(name: str, options: dict, dtype: torch.dtype, rtol: float) -> None:
-    torch.manual_seed(0)
-    model = models.MODELS[name](**options).to(dtype)
+    """Normalization begins with the averages of the model."""
     generator = torch.Generator().manual_seed(1)
     parts = []
     for size in (5, 3):
         batch, target = models.example_batch(name, size, generator=generator, **options)
         parts.append((batch.to(dtype) if batch.is_floating_point() else batch, target))
-    loss_fn = models.loss_fn(name, **options)
-    plain = joint_step(copy.deepcopy(model), parts, loss_fn, 2)
-    for schedule, remat in (("1f1b", "always"), ("zb-h1", "never")):
-        # Normalization begins with the averages of the model.
-        pipeline = on_grid(
-            2, 2, copy.deepcopy(model), 2, schedule=schedule, remat=remat, bucket_bytes=1 << 14
-        )
-        pipeline.step(*own_part(pipeline, parts), loss_fn)
-        assert_gradients(pipeline, plain, rtol=rtol)
-        pipeline.close()
+    build, loss_fn = (lambda: models.MODELS[name](**options)), models.loss_fn(name, **options)
+    hows = (("1f1b", "always", None), ("zb-h1", "never", None))
+    assert_steps(
+        grid(dp=2, pp=2), build, parts, loss_fn, hows, dtype=dtype, rtol=rtol, num_microbatches=2,
+        bucket_bytes=1 << 14,
+    )  # fmt: skip
 
 
 def short_batches() -> None:
@@ -217,7 +199,7 @@ class TrainedLoss(nn.Module):
 def parameters_that_come_later() -> None:
     """In a layer, in the place of another one, and with the loss: all begin alike and are summed."""
     parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
-    replica = mesh_of(2, 2).get_local_rank("dp")
+    replica = grid(dp=2, pp=2).get_local_rank("dp")
 
     def build() -> nn.Sequential:
         return nn.Sequential(Adapted(6), nn.Linear(6, 6), Adapted(6), nn.Linear(6, 6))
@@ -337,7 +319,7 @@ def averages_follow_all_replicas() -> None:
 
 def replicas_begin_alike() -> None:
     """With the first one's values, whatever they were built with; who builds something else is told."""
-    replica = mesh_of(2, 2).get_local_rank("dp")
+    replica = grid(dp=2, pp=2).get_local_rank("dp")
     model = seeded(everything, torch.float32, seed=replica)
     if replica:
         model[1].norm.running_mean.fill_(7.0)
@@ -365,21 +347,6 @@ def one_schedule_for_all_replicas() -> None:
             names.add(pipeline.schedule.name)
             model.zero_grad(), pipeline.zero_grad()
     assert pipeline.schedule == named("1f1b", 2, 3)
-
-
-def tied_weights() -> None:
-    """Stages of several processes share them, and each has replicas: every use counts once."""
-    parts = [words(UNEVEN[r], seed=r) for r in range(2)]
-    for users, syncs in ((2, (True, True)), (3, (True, False, True)), (3, (False, True, True))):
-        plain_model = seeded(lambda users=users: tied_model(users))
-        pipeline = on_grid(2, 2, seeded(lambda users=users: tied_model(users)), 3, schedule="1f1b")
-        for step, sync in enumerate(syncs):
-            plain = joint_step(plain_model, parts, cross_entropy, 3, step=step)
-            pipeline.step(*own_part(pipeline, parts), cross_entropy, sync=sync)
-        for name, first in pipeline.tied_names.items():
-            plain.gradients[name] = plain.gradients[first]
-        assert_gradients(pipeline, plain)
-        pipeline.close()
 
 
 def clipping() -> None:
@@ -466,7 +433,6 @@ CASES = (
     averages_follow_all_replicas,
     replicas_begin_alike,
     one_schedule_for_all_replicas,
-    tied_weights,
     clipping,
     one_decision_for_all_scalers,
     a_tied_weight_in_a_layer_that_runs_again_in_the_backward_is_refused,

@@ -9,8 +9,17 @@ from unittest import mock
 from distributed_cases import mini_batches_of_changing_shapes, transparency
 from failure_cases import fails_everywhere
 from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS
-from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, halves, raises
-from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
+from ranks import TIMEOUT_S, Ranks, halves, raises
+from tiny_models import (
+    EXACT,
+    assert_own_gradients,
+    everything,
+    everything_batch,
+    mlp,
+    mlp_batch,
+    plain_step,
+    seeded,
+)
 from torch import Tensor, nn
 from torch import distributed as dist
 

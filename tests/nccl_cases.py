@@ -1,4 +1,4 @@
-"""What the tests over the fake network share: a small model, one step after another on every rank, and the
+"""What the tests over the fake network share: small models, one step after another on every rank, and the
 plain model's gradients.
 """
 
@@ -13,7 +13,7 @@ import torch
 from fakes.nccl import FakeNetwork, run
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Action, Pipeline, Schedule
+from gpipe_bench.pipeline import Action, Pipeline, Pop, PortalSequential, Schedule, Stash
 from gpipe_bench.pipeline.ranks import ends
 
 WIDTH = 3
@@ -25,6 +25,66 @@ def layers(num_stages: int) -> list[nn.Module]:
     """One for each stage, float64."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(num_stages)]
+
+
+class Add(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return self.linear(pair[0]).tanh() + pair[1] * pair[0]
+
+
+def skipping(num_stages: int) -> list[nn.Module]:
+    """A layer for each stage: the first one's output goes to all others, and each skips one, too."""
+    torch.manual_seed(0)
+    first: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return [Stash("first", first).double(), *(Pop("first", Add()).double() for _ in range(num_stages - 1))]
+
+
+def crossing(num_stages: int) -> list[nn.Module]:
+    """Skips one within the other, as in a U-Net: from stage k to the one as far from the end."""
+    torch.manual_seed(0)
+    made: list[nn.Module] = []
+    for stage in range(num_stages):
+        mirrored = num_stages - 1 - stage
+        layer: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        if stage < mirrored:
+            layer = Stash(f"skip {stage}", layer)
+        elif stage > mirrored:
+            layer = Pop(f"skip {mirrored}", Add())
+        made.append(layer.double())
+    return made
+
+
+class Through(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.weight
+
+
+class Turn(nn.Module):
+    """To complex numbers and back, and numbers of a type that NCCL has no name for."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.back = back
+        self.weight = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, inputs: Any) -> Any:
+        if self.back:
+            turned, small = inputs
+            return turned.real * self.weight + turned.imag * small
+        return torch.complex(inputs, inputs * self.weight).conj(), torch.ones(len(inputs), 1).to(torch.int16)
 
 
 def batch(num_microbatches: int, width: int = WIDTH) -> tuple[Tensor, Tensor]:
@@ -95,7 +155,7 @@ def assert_as_plain(
     assert seen == set(wanted)
 
 
-def trains_exactly(schedule: Schedule, **options: Any) -> None:
-    data = batch(schedule.num_microbatches)
-    made = lambda: layers(schedule.num_stages)  # noqa: E731
-    assert_as_plain(run(schedule.num_workers, steps_of(schedule, made, data, **options)), made, data)
+def trains_exactly(schedule: Schedule, make: Callable[[int], list[nn.Module]], **options: Any) -> None:
+    data, made = batch(schedule.num_microbatches), (lambda: make(schedule.num_stages))
+    found = run(schedule.num_workers, steps_of(schedule, made, data), **options)
+    assert_as_plain(found, made, data, PortalSequential)

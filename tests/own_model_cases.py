@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from own_graphs import CASES as MODELS
 from own_models import FAMILIES
-from ranks import EXACT, Ranks, assert_own_gradients, halves
-from tiny_models import plain_step
+from ranks import Ranks, halves
+from tiny_models import assert_own_gradients
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench import models
 from gpipe_bench.pipeline import Pipeline, checkpoint, layers_of, split
 
 NEED_TRANSFORMERS = {"models_of_transformers_over_two_processes"}
@@ -39,23 +38,6 @@ def a_model_cut_by_its_graph() -> None:
         assert len(names[ranks.rank]) < len(alone_model.state_dict())
         for key, value in pipeline.state_dict().items():
             assert torch.equal(value, alone_model.state_dict()[key]), key
-
-
-def a_checkpoint_of_a_model_cut_by_its_graph() -> None:
-    ranks = Ranks()
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    case = MODELS["residual"]
-    batch, target = case.data()
-    pipeline = ranks.pipeline(split(case.model(), case.at))
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
-    pipeline.step(*ranks.own(batch, target), case.loss)
-    optimizer.step()
-    checkpoint.save(Path(folder[0]), pipeline, optimizer)
-    alone = Pipeline(split(case.model(), case.at), num_stages=2, num_microbatches=4)
-    checkpoint.load(Path(folder[0]), alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9))
-    for key, value in pipeline.state_dict().items():
-        assert torch.equal(value, alone.state_dict()[key]), key
 
 
 class Tied(nn.Module):
@@ -114,26 +96,6 @@ def a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph() -> None:
 WAYS = (("1f1b", "always"), ("1f1b", "never"), ("zb-h1", "always"), ("zb-h1", "never"))
 
 
-def a_gpt2_over_two_processes() -> None:
-    """With tied embeddings and dropout: every gradient is the plain model's."""
-    pair = halves()
-    sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "vocab_size": 13, "seq_len": 6, "dropout": 0.2}
-
-    def built() -> nn.Sequential:
-        torch.manual_seed(0)
-        return models.MODELS["gpt2"](**sizes).double()
-
-    plain, loss_fn = built(), models.loss_fn("gpt2", **sizes)
-    batch, target = models.example_batch("gpt2", 7, generator=torch.Generator().manual_seed(1), **sizes)
-    wanted = plain_step(plain, batch, target, loss_fn, 3)
-    weight = plain[0].tokens.weight.grad
-    for schedule, remat in WAYS:
-        pipeline = pair.pipeline(built(), 3, schedule=schedule, remat=remat)
-        loss = pipeline.step(*pair.own(batch, target), loss_fn)
-        torch.testing.assert_close(loss, wanted.loss, **EXACT)
-        assert_own_gradients(pipeline, {**wanted.gradients, "output.logits.weight": weight}, **EXACT)
-
-
 def models_of_transformers_over_two_processes() -> None:
     """Every gradient is what the library's own forward and backward give, with tied weights where it ties
     them.
@@ -163,9 +125,7 @@ def models_of_transformers_over_two_processes() -> None:
 
 
 CASES = (
-    a_gpt2_over_two_processes,
     models_of_transformers_over_two_processes,
     a_model_cut_by_its_graph,
-    a_checkpoint_of_a_model_cut_by_its_graph,
     a_checkpoint_of_tied_weights_of_a_model_cut_by_its_graph,
 )

@@ -24,7 +24,7 @@ class Mistake:
 
 
 TRANSPARENT = (
-    "tests/test_transparency.py::test_outputs_and_gradients_equal_the_plain_model[4-3-always-gpipe]",
+    "tests/test_transparency.py::test_outputs_and_gradients_equal_the_plain_model[4-3-always-gpipe-False]",
 )
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -125,7 +125,7 @@ MISTAKES: tuple[Mistake, ...] = (
         old="if weights is not None:",
         new="if weights is not None and m:",
         why="I and W together are one backward",
-        tests=("tests/test_engine.py::test_a_split_backward_computes_the_same",),
+        tests=("tests/test_transparency.py::test_a_split_backward_computes_the_same",),
     ),
     Mistake(
         name="the first gradient copied",
@@ -359,7 +359,7 @@ self.outputs = tuple(outputs)
         new="actions = schedule.actions[workers.pop()][::-1] if len(workers) == 1 else",
         why="a worker takes its row in order",
         tests=(
-            "tests/test_several_stages.py::test_outputs_and_gradients_equal_the_plain_model[1-1-zb-v-always]",
+            "tests/test_transparency.py::test_outputs_and_gradients_equal_the_plain_model[1-1-always-zb-v-False]",
         ),
     ),
     Mistake(
@@ -534,7 +534,7 @@ self.outputs = tuple(outputs)
         old="summed_gradient_bytes=stage.summed_gradient_bytes + num_bytes * trained,",
         new="gradient_bytes=stage.gradient_bytes - num_bytes,",
         why="each use has its own until the step ends, and a plan would not fit that was said to",
-        tests=("tests/test_tied_memory.py::test_a_tie_within_a_stage[gpipe-always-sgd]",),
+        tests=("tests/test_peaks.py::test_modelled_peaks_are_those_of_real_steps[tied-1-gpipe-always-sgd]",),
     ),
     Mistake(
         name="a process that died",
@@ -569,7 +569,9 @@ self.outputs = tuple(outputs)
         old="return memories(found, schedule, optimizer, None, lines, messages)",
         new="return memories(found, schedule, optimizer, None, (), messages)",
         why="a large portal waits with the stage that pops it",
-        tests=("tests/test_portal_memory.py::test_a_large_portal_waits_where_it_is_popped[always]",),
+        tests=(
+            "tests/test_peaks.py::test_modelled_peaks_are_those_of_real_steps[wide portal-3-1f1b-always-sgd]",
+        ),
     ),
     Mistake(
         name="receives of portals posted at once on accelerators",
@@ -577,7 +579,9 @@ self.outputs = tuple(outputs)
         old="Lane(way, source, self._progress,",
         new="Lane(way, source, None,",
         why="a kernel that waits for what this rank has yet to send stops whoever waits for the device",
-        tests=("tests/test_nccl_portals.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-0]",),
+        tests=(
+            "tests/test_nccl_pipeline.py::test_a_wait_for_the_device_ends_at_every_action[gpipe-False-crossing]",
+        ),
     ),
     Mistake(
         name="one connection for all lines over NCCL",
@@ -585,7 +589,7 @@ self.outputs = tuple(outputs)
         old="= session.connect(name, near, accelerated=True)",
         new="= [*portals.values(), session.connect(name, near, accelerated=True)][0]",
         why="nothing tells messages of two lines apart there but their order",
-        tests=("tests/test_nccl_portals.py::test_the_first_message_of_a_step_waits_for_no_host",),
+        tests=("tests/test_nccl_pipeline.py::test_the_first_message_of_a_step_waits_for_no_host",),
     ),
     Mistake(
         name="gathered parameters stay whole in the optimizer's step",

@@ -1,17 +1,9 @@
-"""Random layers, schedules and sizes over processes: every gradient is the plain model's.
-
-    PYTHONPATH=.:tests python tests/property_cases.py --examples 2000 --seed 1
-
-prints what is wrong, and how many examples were right.
-"""
+"""Random layers, schedules and sizes over processes: every gradient is the plain model's."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
-import sys
-import time
 from unittest import mock
 
 import torch
@@ -25,7 +17,6 @@ from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import to_text
 from gpipe_bench.pipeline.ranks import ends
 
-NUM_PROCESSES = 3
 TIMEOUT_S = 30.0
 # Limits for small messages, and widths of layers on both sides of each for the micro-batches below.
 SMALL_BYTES = (0, 700, 6000, 2**18)
@@ -37,7 +28,7 @@ class Example:
 
     def __init__(self, seed: int, number: int) -> None:
         generator = random.Random(f"{seed} {number}")
-        self.num_stages = generator.choice([2, 3])
+        self.num_stages = self.num_workers = generator.choice([2, 3])
         self.num_microbatches = generator.randint(1, 7)
         self.remat = random_remat(generator, self.num_stages, self.num_microbatches)
         self.schedule = self._schedule(generator)
@@ -72,6 +63,10 @@ class Example:
 
     def problems(self, group: dist.ProcessGroup | None) -> list[str]:
         """What is wrong, in this process, after each of three steps and in what it evaluates."""
+        with mock.patch.object(ends, "SMALL_BYTES", self.small_bytes):
+            return self._problems(group)
+
+    def _problems(self, group: dist.ProcessGroup | None) -> list[str]:
         plain, layers = copy.deepcopy(self.layers), self.layers
         rank, last = (0, 0) if group is None else (dist.get_rank(group), self.num_stages - 1)
         pipeline = Pipeline(
@@ -146,46 +141,3 @@ def _differences(pipeline: Pipeline, wanted: dict[str, Tensor | None], plain: nn
         if not torch.allclose(buffer, plain.get_buffer(name), rtol=1e-12, atol=1e-13):
             found.append(f"buffer {name} differs")
     return found
-
-
-def run(seed: int, first: int, number: int) -> list[str]:
-    """Examples `first` and the following, in every process; what is wrong in this one."""
-    groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
-    found: list[str] = []
-    for index in range(first, first + number):
-        example = Example(seed, index)
-        if dist.get_rank() >= example.num_stages:
-            continue
-        with mock.patch.object(ends, "SMALL_BYTES", example.small_bytes):
-            try:
-                problems = example.problems(groups[example.num_stages])
-            except Exception as error:
-                problems = [f"{type(error).__name__}: {error}"]
-        found += [f"example {index} ({example}): rank {dist.get_rank()}: {text}" for text in problems[:1]]
-    return found
-
-
-def main() -> int:
-    from gpipe_bench.pipeline.ranks.launch import launch
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--examples", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    start = time.monotonic()
-    outcomes = launch(
-        run, NUM_PROCESSES, arguments.seed, arguments.first, arguments.examples, pin=False, device="cpu"
-    )
-    wrong = sorted({text for of_rank in outcomes for text in of_rank}, key=lambda text: int(text.split()[1]))
-    print("\n".join(wrong))
-    examples = {text.split()[1] for text in wrong}
-    seconds = time.monotonic() - start
-    print(f"{arguments.examples - len(examples)} of {arguments.examples} examples right, {seconds:.0f} s")
-    return bool(examples)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,6 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline import Pipeline
 
-EXACT = {"rtol": 1e-12, "atol": 1e-14}
 TIMEOUT_S = 40.0  # of processes that share their cores with other tests
 
 
@@ -62,18 +61,6 @@ def on_first_rank(check: Callable[[], None]) -> None:
             found = [traceback.format_exc()]
     dist.broadcast_object_list(found)
     assert found[0] is None, found[0]
-
-
-def assert_own_gradients(pipeline: Pipeline, wanted: dict[str, Tensor | None], **tolerance: float) -> None:
-    for name, parameter in pipeline.named_parameters():
-        if wanted[name] is None:
-            assert parameter.grad is None, name
-        elif tolerance:
-            torch.testing.assert_close(
-                parameter.grad, wanted[name], **tolerance, msg=lambda t, n=name: f"{n}: {t}"
-            )
-        else:
-            assert torch.equal(parameter.grad, wanted[name]), name
 
 
 class raises:  # noqa: N801

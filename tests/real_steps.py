@@ -10,17 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import (
+    Action,
+    Boundary,
+    InProcess,
+    Pipeline,
+    Profiler,
+    Schedule,
+    StageMemory,
+    pipeline_memory,
+)
 from gpipe_bench.pipeline.arguments import schedule_of
-from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.peaks import StageMemory
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.boundary import as_tuple
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
-from gpipe_bench.pipeline.memory.workers import pipeline_memory, shared_weights
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.pipeline.stage.trees import Tree, split
-from gpipe_bench.pipeline.transport import InProcess
 
 Loss = Callable[..., Tensor]
 

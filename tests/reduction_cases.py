@@ -7,8 +7,8 @@ from functools import partial
 from unittest import mock
 
 import torch
-from mesh_cases import HOWS, UNEVEN
-from mesh_grids import assert_gradients, joint_step, on_grid, own_part
+from mesh_cases import HOWS
+from mesh_grids import UNEVEN, assert_gradients, joint_step, on_grid, own_part
 from odd_layers import Picky, TwiceCheckpointed
 from ranks import raises
 from tiny_models import mlp, mlp_batch, seeded
@@ -121,7 +121,7 @@ def a_tree_is_transparent() -> None:
 
     parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
     parts[1] = (parts[1][0] + 10, parts[1][1])
-    for schedule, remat in HOWS:
+    for schedule, remat, _ in HOWS:
         model = seeded(build)
         pipeline = on_grid(2, 2, seeded(build), 3, schedule=schedule, remat=remat, reduction="tree")
         for step in range(2):

@@ -1,147 +1,138 @@
-"""Layers that change their buffers in the forward train as in the plain model, recomputed or not."""
+"""Layers that change their buffers, or their input, in the forward: they train as in the plain model,
+recomputed or not, and what cannot be is refused.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
-from tiny_models import mlp_batch, plain_step
+from covering import pairwise
+from tiny_models import EXACT, assert_own_gradients, assert_trains_as_plain, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError, Pipeline
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
 
-WIDTH, NUM_MICROBATCHES, NUM_STEPS = 6, 4, 3
-EXACT = {"rtol": 1e-12, "atol": 1e-14}
+WIDTH = 6
 LARGE = SMALL_BYTES // 8 + 1  # numbers
+mse_loss = nn.functional.mse_loss
 
 
 class Changing(nn.Module):
-    """A linear layer times what `change` makes of a buffer in every call."""
-
-    def __init__(self, numbers: int = WIDTH, *, persistent: bool = True) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(numbers, dtype=torch.float64), persistent=persistent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.change(x.detach().mean(0))
-        return self.linear(x) * (1 + self.seen[:WIDTH])
-
-    def change(self, mean: Tensor) -> None:
-        raise NotImplementedError
-
-
-class InPlace(Changing):
-    def change(self, mean: Tensor) -> None:
-        self.seen[:WIDTH].lerp_(mean, 0.3)
-
-
-class NotSaved(InPlace):
-    def __init__(self) -> None:
-        super().__init__(persistent=False)
-
-
-class Large(InPlace):
-    def __init__(self) -> None:
-        super().__init__(LARGE)
-
-
-class Assigned(Changing):
-    def change(self, mean: Tensor) -> None:
-        self.seen = 0.7 * self.seen + 0.3 * mean
-
-
-class BehindTorchsBack(Changing):
-    def change(self, mean: Tensor) -> None:
-        self.seen.data.mul_(0.7).add_(mean, alpha=0.3)
-
-
-class Counter(Changing):
-    """Changes an estimate in every third call, which a count in another buffer tells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def change(self, mean: Tensor) -> None:
-        self.calls += 1
-        if self.calls % 3 == 0:
-            self.seen.data.add_(mean)
-
-
-class CountsBeside(Changing):
-    """Counts in an attribute, which decides what its buffer becomes."""
+    """A linear layer times what `change` makes of the buffer `seen` in every call."""
 
     calls = 0
 
-    def change(self, mean: Tensor) -> None:
-        self.calls += 1
-        self.seen = self.seen + self.calls * mean
-
-
-class Late(Changing):
-    """Changes its buffer when a weight is large, which `start` makes it."""
-
-    def change(self, mean: Tensor) -> None:
-        if float(self.linear.weight.detach()[0, 0]) > 100:
-            self.seen[:WIDTH].lerp_(mean, 0.3)
-
-
-class LateAssigned(Late):
-    def __init__(self) -> None:
-        super().__init__(LARGE)
-
-    def change(self, mean: Tensor) -> None:
-        if float(self.linear.weight.detach()[0, 0]) > 100:
-            self.seen = torch.cat([self.seen[:WIDTH] + mean, self.seen[WIDTH:]])
-
-
-class Registered(nn.Module):
-    """Registers its buffer in its first call."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, change: Callable[[Changing, Tensor], None], numbers: int = WIDTH, *, persistent: bool = True
+    ) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.change = nn.Linear(WIDTH, WIDTH), change
+        self.register_buffer("seen", torch.zeros(numbers, dtype=torch.float64), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x.detach().mean(0))
+        return self.linear(x) * (1 + self.seen[:WIDTH])
+
+    @property
+    def has_begun(self) -> bool:
+        """A weight is large, which `begin` makes it."""
+        return float(self.linear.weight.detach()[0, 0]) > 100
+
+
+def in_place(layer: Changing, mean: Tensor) -> None:
+    layer.seen[:WIDTH].lerp_(mean, 0.3)
+
+
+def assigned(layer: Changing, mean: Tensor) -> None:
+    layer.seen = 0.7 * layer.seen + 0.3 * mean
+
+
+def behind_torchs_back(layer: Changing, mean: Tensor) -> None:
+    layer.seen.data.mul_(0.7).add_(mean, alpha=0.3)
+
+
+def counts_beside(layer: Changing, mean: Tensor) -> None:
+    """In an attribute, which decides what the buffer becomes."""
+    layer.calls += 1
+    layer.seen = layer.seen + layer.calls * mean
+
+
+def late(layer: Changing, mean: Tensor) -> None:
+    if layer.has_begun:
+        in_place(layer, mean)
+
+
+def late_assigned(layer: Changing, mean: Tensor) -> None:
+    if layer.has_begun:
+        layer.seen = torch.cat([layer.seen[:WIDTH] + mean, layer.seen[WIDTH:]])
+
+
+def when_training(layer: Changing, mean: Tensor) -> None:
+    if layer.training:
+        in_place(layer, mean)
+
+
+def with_graph(layer: Changing, mean: Tensor) -> None:
+    if torch.is_grad_enabled():
+        in_place(layer, mean)
+
+
+def other_name(layer: Changing, mean: Tensor) -> None:
+    layer.other.same.add_(mean)
+
+
+def every_third_call(layer: Changing, mean: Tensor) -> None:
+    """Which a count in another buffer tells."""
+    layer.count += 1
+    if layer.count % 3 == 0:
+        layer.seen.data.add_(mean)
+
+
+def with_a_count() -> Changing:
+    layer = Changing(every_third_call)
+    layer.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    return layer
+
+
+def two_names() -> Changing:
+    """One tensor in two modules: changed under one name, used under both."""
+    layer = Changing(other_name)
+    layer.other = nn.Module()
+    layer.other.register_buffer("same", layer.seen)
+    return layer
+
+
+class Registered(nn.Linear):
+    """Registers its buffer in its first call."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "seen"):
             self.register_buffer("seen", torch.zeros(WIDTH, dtype=x.dtype))
         self.seen += x.detach().mean(0)
-        return self.linear(x) * (1 + self.seen)
+        return super().forward(x) * (1 + self.seen)
 
 
-class Unset(nn.Module):
+class Unset(nn.Linear):
     """Makes a table in its first call and then uses it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, WIDTH)
         self.register_buffer("table", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
             self.table = torch.arange(LARGE, dtype=x.dtype)
-        return self.linear(x) * self.table[:WIDTH]
-
-
-class TwoNames(Changing):
-    """One tensor in two modules: changed under one name, used under both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Module()
-        self.other.register_buffer("same", self.seen)
-
-    def change(self, mean: Tensor) -> None:
-        self.other.same.add_(mean)
+        return super().forward(x) * self.table[:WIDTH]
 
 
 class Experts(nn.Module):
@@ -160,113 +151,87 @@ class Experts(nn.Module):
         self.load += torch.bincount(chosen, minlength=3)
         # No gradient comes through the bias: experts that are chosen too often are put back.
         self.bias = self.bias - 0.2 * (self.load.double() - self.load.double().mean()).sign()
-        each = torch.stack([expert(x) for expert in self.experts], 1)
-        places = torch.arange(len(x))
+        each, places = torch.stack([expert(x) for expert in self.experts], 1), torch.arange(len(x))
         return each[places, chosen] * scores[places, chosen][:, None]
 
 
-class Observed(nn.Module):
+class Observed(nn.Linear):
     """What quantization-aware training does: a range is followed, and the input rounded by it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, WIDTH)
         self.observe = FakeQuantize(
             observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255, averaging_constant=0.1
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.observe(x.float()).double())
+        return super().forward(self.observe(x.float()).double())
 
 
-def spectral() -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-def old_spectral() -> nn.Module:
-    return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-KINDS: tuple[Callable[[], nn.Module], ...] = (
-    InPlace, NotSaved, Large, Assigned, BehindTorchsBack, Counter, CountsBeside, Registered, Unset, TwoNames,
-    spectral, old_spectral, Experts, Observed,
-)  # fmt: skip
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "in place": lambda: Changing(in_place),
+    "not saved": lambda: Changing(in_place, persistent=False),
+    "large": lambda: Changing(in_place, LARGE),
+    "assigned": lambda: Changing(assigned),
+    "behind torch's back": lambda: Changing(behind_torchs_back),
+    "every third call": with_a_count,
+    "counts beside": lambda: Changing(counts_beside),
+    "registered": lambda: Registered(WIDTH, WIDTH),
+    "unset": Unset,
+    "two names": two_names,
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "experts": Experts,
+    "observed": Observed,
+}
 
 
 def model(kind: Callable[[], nn.Module]) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(3) for layer in (kind(), nn.Tanh()))).double()
+    return nn.Sequential(*(layer for _ in range(3) for layer in (kind(), nn.Tanh())))
 
 
-def train_both(
-    layers: nn.Sequential,
-    num_stages: int,
-    remat: str,
-    loss_fn: Callable[..., Tensor] = nn.functional.mse_loss,
-    *,
-    schedule: str = "gpipe",
-    between: Callable[[int, nn.Sequential], None] = lambda step, layers: None,
-) -> Pipeline:
-    """Some steps without an optimizer, against the plain model's; `between` is called before each step."""
-    plain, plain_loss = copy.deepcopy(layers), copy.deepcopy(loss_fn)
-    pipeline = Pipeline(
-        layers, num_stages=num_stages, num_microbatches=NUM_MICROBATCHES, remat=remat, schedule=schedule
-    )
-    for step in range(NUM_STEPS):
-        batch, target = mlp_batch(NUM_MICROBATCHES * 2, seed=step)
-        between(step, plain)
-        between(step, layers)
-        plain.zero_grad()
-        pipeline.zero_grad()
-        wanted = plain_step(plain, batch, target, plain_loss, NUM_MICROBATCHES, step=step)
-        loss = pipeline.step(batch, target, loss_fn)
-        torch.testing.assert_close(loss, wanted.loss, **EXACT)
-        for name, parameter in pipeline.named_parameters():
-            torch.testing.assert_close(
-                parameter.grad, wanted.gradients[name], **EXACT, msg=lambda t, n=name: f"{n}: {t}"
-            )
-        found = dict(pipeline.named_buffers())
-        assert found.keys() == dict(plain.named_buffers()).keys()
-        for name, buffer in plain.named_buffers():
-            torch.testing.assert_close(found[name], buffer, **EXACT, msg=lambda t, n=name: f"{n}: {t}")
-    return pipeline
+def trains(
+    kind: Callable[[], nn.Module], num_stages: int = 3, remat: str = "always", **options: object
+) -> None:
+    """Three steps against the plain model's."""
+    assert_trains_as_plain(
+        lambda: model(kind), lambda step: mlp_batch(8, seed=step), options.pop("loss_fn", mse_loss), 4,
+        num_steps=3, num_stages=num_stages, remat=remat, cost=None, **options,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("remat", REMAT_MODES)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_recomputation_sees_what_the_forward_saw(kind: Callable[[], nn.Module], remat: str) -> None:
-    train_both(model(kind), 3, remat)
+@pytest.mark.parametrize(
+    ("kind", "remat", "schedule", "num_stages"),
+    pairwise(tuple(KINDS), REMAT_MODES, ("gpipe", "1f1b", "naive"), (1, 2, 3)),
+)
+def test_a_recomputation_sees_what_the_forward_saw(
+    kind: str, remat: str, schedule: str, num_stages: int
+) -> None:
+    trains(KINDS[kind], num_stages, remat, schedule=schedule)
 
 
-@pytest.mark.parametrize("kind", [InPlace, Assigned, spectral])
-def test_in_every_schedule(kind: Callable[[], nn.Module]) -> None:
-    for schedule in ("1f1b", "naive"):
-        for num_stages in (1, 2):
-            train_both(model(kind), num_stages, "always", schedule=schedule)
-
-
-def start(step: int, layers: nn.Sequential) -> None:
+def begin(step: int, layers: nn.Sequential) -> None:
     """From the second step on, layers that begin late do change."""
     for layer in layers:
-        if step == 1 and isinstance(layer, Late):
+        if step == 1 and isinstance(layer, Changing):
             layer.linear.weight.data[0, 0] = 101
 
 
-@pytest.mark.parametrize("kind", [Late, LateAssigned])
+@pytest.mark.parametrize("kind", [lambda: Changing(late), lambda: Changing(late_assigned, LARGE)])
 def test_a_buffer_may_begin_to_change_later(kind: Callable[[], nn.Module]) -> None:
-    train_both(model(kind), 3, "always", between=start)
+    trains(kind, between=begin)
 
 
 def test_a_large_buffer_that_begins_to_change_in_place_is_refused() -> None:
-    with pytest.raises(ActionError, match=r"buffer 'seen' of layer 0 \(Late\) has begun to change.*refresh"):
-        train_both(model(lambda: Late(LARGE)), 3, "always", between=start)
-
-    layers = model(lambda: Late(LARGE))
-    pipeline = Pipeline(layers, num_stages=3, num_microbatches=NUM_MICROBATCHES)
+    complaint = r"buffer 'seen' of layer 0 \(Changing\) has begun to change.*refresh"
+    with pytest.raises(ActionError, match=complaint):
+        trains(lambda: Changing(late, LARGE), between=begin)
+    layers = seeded(lambda: model(lambda: Changing(late, LARGE)))
+    pipeline = Pipeline(layers, num_stages=3, num_microbatches=4)
     for step in range(2):
-        start(step, layers)
+        begin(step, layers)
         pipeline.refresh()
-        pipeline.step(*mlp_batch(8), nn.functional.mse_loss)
+        pipeline.step(*mlp_batch(8), mse_loss)
 
 
 def test_a_buffer_that_the_user_changes_between_steps() -> None:
@@ -275,31 +240,19 @@ def test_a_buffer_that_the_user_changes_between_steps() -> None:
             if name.endswith("seen"):
                 buffer.fill_(step)
 
-    for kind in (InPlace, Late, Large, lambda: Late(LARGE)):
-        train_both(model(kind), 3, "always", between=fill)
+    for change in (in_place, late):
+        for numbers in (WIDTH, LARGE):
+            trains(lambda change=change, numbers=numbers: Changing(change, numbers), between=fill)
 
 
 def test_a_layer_that_changes_when_it_is_trained_again() -> None:
-    class WhenTraining(InPlace):
-        def change(self, mean: Tensor) -> None:
-            if self.training:
-                super().change(mean)
-
-    def thaw(step: int, layers: nn.Sequential) -> None:
-        layers.train(step != 0)
-
-    train_both(model(lambda: WhenTraining()), 3, "always", between=thaw)
+    trains(lambda: Changing(when_training), between=lambda step, layers: layers.train(step != 0))
 
 
 def test_a_layer_that_asks_for_gradients_is_refused() -> None:
-    class WithGraph(InPlace):
-        def change(self, mean: Tensor) -> None:
-            if torch.is_grad_enabled():
-                super().change(mean)
-
-    pipeline = Pipeline(model(WithGraph), num_stages=3, num_microbatches=NUM_MICROBATCHES)
-    with pytest.raises(ActionError, match=r"buffer 'seen' of layer \d \(WithGraph\) changed only in the rec"):
-        pipeline.step(*mlp_batch(8), nn.functional.mse_loss)
+    pipeline = Pipeline(seeded(lambda: model(lambda: Changing(with_graph))), num_stages=3, num_microbatches=4)
+    with pytest.raises(ActionError, match=r"buffer 'seen' of layer \d \(Changing\) changed only in the rec"):
+        pipeline.step(*mlp_batch(8), mse_loss)
 
 
 class LossWithCount(nn.Module):
@@ -311,14 +264,14 @@ class LossWithCount(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         self.calls += 1
-        return nn.functional.mse_loss(output, target) * float(self.calls)
+        return mse_loss(output, target) * float(self.calls)
 
 
 @pytest.mark.parametrize("remat", REMAT_MODES)
 def test_a_loss_may_have_buffers_too(remat: str) -> None:
     loss_fn = LossWithCount()
-    train_both(model(InPlace), 2, remat, loss_fn)
-    assert float(loss_fn.calls) == NUM_STEPS * NUM_MICROBATCHES
+    trains(KINDS["in place"], 2, remat, loss_fn=loss_fn)
+    assert float(loss_fn.calls) == 3 * 4
 
 
 class GivesItsBuffer(nn.Module):
@@ -333,74 +286,184 @@ class GivesItsBuffer(nn.Module):
         return x, self.calls
 
 
-class Times(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Times(nn.Linear):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         x, calls = inputs
-        return self.linear(x) * calls
+        return super().forward(x) * calls
 
 
 @pytest.mark.parametrize("remat", REMAT_MODES)
 def test_a_buffer_may_cross_a_boundary(remat: str) -> None:
-    torch.manual_seed(0)
-    train_both(nn.Sequential(GivesItsBuffer(), Times()).double(), 2, remat)
+    assert_trains_as_plain(
+        lambda: nn.Sequential(GivesItsBuffer(), Times(WIDTH, WIDTH)), lambda step: mlp_batch(8, seed=step),
+        mse_loss, 4, num_steps=3, num_stages=2, remat=remat,
+    )  # fmt: skip
 
 
-def test_only_what_changes_is_kept() -> None:
-    """Large constants are not copied from the second step on, nor is a table that was made once."""
-    copied: list[int] = []
+@contextmanager
+def cloned() -> Iterator[tuple[type[Tensor], Counter[int]]]:
+    """A kind of tensor, and how often such of so many numbers were copied."""
+    copied: Counter[int] = Counter()
 
     class Spied(Tensor):
         @classmethod
         def __torch_function__(cls, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
             if function is Tensor.clone:
-                copied.append(arguments[0].numel())
+                copied[arguments[0].numel()] += 1
             return super().__torch_function__(function, types, arguments, options or {})
 
-    class Constant(InPlace):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mask", torch.ones(LARGE, dtype=torch.float64).as_subclass(Spied))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.mask[:WIDTH].as_subclass(Tensor)
-
-    layers = model(Constant)
-    pipeline = Pipeline(layers, num_stages=3, num_microbatches=NUM_MICROBATCHES)
-    batch, target = mlp_batch(8)
-    pipeline.step(batch, target, nn.functional.mse_loss)
-    assert copied
-    copied.clear()
-    pipeline.step(batch, target, nn.functional.mse_loss)
-    assert LARGE not in copied
+    yield Spied, copied
 
 
-class WithTable(nn.Module):
+def test_only_buffers_that_change_are_kept() -> None:
+    """Large constants are not copied from the second step on."""
+    with cloned() as (spied, copied):
+
+        class Constant(Changing):
+            def __init__(self) -> None:
+                super().__init__(in_place)
+                self.register_buffer("mask", torch.ones(LARGE, dtype=torch.float64).as_subclass(spied))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * self.mask[:WIDTH].as_subclass(Tensor)
+
+        pipeline = Pipeline(seeded(lambda: model(Constant)), num_stages=3, num_microbatches=4)
+        pipeline.step(*mlp_batch(8), mse_loss)
+        assert copied
+        copied.clear()
+        pipeline.step(*mlp_batch(8), mse_loss)
+        assert LARGE not in copied
+
+
+class WithTable(nn.Linear):
     """A table that does not change."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, WIDTH)
         self.register_buffer("table", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.table
+        return super().forward(x) * self.table
 
 
-def test_fake_tensors_have_versions_but_no_values(request: pytest.FixtureRequest) -> None:
-    """A step of which only shapes are asked: nothing can be compared, and nothing needs to be."""
+def test_fake_tensors_have_versions_but_neither_values_nor_addresses(request: pytest.FixtureRequest) -> None:
+    """A step of which only shapes are asked: nothing can be compared, and nothing needs to be. Torch warns of
+    who asks for an address, once, and says that it will be an error.
+    """
     request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
+    request.addfinalizer(partial(torch.set_warn_always, torch.is_warn_always_enabled()))
     torch.set_default_dtype(torch.float64)
-    with FakeTensorMode():
-        layers = [kind() for kind in (WithTable, NotSaved, Assigned)]
-        table = layers[0].table
-        pipeline = Pipeline(layers, num_stages=3, num_microbatches=2, remat="always")
-        x = torch.empty(4, WIDTH)
-        for _ in range(3):
-            loss = pipeline.step(x, torch.empty(4, WIDTH), nn.functional.mse_loss)
-    assert isinstance(loss, FakeTensor)
-    assert all(isinstance(p.grad, FakeTensor) for p in pipeline.parameters())
-    assert layers[0].table is table
+    torch.set_warn_always(True)
+    for remat in ("always", "never"):
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layers = [WithTable(), KINDS["not saved"](), KINDS["assigned"]()]
+            table = layers[0].table
+            pipeline = Pipeline(layers, num_stages=3, num_microbatches=2, remat=remat)
+            for _ in range(3):
+                loss = pipeline.step(torch.empty(4, WIDTH), torch.empty(4, WIDTH), mse_loss)
+        assert isinstance(loss, FakeTensor)
+        assert all(isinstance(p.grad, FakeTensor) for p in pipeline.parameters())
+        assert layers[0].table is table
+
+
+# Layers that overwrite their input; that it trains exactly is seen in `test_transparency`
+
+
+def test_a_layer_that_begins_to_overwrite_the_stage_input_is_refused_not_silently_wrong() -> None:
+    class Late(nn.Module):
+        late = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2) if self.late else x * 2
+
+    batch, target = mlp_batch(4)
+    kept = batch.clone()
+    layers = seeded(lambda: nn.Sequential(Late(), nn.Linear(WIDTH, WIDTH)))
+    pipeline = Pipeline(layers, num_stages=1, num_microbatches=2, remat="always")
+    pipeline.step(batch, target, mse_loss)
+    layers[0].late = True
+    with pytest.raises(RuntimeError, match=r"0R1 failed.*begun to change.*refresh.*inplace=False"):
+        pipeline.step(batch.clone(), target, mse_loss)
+    pipeline.refresh()
+    pipeline.step(batch, target, mse_loss)
+    assert torch.equal(batch, kept)  # the user's is left alone
+
+
+class First(nn.Module):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        ids, x = inputs
+        return x.mul_(2) + ids[:, None]
+
+
+class Out(nn.Module):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        ids, x = inputs
+        return x * 2 + ids[:, None]
+
+
+def test_only_what_is_overwritten_is_copied() -> None:
+    """One input of a stage in the forward and one in the recomputation, from the second micro-batch on."""
+    with cloned() as (spied, copied):
+        inputs = torch.arange(4).as_subclass(spied), torch.randn(4, WIDTH).as_subclass(spied)
+        for layer, wanted in ((First(), {12: 4}), (Out(), {})):
+            layers = [layer, nn.Linear(WIDTH, WIDTH)]
+            pipeline = Pipeline(layers, num_stages=1, num_microbatches=2, remat="always")
+            for _ in range(2):
+                copied.clear()
+                pipeline.step(inputs, None, lambda output, target: output.square().mean())
+            assert copied == wanted
+
+
+class Views(nn.Linear):
+    """Two tensors in one memory: the whole and its rows' halves, in another shape, or half a row each."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = super().forward(x)
+        if self.kind == "overlapping":
+            return h, h.view(-1, 2, 3)
+        if self.kind == "without a gradient":
+            return h, h.detach().view(-1, 2, 3)
+        return h[:, :3], h[:, 3:].view(-1, 1, 3)
+
+
+class OverwritesOne(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return a.mul_(3).sum(1, keepdim=True) * b.square().flatten(1)
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize("kind", ["overlapping", "without a gradient", "beside each other"])
+def test_an_input_that_shares_memory_is_not_silently_overwritten(kind: str, remat: str) -> None:
+    """Without a cut, what is changed in one tensor shows in the other, and in its gradients."""
+    build = lambda: nn.Sequential(Views(kind), OverwritesOne())  # noqa: E731
+    loss_fn = lambda output, target: output.square().mean()  # noqa: E731
+    options = {"num_microbatches": 2, "remat": remat}
+    assert_trains_as_plain(build, lambda step: mlp_batch(4), loss_fn, num_stages=1, **options)
+    if kind == "beside each other":
+        assert_trains_as_plain(build, lambda step: mlp_batch(4), loss_fn, num_stages=2, **options)
+        return
+    pipeline = Pipeline(seeded(build), num_stages=2, cost=[1, 1], **options)
+    with pytest.raises(RuntimeError, match=r"1F0 failed.*stage 1 changes.*shares memory.*clone"):
+        pipeline.step(*mlp_batch(4), loss_fn)
+    with pytest.raises(RuntimeError, match=r"1F0 failed.*shares memory"):
+        pipeline(mlp_batch(4)[0])
+
+
+def test_tensors_of_the_mini_batch_may_share_memory() -> None:
+    """Under re-materialization the one that is overwritten is copied, and the other one would not see it."""
+    build = lambda: nn.Sequential(OverwritesOne(), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    x, target = mlp_batch(4)
+    views = lambda: (kept := x.clone(), kept.view(-1, 2, 3))  # noqa: E731
+    plain = plain_step(seeded(build), views(), target, mse_loss, 2)
+    pipeline = Pipeline(seeded(build), num_stages=2, num_microbatches=2, remat="never")
+    pipeline.step(views(), target, mse_loss)
+    assert_own_gradients(pipeline, plain.gradients, **EXACT)
+    pipeline = Pipeline(seeded(build), num_stages=2, num_microbatches=2, remat="always")
+    with pytest.raises(RuntimeError, match=r"0F0 failed.*shares memory"):
+        pipeline.step(views(), target, mse_loss)

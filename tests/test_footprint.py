@@ -10,11 +10,10 @@ import torch
 from real_steps import Call, Step, count, profiles
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline import Boundary, Kind, Profiler
+from gpipe_bench.pipeline.memory.boundary import TensorSpec
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import Received
-from gpipe_bench.pipeline.plan.schedule import Kind
 
 N, C, SIDE = 4, 8, 8
 NUM_MICROBATCHES = 2

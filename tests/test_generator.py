@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 from random_schedules import random_placement
 
 from gpipe_bench.pipeline import NAMED, SLOTS, Action, Kind, Link, Schedule, generate, named, replay, validate
-from gpipe_bench.pipeline.plan import generate as generator
-from gpipe_bench.pipeline.plan import list_scheduler
 from gpipe_bench.pipeline.plan.named import loop
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.vee import vee
@@ -130,27 +127,3 @@ def test_durations_are_asked_for_by_stage_and_kind_alone() -> None:
 
     generate((0, 1, 0), 2, seconds)
     assert asked == {(stage, kind) for stage in range(3) for kind in (Kind.F, Kind.I, Kind.W)}
-
-
-def test_large_schedules_take_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 workers, 64 micro-batches, in what decides how long it takes: candidates that are made and replayed,
-    and looks at what a worker could take next, at most two for each action besides the first ones.
-    """
-    looks, replays = Counter[str](), Counter[str]()
-    look, lay_out = list_scheduler._List._best, generator.replay
-
-    def counted_look(self: list_scheduler._List, worker: int) -> object:
-        looks["all"] += 1
-        return look(self, worker)
-
-    def counted_replay(*arguments: object, **options: object) -> object:
-        replays["all"] += 1
-        return lay_out(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(list_scheduler._List, "_best", counted_look)
-    monkeypatch.setattr(generator, "replay", counted_replay)
-    found = generate(loop(16, 1), 64)
-    assert in_slots(found) == 3 * 64 + 15  # the skew alone is idle, as with ZB-H1
-    num_policies = 6
-    assert replays["all"] <= num_policies + len(NAMED)
-    assert looks["all"] <= num_policies * (2 * 3 * 16 * 64 + 16)

@@ -1,21 +1,29 @@
-"""What a process holds of a stage that another one holds too: the model beside real steps, counted."""
+"""What a process holds of a stage, or of a weight, that another one holds too: the model beside real steps,
+counted.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from grid_memory_cases import count_all, data, model
+from grid_memory_cases import count_all, data, model, tied_model, words
 from torch import nn
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline import (
+    Boundary,
+    Profiler,
+    bytes_of_stages,
+    grid_peak_bytes,
+    launch,
+    named,
+    peak_bytes,
+    pipeline_memory,
+)
+from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
-from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.pipeline.stage.trees import split
 
 
@@ -42,6 +50,14 @@ CASES = [
 ]
 
 
+TIED = [
+    {"schedule": schedule, "remat": remat, "optimizer": optimizer, "microbatches": microbatches}
+    for schedule, remat, optimizer, microbatches in (
+        ("gpipe", "always", "sgd", 2), ("gpipe", "never", "sgd", 1), ("1f1b", "never", "adam", 2),
+    )
+]  # fmt: skip
+
+
 def label(given: dict[str, Any]) -> str:
     return " ".join(str(value) for value in given.values())
 
@@ -49,7 +65,7 @@ def label(given: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def found() -> list[list[int]]:
     """Bytes of each case, on each of two processes."""
-    return launch(count_all, 2, CASES, device="cpu")
+    return launch(count_all, 2, [*CASES, *TIED], device="cpu")
 
 
 def profiled(
@@ -78,6 +94,22 @@ def test_modelled_peaks_are_those_of_real_steps(number: int, found: list[list[in
     expected = modelled(CASES[number])
     for rank in found:
         assert rank[number] == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", range(len(TIED)))
+def test_a_tie_between_processes(number: int, found: list[list[int]]) -> None:
+    """Each owner has the weight, its state and its gradient, and for a moment another owner's gradient."""
+    case, layers = TIED[number], tied_model()
+    inputs, target = (Boundary.of(split(each, case["microbatches"])[0]) for each in words())
+    profiles, loss = Profiler(ties_apart=True).model(layers, nn.functional.cross_entropy, inputs, target)
+    expected = pipeline_memory(
+        profiles, loss, [range(2), range(2, 4)],
+        named(case["schedule"], 2, case["microbatches"], remat=case["remat"]), case["optimizer"],
+        receive_ahead=1, ties=shared_weights(list(layers)),
+    )  # fmt: skip
+    for of_rank, each in zip(found, expected, strict=True):
+        assert each.peak == pytest.approx(of_rank[len(CASES) + number], rel=0.01)
 
 
 def test_after_its_passes_a_stage_holds_graphs_and_gradients() -> None:

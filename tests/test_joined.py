@@ -1,21 +1,26 @@
-"""The random examples of `joined_cases`, a few of them; JOINED_EXAMPLES=1000 asks for more."""
+"""A few random examples of layers, schedules, sizes and options; EXAMPLES=1000 asks for more."""
 
 from __future__ import annotations
 
 import os
 
-import joined_cases
+import pytest
 from case_runner import watched
+from random_examples import KINDS, NUM_PROCESSES, over_processes, wrong
 
-EXAMPLES = int(os.environ.get("JOINED_EXAMPLES", "12"))
+EXAMPLES = os.environ.get("EXAMPLES")
 
 
-def test_over_processes_all_options_together_give_the_plain_models_numbers() -> None:
-    outcomes = watched(joined_cases.run_all, joined_cases.NUM_PROCESSES, 0, 0, EXAMPLES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_processes_every_number_is_the_plain_models(kind: str) -> None:
+    number = int(EXAMPLES or {"property": 30, "joined": 12}[kind])
+    outcomes = watched(over_processes, NUM_PROCESSES, kind, 0, 0, number)
     assert not [text for of_rank in outcomes for text in of_rank]
 
 
-def test_in_one_process_too() -> None:
-    for number in range(EXAMPLES):
-        example = joined_cases.Example(1, number)
-        assert not example.problems(None), f"example {number}: {example}"
+@pytest.mark.parametrize(
+    ("kind", "first"), [*(("property", first) for first in range(0, 40, 10)), ("joined", 0)]
+)
+def test_in_one_process_too(kind: str, first: int) -> None:
+    number = 10 if kind == "property" else int(EXAMPLES or 12)
+    assert not [text for index in range(first, first + number) for text in wrong(kind, 1, index)]

@@ -10,14 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline import (
+    Boundary,
+    Profiler,
+    Schedule,
+    StagePeaks,
+    gpipe,
+    naive,
+    one_f_one_b,
+    pipeline_memory,
+)
+from gpipe_bench.pipeline.memory.boundary import TensorSpec
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
-from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Schedule
 
 PROFILER = Profiler()
 WIDTHS = (4, 16, 64)

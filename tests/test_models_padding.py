@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_bench.models.amoebanet.modules import SameConv2d, SamePool2d, same_padding
+from gpipe_bench.models.amoebanet.modules import SameConv2d, SamePool2d
 from gpipe_bench.models.amoebanet.ops import FactorizedReduction, Style, operation
 
 SIZES = st.integers(1, 12)
@@ -56,16 +56,6 @@ def convolved(x, weight, stride):
 def image(h, w, channels=2, seed=0):
     # Below zero everywhere: a maximum that saw zero padding would show.
     return torch.from_numpy(np.random.default_rng(seed).uniform(-2.0, -1.0, (2, channels, h, w)))
-
-
-def test_same_padding_is_asymmetric_for_stride_2_on_even_maps():
-    assert same_padding(56, 3, 2) == (0, 1)
-    assert same_padding(75, 3, 2) == (1, 1)
-    assert same_padding(56, 7, 2) == (2, 3)
-    assert same_padding(56, 2, 2) == (0, 0)
-    assert same_padding(75, 2, 2) == (0, 1)
-    assert same_padding(56, 3, 1) == (1, 1)
-    assert same_padding(56, 1, 2) == (0, 0)
 
 
 @settings(max_examples=60)

@@ -121,12 +121,6 @@ def test_a_language_model_by_hand():
     torch.testing.assert_close(model(tokens)[0], linear(x, "softmax.linear"), rtol=1e-6, atol=1e-6)
 
 
-def test_heads_look_separately():
-    one, two = (build("transformer-lm", num_heads=heads) for heads in (1, 2))
-    tokens, _ = batch("transformer-lm")
-    assert not torch.allclose(one(tokens), two(tokens))
-
-
 def test_the_cross_attention_by_hand():
     torch.manual_seed(0)
     block = Attention(4, 6, 2, source="memory", attention="fused", dropout=0.0).double()

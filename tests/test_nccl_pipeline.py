@@ -1,4 +1,6 @@
-"""Pipelines over a network with NCCL's rules: exact, and without a wait that never ends."""
+"""Pipelines over a network with NCCL's rules, with portals and without: exact, and without a wait that never
+ends.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +12,48 @@ from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
 from fakes.nccl import FakeNetwork, run
 from fakes.nccl_world import Killed
 from nccl_cases import (
+    Scale,
+    Through,
+    Turn,
     assert_as_plain,
     batch,
+    crossing,
     large_messages,
     layers,
     mse_loss,
     pipeline_on,
+    skipping,
     steps_of,
     trains_exactly,
 )
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import NAMED, Action, ActionError, Pipeline, Schedule, gpipe, named, one_f_one_b
+from gpipe_bench.pipeline import (
+    NAMED,
+    Action,
+    ActionError,
+    Pipeline,
+    PortalSequential,
+    Schedule,
+    gpipe,
+    named,
+    one_f_one_b,
+)
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+
+MAKES = {"chain": layers, "skipping": skipping, "crossing": crossing}
 
 
+@pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("name", NAMED)
-def test_gradients_are_exact(name: str) -> None:
-    for num_workers in (1, 2, 4):
-        for num_microbatches, modes in (
-            (1, ("always",)),
-            (4, ("never", "always", "except_last")),
-            (8, ("never", "always")),
-        ):
-            for remat in modes:
-                trains_exactly(named(name, num_workers, num_microbatches, remat=remat))
+def test_gradients_are_exact(name: str, make: str) -> None:
+    sizes = (1, 2, 4) if make == "chain" else (2, 4)  # a skip needs somewhere to go
+    for num_workers, num_microbatches, remat in pairwise(sizes, (1, 5, 8), REMAT_MODES):
+        trains_exactly(named(name, num_workers, num_microbatches, remat=remat), MAKES[make])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"])
@@ -44,20 +61,20 @@ def test_gradients_are_exact_where_memory_counts(name: str) -> None:
     """Messages in tight rings, and senders that wait for them."""
     with large_messages():
         for remat in ("never", "always"):
-            trains_exactly(named(name, 3, 7, remat=remat))
+            for make in MAKES.values():
+                trains_exactly(named(name, 3, 7, remat=remat), make)
 
 
 @pytest.mark.parametrize("choose", [lambda number: number - 1, lambda number: number // 2])
-def test_gradients_are_exact_whoever_is_first(choose: Callable[[int], int]) -> None:
-    schedule, data = one_f_one_b(4, 6), batch(6)
-    found = run(4, steps_of(schedule, lambda: layers(4), data), choose=choose)
-    assert_as_plain(found, lambda: layers(4), data)
+@pytest.mark.parametrize("make", ["chain", "crossing"])
+def test_gradients_are_exact_whoever_is_first(make: str, choose: Callable[[int], int]) -> None:
+    trains_exactly(one_f_one_b(4, 6), MAKES[make], choose=choose)
 
 
 # Waits for the whole device
 
 
-def waiting(schedule: Schedule) -> Callable[[FakeNetwork], list[Tensor]]:
+def waiting(schedule: Schedule, make: str) -> Callable[[FakeNetwork], list[Tensor]]:
     """Steps in each of which one rank waits for its whole device before one of its actions: everywhere once.
 
     The outlines are learned in the first step, in which nobody waits.
@@ -67,7 +84,7 @@ def waiting(schedule: Schedule) -> Callable[[FakeNetwork], list[Tensor]]:
 
     def take(network: FakeNetwork) -> list[Tensor]:
         data, losses = batch(schedule.num_microbatches), []
-        with pipeline_on(network, schedule, layers(schedule.num_stages)) as pipeline:
+        with pipeline_on(network, schedule, MAKES[make](schedule.num_stages)) as pipeline:
             for rank, i in [(-1, 0), *places]:
 
                 @contextmanager
@@ -82,31 +99,47 @@ def waiting(schedule: Schedule) -> Callable[[FakeNetwork], list[Tensor]]:
     return take
 
 
-@pytest.mark.parametrize("tight", [False, True])
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-def test_a_wait_for_the_device_ends_at_every_action(make: Callable[..., Schedule], tight: bool) -> None:
-    schedule = make(4, 8, remat="always")
+@pytest.mark.parametrize("make", ["chain", "crossing"])
+@pytest.mark.parametrize(
+    ("schedule", "tight"),
+    [
+        *(
+            (named(name, 4, 8, remat="always"), tight)
+            for name in ("gpipe", "1f1b")
+            for tight in (False, True)
+        ),
+        (named("zb-v", 2, 4), False),
+        (named("interleaved", 2, 4), False),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_a_wait_for_the_device_ends_at_every_action(schedule: Schedule, tight: bool, make: str) -> None:
     with large_messages() if tight else nullcontext():
-        found = run(4, waiting(schedule))
-    assert {len(losses) for losses in found} == {4 * 8 * 3 + 1}
+        found = run(schedule.num_workers, waiting(schedule, make))
+    assert {len(losses) for losses in found} == {len(list(schedule)) + 1}
     assert all(torch.equal(loss, found[0][0]) for losses in found for loss in losses)
 
 
+def test_evaluation_and_training_take_turns() -> None:
+    schedule, data = one_f_one_b(4, 6), batch(6)
+
+    def take(network: FakeNetwork) -> list[Tensor]:
+        found = []
+        with pipeline_on(network, schedule, crossing(4)) as pipeline:
+            for _ in range(2):
+                output = pipeline(data[0] if network.rank == 0 else None)
+                found += [] if output is None else [output]
+                pipeline.step(*data, mse_loss)
+        return found
+
+    wanted = PortalSequential(*crossing(4))(data[0])
+    outputs = run(4, take)
+    assert outputs[:3] == [[]] * 3
+    for output in outputs[3]:
+        torch.testing.assert_close(output, wanted.detach(), rtol=1e-12, atol=1e-14)
+
+
 # Messages that live on in the memory they came into
-
-
-class Through(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs
-
-
-class Scale(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.weight
 
 
 @pytest.mark.parametrize("between", [Through, nn.Flatten])
@@ -120,21 +153,6 @@ def test_stages_that_pass_on_what_they_received(
     data = batch(4, width)
     for remat in ("never", "always"):
         assert_as_plain(run(3, steps_of(make(3, 4, remat=remat), made, data)), made, data)
-
-
-class Turn(nn.Module):
-    """To complex numbers and back, and numbers of a type that NCCL has no name for."""
-
-    def __init__(self, back: bool) -> None:
-        super().__init__()
-        self.back = back
-        self.weight = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-
-    def forward(self, inputs: Any) -> Any:
-        if self.back:
-            turned, small = inputs
-            return turned.real * self.weight + turned.imag * small
-        return torch.complex(inputs, inputs * self.weight).conj(), torch.ones(len(inputs), 1).to(torch.int16)
 
 
 def test_types_that_nccl_has_no_name_for() -> None:
@@ -183,24 +201,32 @@ def test_a_rank_that_fails_before_it_meets_the_others_is_the_one_to_blame() -> N
     assert max(run(3, build)) < 10.0
 
 
-def test_the_first_message_of_a_step_waits_for_no_host() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "make", "pairs"),
+    [
+        # Two neighbours, in each of two directions activations and gradients, and the loss.
+        (named("zb-v", 3, 4), "chain", 2 * 5),
+        # Three neighbours with activations and gradients, and two lines there and back.
+        (gpipe(4, 4), "crossing", 3 * 2 + 2 * 2),
+    ],
+)
+def test_the_first_message_of_a_step_waits_for_no_host(schedule: Schedule, make: str, pairs: int) -> None:
     """All communicators are made when the pipeline is."""
 
     def take(network: FakeNetwork) -> int:
-        with pipeline_on(network, named("zb-v", 3, 4), layers(6)) as pipeline:
-            pairs = [
-                pair
-                for key, found in network.world.shared.items()
-                if key[0] == "pairs"
-                for pair in found.values()
-            ]
-            assert all(len(pair.joined) == 2 for pair in pairs)
-            pipeline.step(*batch(4), mse_loss)
-        return len(pairs)
+        def made() -> list[Any]:
+            shared = network.world.shared
+            return [pair for key, found in shared.items() if key[0] == "pairs" for pair in found.values()]
 
-    # Two neighbours, in each two directions activations and gradients, and the loss.
-    found = run(3, take)
-    assert found == [2 * 5] * 3
+        with pipeline_on(network, schedule, MAKES[make](schedule.num_stages)) as pipeline:
+            before = made()
+            assert all(len(pair.joined) == 2 for pair in before)
+            pipeline.step(*batch(4), mse_loss)
+            pipeline(batch(4)[0])
+            assert len(made()) == len(before)
+        return len(before)
+
+    assert run(schedule.num_workers, take) == [pairs] * schedule.num_workers
 
 
 def test_a_killed_rank_is_missed() -> None:

@@ -10,14 +10,29 @@ from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
+from own_models import FAMILIES
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gpipe_bench.models import MODELS
-from gpipe_bench.pipeline import Pipeline, Pop, PortalSequential, Stash
+from gpipe_bench.pipeline import (
+    NAMED,
+    Boundary,
+    InProcess,
+    Pipeline,
+    Pop,
+    PortalSequential,
+    Profiler,
+    Stash,
+    layers_of,
+    named,
+    split,
+)
+from gpipe_bench.pipeline.memory.profile import layer_costs
 from gpipe_bench.pipeline.plan.edges import Edge, messages_of, rings_of
-from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.portals import Declared, edges_of
-from gpipe_bench.pipeline.transport import InProcess
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 
 SPLIT = "zb-h1"
 UNET = {"num_convs": 1, "num_filters": 4, "depth": 2, "dropout": 0.0, "image_size": 8}
@@ -32,7 +47,7 @@ def _linear() -> nn.Linear:
     return nn.Linear(3, 3)
 
 
-def _encoder_to_all() -> PortalSequential:
+def _encoder() -> PortalSequential:
     """One stash that three layers pop, as decoder layers pop the output of an encoder."""
     torch.manual_seed(0)
     layers = [_linear(), Stash("encoded", _linear()), nn.Tanh()]
@@ -41,10 +56,31 @@ def _encoder_to_all() -> PortalSequential:
     return PortalSequential(*layers, _linear()).double()
 
 
-def _unet(**options: Any) -> tuple[nn.Module, Tensor, Tensor]:
+def _around_a_cut() -> PortalSequential:
+    """Cut right behind the stash and right before the pop the tensor goes two ways at once, and what comes
+    back on both is added.
+    """
     torch.manual_seed(0)
-    model = MODELS["unet"](portals=True, **{**UNET, **options}).double()
-    return model, torch.randn(5, 3, 9, 9).double(), torch.rand(5, 1, 9, 9).double()
+    layers = [_linear(), Stash("a"), _linear(), nn.Tanh(), Pop("a", Add()), _linear()]
+    return PortalSequential(*layers).double()
+
+
+def _unet(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return MODELS["unet"](portals=True, **{**UNET, "dropout": dropout}).double()
+
+
+def _images() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.rand(5, n, 9, 9, generator=generator).double() for n in (3, 1))  # type: ignore[return-value]
+
+
+def _rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(9, 3, generator=generator).double() for _ in range(2))  # type: ignore[return-value]
+
+
+BUILT = {"unet": (_unet, _images), "encoder": (_encoder, _rows), "around a cut": (_around_a_cut, _rows)}
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -60,7 +96,8 @@ def _plain(model: nn.Module, inputs: Tensor, target: Tensor) -> tuple[Tensor, di
     return loss.detach(), found
 
 
-def _assert_as_plain(model: nn.Module, inputs: Tensor, target: Tensor, **options: Any) -> None:
+def _assert_as_plain(name: str, **options: Any) -> None:
+    model, (inputs, target) = (make() for make in BUILT[name])
     loss, expected = _plain(model, inputs, target)
     layers = len(list(model))
     pipeline = Pipeline(copy.deepcopy(model), cost=[1.0] * layers, **{"num_microbatches": 3, **options})
@@ -74,56 +111,40 @@ def _assert_as_plain(model: nn.Module, inputs: Tensor, target: Tensor, **options
         torch.testing.assert_close(pipeline.eval()(inputs), model.eval()(inputs), rtol=1e-12, atol=1e-14)
 
 
-CASES = [
-    (1, "gpipe", "always"),
-    (2, "1f1b", "never"),
-    (2, SPLIT, "never"),
-    (4, "gpipe", "always"),
-    (4, "gpipe", "except_last"),
-    (4, "1f1b", "always"),
-    (4, SPLIT, "never"),
-]
-
-
-@pytest.mark.parametrize(("num_stages", "schedule", "remat"), CASES)
-def test_a_unet_with_portals_has_the_plain_models_gradients(
-    num_stages: int, schedule: str, remat: str
+@pytest.mark.parametrize(
+    ("name", "num_stages", "schedule", "remat", "options"),
+    [
+        *((*row, {}) for row in pairwise(tuple(BUILT), (1, 2, 4), ("gpipe", "1f1b", SPLIT), REMAT_MODES)),
+        ("around a cut", 3, "1f1b", "always", {}),
+        ("around a cut", 6, "1f1b", "always", {}),
+        ("encoder", 12, "1f1b", "always", {}),
+        ("encoder", 4, "gpipe", "always", {"transport": InProcess(copy=True)}),
+        ("encoder", 3, "gpipe", "always", {"compile": "eager"}),
+    ],
+)
+def test_gradients_and_outputs_are_the_plain_models(
+    name: str, num_stages: int, schedule: str, remat: str, options: dict[str, Any]
 ) -> None:
-    model, inputs, target = _unet()
-    _assert_as_plain(model, inputs, target, num_stages=num_stages, schedule=schedule, remat=remat)
-
-
-@pytest.mark.parametrize(("num_stages", "schedule", "remat"), [*CASES, (12, "1f1b", "always")])
-def test_a_stash_that_several_layers_pop(num_stages: int, schedule: str, remat: str) -> None:
-    inputs, target = torch.randn(7, 3).double(), torch.randn(7, 3).double()
-    _assert_as_plain(_encoder_to_all(), inputs, target, num_stages=num_stages, schedule=schedule, remat=remat)
+    _assert_as_plain(name, num_stages=num_stages, schedule=schedule, remat=remat, **options)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_named_schedule_with_devices_of_their_own(name: str) -> None:
     """Several stages per worker, V-shaped placements and split backwards among them."""
-    inputs, target = torch.randn(9, 3).double(), torch.randn(9, 3).double()
-    num_microbatches = 1 if name == "naive" else 4
     for remat in ("never", "always"):
-        schedule = named(name, 2, num_microbatches, remat=remat)
-        num_stages = schedule.num_stages
+        schedule = named(name, 2, 4, remat=remat)
+        transport = InProcess(devices=[torch.device("cpu")] * schedule.num_stages)
         _assert_as_plain(
-            _encoder_to_all(), inputs, target, num_stages=num_stages, num_microbatches=num_microbatches,
-            schedule=schedule, transport=InProcess(devices=[torch.device("cpu")] * num_stages),
-        )  # fmt: skip
-
-
-def test_a_cut_right_behind_a_stash_and_right_before_a_pop() -> None:
-    """The tensor then goes two ways at once, and what comes back on both is added."""
-    layers = [_linear(), Stash("a"), _linear(), nn.Tanh(), Pop("a", Add()), _linear()]
-    model = PortalSequential(*layers).double()
-    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
-    for num_stages in (2, 3, 6):
-        _assert_as_plain(model, inputs, target, num_stages=num_stages, schedule="1f1b", remat="always")
+            "encoder",
+            num_stages=schedule.num_stages,
+            num_microbatches=4,
+            schedule=schedule,
+            transport=transport,
+        )
 
 
 def test_the_unet_is_the_same_with_its_skips_as_portals_or_in_the_tuple() -> None:
-    model, inputs, target = _unet(dropout=0.3)
+    model, (inputs, target) = _unet(dropout=0.3), _images()
     in_tuple = MODELS["unet"](**{**UNET, "dropout": 0.3}).double()
     in_tuple.load_state_dict(model.state_dict())
     found = []
@@ -139,7 +160,7 @@ def test_the_unet_is_the_same_with_its_skips_as_portals_or_in_the_tuple() -> Non
 def test_weights_are_bit_equal_over_the_number_of_stages(schedule: str) -> None:
     weights = []
     for num_stages in (1, 2, 4):
-        model, inputs, target = _unet(dropout=0.2)
+        model, (inputs, target) = _unet(dropout=0.2), _images()
         pipeline = Pipeline(
             model.float(), num_stages=num_stages, num_microbatches=4, schedule=schedule, remat="always"
         )
@@ -274,8 +295,7 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
     def broken(output: Tensor, target: Tensor) -> Tensor:
         raise FloatingPointError("no loss today")
 
-    model = _encoder_to_all()
-    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
+    model, (inputs, target) = _encoder(), _rows()
     pipeline = Pipeline(model, num_stages=4, num_microbatches=2)
     with pytest.raises(Exception, match="no loss today"):
         pipeline.step(inputs, target, broken)
@@ -288,20 +308,111 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
             torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
 
 
-def test_portals_are_copied_where_the_transport_copies() -> None:
-    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
-    _assert_as_plain(
-        _encoder_to_all(), inputs, target, num_stages=4, transport=InProcess(copy=True), remat="always"
+# What `split` and `layers_of` send past stages
+
+
+class Skipping(nn.Module):
+    """A wide tensor of the first layer is used by the fourth and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(2, 100)
+        self.a, self.b, self.c, self.d = (nn.Linear(2, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.wide(x)
+        x = self.b(self.a(x).tanh()).tanh()
+        x = self.c(x) + wide.sum(1, keepdim=True)
+        return self.d(x.tanh()) * wide.mean(1, keepdim=True)
+
+
+def test_a_skip_over_stages_is_sent_once_for_each_hop() -> None:
+    torch.manual_seed(0)
+    model = Skipping().double()
+    layers = split(model, ["a", "b", "c", "d"])
+    counting = _Counting()
+    pipeline = Pipeline(layers, num_stages=5, num_microbatches=2, cost=[1] * 5, transport=counting)
+    x, y = torch.randn(6, 2).double(), torch.randn(6, 2).double()
+    F.mse_loss(model(x), y).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    pipeline.step(x, y, F.mse_loss)
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-12, atol=1e-14)
+    assert [(line.source, line.target) for line in pipeline.portals] == [(0, 3)]
+    wide, thin = 6 * 100 * 8, 6 * 2 * 8
+    # Stage 3 uses it and passes it to the next one; stages 1 and 2 never see it.
+    assert counting.received == {1: thin, 2: thin, 3: thin + wide, 4: thin + wide, 0: wide}
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x * 2
+
+
+class Product(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+class Passing(nn.Module):
+    """A module's tuple is given to another one two layers later: it is no tensor, and travels along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.a, self.b, self.join = Pair(), nn.Linear(2, 2), nn.Linear(2, 2), Product()
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = self.pair(x)
+        y = self.b(self.a(x))
+        return y + self.join(pair)
+
+
+def test_what_may_be_no_tensor_is_passed_on() -> None:
+    torch.manual_seed(0)
+    model, x = Passing(), torch.randn(4, 2)
+    layers = split(model, ["a", "b"])
+    assert not any(part.stashes for part in layers)
+    assert torch.equal(layers(x), model(x))
+
+
+def test_costs_of_layers_with_portals() -> None:
+    class Add(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] + pair[1]
+
+    plain = layer_costs([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)], torch.randn(2, 4))
+    found = layer_costs([Stash("a", nn.Linear(4, 4)), nn.Linear(4, 4), Pop("a", Add())], torch.randn(2, 4))
+    assert found[:2] == plain[:2]
+    assert found[2] > 0
+
+
+def test_the_target_of_a_t5_goes_past_its_encoder_and_the_memory_along_its_decoder() -> None:
+    """The memory as a portal would be the same bytes: one message to each stage of the decoder."""
+    family = FAMILIES["t5"]
+    counting = _Counting()
+    layers = layers_of(family.model().float(), ("input_ids", "decoder_input_ids"))
+    count = len(layers)  # embedding, two encoder blocks, turn, two decoder blocks, head
+    pipeline = Pipeline(
+        layers, num_stages=count, num_microbatches=2, cost=[1] * count, transport=counting, remat="never"
     )
+    assert [(line.source, line.target, line.names) for line in pipeline.portals] == [
+        (0, 3, ("decoder_inputs",))
+    ]
+    tokens = family.batch()[0]
+    with torch.no_grad():
+        pipeline((tokens, tokens))
+    x = tokens.numel() * 8 * 4  # 8 floats for each token; source and target are of one length
+    bias = 2 * 2 * 6 * 6 * 4  # per micro-batch: 2 heads, 6 tokens by 6
+    assert counting.received == {
+        1: x, 2: x + bias, 3: x + bias + x,  # activations, and the target that went past them
+        4: 2 * x, 5: 2 * x + bias, 6: 2 * x + bias,  # target and memory
+    }  # fmt: skip
 
 
-def test_a_pipeline_without_portals_has_nothing_of_them() -> None:
-    pipeline = Pipeline([_linear(), _linear()], num_stages=2, num_microbatches=1)
-    assert type(pipeline._transport) is InProcess
-    assert {type(stage._runner).__name__ for stage in pipeline.stages} == {"LayerRunner"}
-
-
-def test_compiled_layers_stash_and_pop() -> None:
-    model = _encoder_to_all()
-    inputs, target = torch.randn(6, 3).double(), torch.randn(6, 3).double()
-    _assert_as_plain(model, inputs, target, num_stages=3, remat="always", compile="eager")
+def test_profiles_of_layers_with_portals_count_them_as_passed_on() -> None:
+    torch.manual_seed(0)
+    layers = split(Skipping(), ["a", "b", "c", "d"])
+    x = torch.randn(6, 2)
+    profiles, _ = Profiler().model(layers, F.mse_loss, Boundary.of(x), Boundary.of(x))
+    assert [len(profile.outputs.tensors) for profile in profiles] == [2, 2, 2, 2, 1]

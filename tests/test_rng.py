@@ -7,14 +7,15 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import mlp, mlp_batch, plain_step, seeded
+from covering import pairwise
+from tiny_models import assert_trains_as_plain, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import Pipeline, run_plain
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.stage.rng import Generators, may_draw, mix, run_plain, stream_key
+from gpipe_bench.pipeline.stage.rng import Generators, may_draw, mix, stream_key
 
 
 class Mask(nn.Module):
@@ -55,17 +56,13 @@ def masks(
     return [layer.drawn for layer in layers if isinstance(layer, Mask)]
 
 
-def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(torch.dropout(output, 0.5, True), target)
-
-
 def distinct(drawn: list[Tensor]) -> set[float]:
     return {float(noise[0, 0]) for noise in drawn}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("remat", REMAT_MODES)
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "remat", "num_stages"), pairwise(tuple(SCHEDULES), REMAT_MODES, (1, 2, 4))
+)
 def test_masks_depend_on_layer_and_micro_batch_alone(schedule: str, remat: str, num_stages: int) -> None:
     torch.manual_seed(num_stages)  # the state of the default generator is of no importance
     wanted = masks(1, 4, remat="never")
@@ -208,20 +205,17 @@ def test_who_begins_to_draw_later_draws_the_same_in_the_recomputation(late: str)
             nn.Linear(6, 6), nn.Dropout(0.0), lstm, Last(), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         )
 
-    plain, layers = seeded(build), seeded(build)
-    pipeline = Pipeline(layers, num_stages=2, num_microbatches=4, remat="always", cost=[1] * 5)
-    batch, target = mlp_batch(8)
     handles: list[object] = []
+
+    def begin(step: int, layers: nn.Sequential) -> None:
+        if step == 1:
+            handles.append(LATE[late](layers))
+
     try:
-        for step in range(2):
-            if step:
-                handles = [LATE[late](plain), LATE[late](layers)]
-            plain.zero_grad()
-            pipeline.zero_grad()
-            wanted = plain_step(plain, batch, target, nn.functional.mse_loss, 4, step=step)
-            pipeline.step(batch, target, nn.functional.mse_loss)
-            for name, parameter in pipeline.named_parameters():
-                torch.testing.assert_close(parameter.grad, wanted.gradients[name], rtol=1e-12, atol=1e-14)
+        assert_trains_as_plain(
+            build, lambda step: mlp_batch(8), nn.functional.mse_loss, 4, num_steps=2, between=begin,
+            num_stages=2, remat="always",
+        )  # fmt: skip
     finally:
         for handle in handles:
             if hasattr(handle, "remove"):
@@ -246,17 +240,6 @@ def test_a_forward_in_training_mode_warns_once_of_layers_that_draw() -> None:
         warnings.simplefilter("error")
         pipeline(batch)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-@pytest.mark.gpu
-def test_masks_on_a_gpu_do_not_depend_on_the_number_of_stages() -> None:
-    batch, target = mlp_batch(8)
-    gradients = []
-    for num_stages in (1, 4):
-        pipeline = Pipeline(seeded(mlp), num_stages=num_stages, num_microbatches=4, devices="cuda")
-        pipeline.step(batch, target, nn.functional.mse_loss)
-        gradients.append([p.grad for p in pipeline.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_forwards_draw_from_streams_of_their_own() -> None:

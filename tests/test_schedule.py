@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import pickle
-from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import mlp
 
 from gpipe_bench.pipeline import (
     SLOTS,
     Action,
     Kind,
-    Pipeline,
     Schedule,
     draw,
     from_csv,
@@ -27,8 +22,6 @@ from gpipe_bench.pipeline import (
     to_csv,
     validate,
 )
-from gpipe_bench.pipeline.plan import edges
-from gpipe_bench.pipeline.plan.edges import Edge, rings_of
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import Transfer, dependencies, execution_order, transfers
@@ -147,33 +140,6 @@ def test_micro_batches_in_flight(schedule: Schedule) -> None:
             "1f1b": min(schedule.num_microbatches, schedule.num_stages - stage),
         }
         assert schedule.in_flight(stage) == most[schedule.name]
-
-
-class Counted(tuple):  # type: ignore[type-arg]
-    """Rows that count how often somebody hashes them."""
-
-    hashes = 0
-
-    def __hash__(self) -> int:
-        Counted.hashes += 1
-        return super().__hash__()
-
-
-def test_what_follows_from_the_rows_is_found_once() -> None:
-    schedule = dataclasses.replace(gpipe(6, 4), actions=Counted(gpipe(6, 4).actions))
-    Counted.hashes = 0
-    with mock.patch.object(edges, "_run", wraps=edges._run) as runs:
-        for _ in range(3):
-            rings_of(schedule)
-            rings_of(schedule, [Edge(5, 0, 5, ("skip",))])
-    assert runs.call_count == 2
-    same = gpipe(6, 4)
-    assert hash(schedule) == hash(same)
-    assert "_hash" not in vars(pickle.loads(pickle.dumps(same)))  # is another one in another process
-    assert Counted.hashes <= 1
-    with mock.patch("gpipe_bench.pipeline.plan.schedule._check_channels") as checks:
-        Pipeline(mlp(), num_stages=6, num_microbatches=4, schedule=schedule)
-    assert checks.call_count == 1
 
 
 def test_text_form_of_an_action() -> None:

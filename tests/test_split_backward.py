@@ -19,9 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench import models
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.named import one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline import Action, Kind, Pipeline, Schedule, one_f_one_b
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten
 

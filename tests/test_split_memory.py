@@ -15,13 +15,19 @@ from real_steps import Call, Counted, Step, count
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline import (
+    NAMED,
+    Action,
+    Boundary,
+    Profiler,
+    Schedule,
+    bytes_of_stages,
+    named,
+    peak_bytes,
+)
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.workers import action_bytes, bytes_of_stages, peak_bytes, stage_memory
-from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.memory.workers import action_bytes, stage_memory
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 
 WIDTH, LENGTH, EXAMPLES = 48, 12, 8  # of a micro-batch
 X = EXAMPLES * LENGTH * WIDTH * 4  # bytes of an activation

@@ -12,12 +12,9 @@ import torch
 from tiny_models import mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline import SLOTS, Action, InProcess, Kind, Pipeline, Schedule, replay
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.transport import InProcess
 
 mse_loss = nn.functional.mse_loss
 

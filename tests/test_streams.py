@@ -22,12 +22,21 @@ from fakes.streams import FakeAccelerator
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline, clock, devices, transfers
+from gpipe_bench.pipeline import (
+    NAMED,
+    SLOTS,
+    Action,
+    InProcess,
+    Pipeline,
+    Schedule,
+    clock,
+    devices,
+    named,
+    replay,
+    transfers,
+)
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.transport import InProcess
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 
 mse_loss = nn.functional.mse_loss
 

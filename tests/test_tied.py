@@ -16,9 +16,7 @@ from tied_cases import WORDS, tied_model, train, words
 from tiny_models import seeded
 from torch import Tensor, nn
 
-from gpipe_bench import models
-from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.errors import ActionError
+from gpipe_bench.pipeline import ActionError, Pipeline
 
 cross_entropy = nn.functional.cross_entropy
 OPTIONS = [
@@ -85,28 +83,6 @@ def test_weights_are_the_same_bits_for_every_number_of_stages(
     one = trained(build, 1, **options)
     for num_stages in (2, 4):
         assert not different(trained(build, num_stages, **options), one), num_stages
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["schedule"])
-def test_a_gpt2_is_the_same_bits_for_every_number_of_stages(options: dict[str, str]) -> None:
-    sizes = {
-        "num_layers": 3, "d_model": 8, "num_heads": 2, "vocab_size": 13, "seq_len": 6, "dropout": 0.2,
-    }  # fmt: skip
-    found = []
-    for num_stages in (1, 2, 4):
-        torch.manual_seed(0)
-        model = models.MODELS["gpt2"](**sizes)
-        pipeline = Pipeline(model, num_stages=num_stages, num_microbatches=4, seed=3, **options)
-        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(5):
-            batch, target = models.example_batch("gpt2", 7, generator=generator, **sizes)
-            pipeline.step(batch, target, models.loss_fn("gpt2", **sizes))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(pipeline.state_dict())
-    for other in found[1:]:
-        assert not different(other, found[0])
 
 
 def alone(
@@ -256,12 +232,3 @@ def test_compiled_layers_use_their_leaves() -> None:
             step(pipeline, seed)
         found.append(gradients(pipeline))
     assert not different(*found)
-
-
-def test_a_pipeline_without_ties_has_nothing_of_this() -> None:
-    pipeline = alone(2, lambda: nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, 4), nn.Linear(4, WORDS)))
-    assert pipeline._tied is None
-    step(pipeline)
-    assert [call for stage in pipeline.stages for call, _, _ in stage._runner._calls] == list(
-        pipeline.children()
-    )

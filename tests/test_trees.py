@@ -1,4 +1,6 @@
-"""Micro-batches, and any pytree between layers, in one process; over several see `tree_cases`."""
+"""Micro-batches, any pytree, and keyword arguments: how they are split, sent on and refused. That models with
+them train is seen in `test_transparency`, over several processes in `tree_cases`.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import mlp_batch, plain_step, seeded
+from tiny_models import assert_trains_as_plain, mlp_batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from tree_models import ByKey, Keyed, Mode, Output, Pair, Part, tree_batch, tree_loss, tree_model
+from tree_models import Anything, Masked, Mode, Output, Pair, Part
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.stage.keywords import Keywords
 from gpipe_bench.pipeline.stage.trees import Constant, change, flatten, merge, sizes, split, unflatten
-from gpipe_bench.pipeline.transport import InProcess
 
-EXACT = {"rtol": 1e-12, "atol": 1e-14}
 mse_loss = nn.functional.mse_loss
-
-
-@pytest.mark.parametrize(("schedule", "num_stages"), [("gpipe", 4), ("1f1b", 2), ("zb-h1", 4), ("gpipe", 1)])
-@pytest.mark.parametrize("remat", REMAT_MODES)
-def test_any_tree_crosses_a_boundary(remat: str, schedule: str, num_stages: int) -> None:
-    plain, layers = seeded(tree_model), seeded(tree_model)
-    pipeline = Pipeline(
-        layers, num_stages=num_stages, num_microbatches=3, remat=remat, schedule=schedule,
-        transport=InProcess(copy=num_stages == 2),
-    )  # fmt: skip
-    for step in range(2):
-        batch, target = tree_batch(8, step, scale=1 / (1 + step))
-        plain.zero_grad()
-        pipeline.zero_grad()
-        wanted = plain_step(plain, batch, target, tree_loss, 3, step=step)
-        torch.testing.assert_close(pipeline.step(batch, target, tree_loss), wanted.loss, **EXACT)
-        for name, parameter in pipeline.named_parameters():
-            torch.testing.assert_close(parameter.grad, wanted.gradients[name], **EXACT)
-    output, whole = pipeline.eval()(batch), plain.eval()(batch)
-    assert list(output) == list(whole)
-    assert (output["temperature"], output["nothing"]) == (0.5, None)
-    torch.testing.assert_close(output["logits"], whole["logits"], **EXACT)
-    assert output["both"][0] is output["logits"]
-    assert torch.equal(output["both"][1], batch["more"][1])
 
 
 TREES: dict[str, Any] = {
@@ -169,24 +145,6 @@ def test_a_batch_is_split_along_its_tensors() -> None:
         split({"x": x, "y": ids[1:]}, 2)
 
 
-@pytest.mark.parametrize("remat", REMAT_MODES)
-def test_keys_and_numbers_may_change_with_every_call(remat: str) -> None:
-    def changes(call: int) -> dict[str, Any]:
-        return {"left" if call % 3 else "right": Tensor, "factor": call}
-
-    def build() -> nn.Sequential:
-        return nn.Sequential(Keyed(changes), ByKey())
-
-    plain, layers = seeded(build), seeded(build)
-    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, remat=remat)
-    for step in range(3):
-        batch, target = mlp_batch(5, seed=step)
-        wanted = plain_step(plain, batch, target, mse_loss, 2, step=step)
-        torch.testing.assert_close(pipeline.step(batch, target, mse_loss), wanted.loss, **EXACT)
-    for name, parameter in pipeline.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted.gradients[name], **EXACT)
-
-
 def test_a_flag_may_decide_what_needs_a_gradient() -> None:
     class Maybe(nn.Linear):
         def forward(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -197,17 +155,12 @@ def test_a_flag_may_decide_what_needs_a_gradient() -> None:
         def forward(self, tree: dict[str, Any]) -> Tensor:
             return super().forward(tree["x"] + tree["y"].square())
 
-    def build() -> nn.Sequential:
-        return nn.Sequential(Maybe(6, 6), Sum(6, 6))
-
-    plain, layers = seeded(build), seeded(build)
-    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2)
-    for step, detach in enumerate((False, True, False)):
+    def data(step: int) -> tuple[Any, Tensor]:
         x, target = mlp_batch(4, seed=step)
-        wanted = plain_step(plain, {"x": x, "detach": detach}, target, mse_loss, 2, step=step)
-        pipeline.step({"x": x, "detach": detach}, target, mse_loss)
-        for name, parameter in pipeline.named_parameters():
-            torch.testing.assert_close(parameter.grad, wanted.gradients[name], **EXACT)
+        return {"x": x, "detach": step == 1}, target
+
+    build = lambda: nn.Sequential(Maybe(6, 6), Sum(6, 6))  # noqa: E731
+    assert_trains_as_plain(build, data, mse_loss, 2, num_steps=3, num_stages=2)
 
 
 def test_a_tensor_and_a_tuple_of_tensors_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,3 +237,41 @@ def test_a_repeated_tensor_travels_once() -> None:
     assert flatten(a) == ((a,), None)
     assert unflatten((a,), None) is a
     assert isinstance(unflatten(*flatten((a,))), tuple)
+
+
+# Keyword arguments that the layers share in a step
+
+
+def test_names_that_nobody_takes_and_tensors_that_need_a_gradient_are_refused() -> None:
+    pipeline = Pipeline([Masked(6, 6).double(), nn.Linear(6, 6).double()], num_stages=2, num_microbatches=2)
+    batch, target = mlp_batch(4)
+    with pytest.raises(ValueError, match="shared has 'maks'.*the layers take 'factor', 'mask'"):
+        pipeline.step(batch, target, mse_loss, shared={"maks": torch.ones(6)})
+    with pytest.raises(ValueError, match="shared has 'input', but no layer"):
+        pipeline(batch, shared={"input": torch.ones(6)})
+    with pytest.raises(ValueError, match="shared holds a tensor that requires a gradient"):
+        pipeline.step(batch, target, mse_loss, shared={"mask": torch.ones(6, requires_grad=True)})
+    with pytest.raises(RuntimeError, match="missing 1 required positional argument: 'mask'"):
+        pipeline.step(batch, target, mse_loss)
+
+
+def test_a_layer_that_changes_what_is_shared_is_refused() -> None:
+    class Greedy(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x * mask.mul_(0.5))
+
+    pipeline = Pipeline([Greedy(6, 6).double()], num_stages=1, num_microbatches=2)
+    with pytest.raises(RuntimeError, match="a layer has changed a tensor of shared in place"):
+        pipeline.step(*mlp_batch(4), mse_loss, shared={"mask": torch.ones(6)})
+
+
+def test_torchs_own_layers_take_keywords() -> None:
+    encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    assert {"src_mask", "is_causal"} <= Keywords.of(encoder).names
+    assert Keywords.of(nn.Linear(1, 1)) == Keywords()
+    assert Keywords.of(Anything(1, 1)).any_name
+    pipeline = Pipeline([encoder, nn.Linear(6, 6)], num_stages=2, num_microbatches=2)
+    x, mask = torch.randn(4, 5, 6), nn.Transformer.generate_square_subsequent_mask(5)
+    torch.testing.assert_close(
+        pipeline(x, shared={"src_mask": mask}), pipeline.get_submodule("1")(encoder(x, src_mask=mask))
+    )

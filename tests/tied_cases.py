@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 from mesh_grids import assert_gradients, joint_step, on_grid, own_part
-from ranks import EXACT, TIMEOUT_S, Ranks, assert_own_gradients, halves, raises
-from tiny_models import plain_step, seeded
+from ranks import TIMEOUT_S, Ranks, halves, raises
+from tiny_models import EXACT, assert_own_gradients, plain_step, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader

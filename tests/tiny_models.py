@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import run_plain
+from gpipe_bench.pipeline import Pipeline, run_plain
 from gpipe_bench.pipeline.stage.rng import Generators, stream_key
 from gpipe_bench.pipeline.stage.trees import Tree, change, num_examples, sizes, split
 
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
+"""For float64, element by element: a sum hides permuted and cancelling errors."""
 AMOEBANET = {
     "num_layers": 3, "num_filters": 8, "num_classes": 10, "image_size": 67, "aux_head": True, "dropout": 0.2,
 }  # fmt: skip
@@ -196,8 +198,62 @@ def plain_step(
     return result
 
 
-def copy_of(model: nn.Sequential) -> nn.Sequential:
-    return copy.deepcopy(model)
+def assert_own_gradients(model: nn.Module, wanted: Mapping[str, Tensor | None], **tolerance: float) -> None:
+    """Every gradient of a model is the one wanted, where no tolerance is given to the bit; `wanted` may have
+    those of other ranks, too.
+    """
+    for name, parameter in model.named_parameters():
+        if wanted[name] is None:
+            assert parameter.grad is None, name
+        elif tolerance:
+            torch.testing.assert_close(
+                parameter.grad, wanted[name], **tolerance, msg=lambda t, n=name: f"{n}: {t}"
+            )
+        else:
+            assert torch.equal(parameter.grad, wanted[name]), name
+
+
+Data = Callable[[int], tuple[Tree, Tree]]
+
+
+def assert_trains_as_plain(
+    build: Callable[[], nn.Sequential],
+    data: Data,
+    loss_fn: Callable[..., Tensor],
+    num_microbatches: int,
+    *,
+    num_steps: int = 1,
+    between: Callable[[int, nn.Sequential], None] = lambda step, layers: None,
+    shared_of: Callable[[int], dict[str, Any] | None] = lambda step: None,
+    **options: Any,
+) -> tuple[Pipeline, nn.Sequential]:
+    """Loss, gradients and buffers of each step of a pipeline equal the plain model's.
+
+    `data` and `shared_of` say what a step is given; `between` is called before each step, with the plain
+    model and with the pipeline's. Returns the pipeline and the plain model.
+    """
+    plain, layers = seeded(build), seeded(build)
+    plain_loss, options = copy.deepcopy(loss_fn), {"cost": [1] * len(layers), **options}
+    pipeline = Pipeline(layers, num_microbatches=num_microbatches, **options)
+    for step in range(num_steps):
+        (batch, target), shared = data(step), shared_of(step)
+        for model in (plain, layers):
+            between(step, model)
+            model.zero_grad()
+        wanted = plain_step(
+            plain, change(batch, Tensor.clone, "it"), target, plain_loss,
+            min(num_microbatches, num_examples(batch)), step=step, shared=shared,
+        )  # fmt: skip
+        torch.testing.assert_close(pipeline.step(batch, target, loss_fn, shared=shared), wanted.loss, **EXACT)
+        assert {name for name, _ in pipeline.named_parameters()} == wanted.gradients.keys()
+        assert_own_gradients(pipeline, wanted.gradients, **EXACT)
+        found, expected = dict(pipeline.named_buffers()), dict(plain.named_buffers())
+        assert found.keys() == expected.keys()
+        for name, buffer in expected.items():
+            owner = plain.get_submodule(name.rpartition(".")[0])
+            if not isinstance(owner, nn.modules.batchnorm._BatchNorm):  # whose averages are the mini-batch's
+                torch.testing.assert_close(found[name], buffer, **EXACT, msg=lambda t, n=name: f"{n}: {t}")
+    return pipeline, plain
 
 
 class CapturedLoss:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from ranks import EXACT, TIMEOUT_S, assert_own_gradients, halves, raises
-from tiny_models import mlp_batch, plain_step
+from ranks import TIMEOUT_S, halves, raises
+from tiny_models import EXACT, assert_own_gradients, mlp_batch, plain_step
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime

@@ -10,11 +10,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from ranks import EXACT, Ranks, assert_own_gradients, halves, raises
-from shared_models import shared_model, what_is_shared
-from tiny_models import mlp_batch, plain_step, seeded
+from ranks import Ranks, halves, raises
+from tiny_models import EXACT, assert_own_gradients, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
-from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
+from tree_models import ByKey, Keyed, shared_model, tree_batch, tree_loss, tree_model, what_is_shared
 
 from gpipe_bench.pipeline import ActionError, Pipeline, run_plain
 from gpipe_bench.pipeline.ranks import control

@@ -8,8 +8,8 @@ from datetime import timedelta
 from unittest import mock
 
 import torch
-from ranks import EXACT, TIMEOUT_S, assert_own_gradients, halves
-from tiny_models import everything, everything_batch, plain_step, seeded
+from ranks import TIMEOUT_S, halves
+from tiny_models import EXACT, assert_own_gradients, everything, everything_batch, plain_step, seeded
 from torch import distributed as dist
 from torch import nn
 

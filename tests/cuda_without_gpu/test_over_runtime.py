@@ -22,13 +22,17 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import Pipeline, devices, transfers
+from gpipe_bench.pipeline import (
+    Boundary,
+    Pipeline,
+    Profiler,
+    devices,
+    gpipe,
+    launch,
+    pipeline_memory,
+    transfers,
+)
 from gpipe_bench.pipeline.clock import Clock
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.ranks.launch import launch
 
 pytestmark = pytest.mark.skipif(runtime() is None, reason="needs the runtime of nox -s cuda-without-gpu")
 HERE = Path(__file__).parent

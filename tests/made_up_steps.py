@@ -7,7 +7,7 @@ from typing import Any
 from gpipe_bench.experiments.timed.replay import Found, Steps, TimedActions
 from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.rounds import Usage
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline import Kind
 
 OPTIONS = {
     "num_layers": 3, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8, "vocab_size": 40,

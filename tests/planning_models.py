@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from gpipe_bench.planner.costs import Costs, SizeCosts
-from gpipe_bench.planner.model import Model, model_of
+from gpipe_bench.planner import Costs, Model, model_of
+from gpipe_bench.planner.costs import SizeCosts
 
 WIDTH = 16
 
@@ -85,6 +85,25 @@ def divide(layers: nn.Sequential, mesh: DeviceMesh) -> None:
 
 def indivisible() -> tuple[Any, ...]:
     return *plain(), 2
+
+
+# No models at all, for what is said of them.
+
+
+def none() -> int:
+    return 5
+
+
+def apart() -> tuple[Any, ...]:
+    return [nn.Linear(2, 2)], (torch.empty(2, 2), torch.empty(3, 2))
+
+
+def broken() -> None:
+    raise RuntimeError("no such thing")
+
+
+def no_layers() -> tuple[Any, ...]:
+    return [1], torch.empty(2, 2)
 
 
 def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:

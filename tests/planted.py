@@ -410,7 +410,10 @@ self.outputs = tuple(outputs)
         old="if low <= seed <= high:",
         new="if low == seed == high:",
         why="a recipe could be judged by the runs that it was chosen with",
-        tests=("tests/test_consistency_protocol.py::test_a_seed_that_was_used_before_is_refused",),
+        tests=(
+            "tests/test_refusals.py::test_what_is_refused_says_what_is_wrong_and_what_would_do"
+            "[the protocol of consistent training]",
+        ),
     ),
     Mistake(
         name="copies among the receiver's computations",

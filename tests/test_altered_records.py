@@ -73,10 +73,3 @@ def test_where_nothing_is_left_the_reason_is_said(tmp_path):
     status, _, err = call("compare", "fake", "--results", tmp_path)
     assert status == 2
     assert f"error: no records of fake in {tmp_path} (1 line can't be read: {path}:1: " in err
-
-
-def test_records_that_are_whole_need_no_such_words(tmp_path):
-    run_fake(tmp_path)
-    _, out, err = call("compare", "fake", "--results", tmp_path)
-    assert "left out" not in out
-    assert err == ""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline import FREE, LINKS, SLOTS, Kind, Link, gpipe, one_f_one_b, replay
+from gpipe_bench.pipeline import FREE, SLOTS, Kind, Link, gpipe, one_f_one_b, replay
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.planner.breakdown import PARTS, Breakdown, breakdown
@@ -25,34 +25,6 @@ def times(forward: tuple[float, ...], backward: tuple[float, ...], recompute: tu
     found = {(stage, Kind.F): value for stage, value in enumerate(forward)}
     found |= {(stage, Kind.B): value for stage, value in enumerate(backward)}
     return found | {(stage, Kind.R): value for stage, value in enumerate(recompute)}
-
-
-def test_even_stages_and_a_free_link_leave_only_the_bubble() -> None:
-    """0: F0 F1 . . . B1 B1 . . B0 B0 ... of length 9: 3 rounds of 3, of which each stage works 2."""
-    found = breakdown(gpipe(2, 2, "never"), SLOTS)
-    assert found.makespan_s == 9
-    assert parts(found) == {"computation": 12, "bubble": 6}
-    assert found.shares["bubble"] == Fraction(1, 3)
-
-
-def test_recomputation_is_told_from_computation() -> None:
-    found = breakdown(gpipe(2, 2, "except_last"), SLOTS)
-    assert found.makespan_s == 10
-    assert parts(found) == {"computation": 12, "recompute": 2, "bubble": 6}
-
-
-def test_imbalance_is_the_difference_to_even_stages() -> None:
-    """0: F0 0-1, F1 1-2, B1 10-11, B0 13-14; 1: F0 1-4, F1 4-7, B1 7-10, B0 10-13. Even: 3 rounds of 4."""
-    found = breakdown(gpipe(2, 2, "never"), times((1, 3), (1, 3)))
-    assert found.makespan_s == 14
-    assert parts(found) == {"computation": 16, "load imbalance": 2 * (14 - 12), "bubble": 8}
-
-
-def test_communication_is_the_difference_to_a_free_link() -> None:
-    """0F0 0-1, message 1-2, 1F0 2-3, 1B0 3-5, message 5-6, 0B0 6-8; 6 with a free link."""
-    found = breakdown(gpipe(2, 1, "never"), SLOTS, Link("slow", latency_s=1))
-    assert found.makespan_s == 8
-    assert parts(found) == {"computation": 6, "communication": 2 * (8 - 6), "bubble": 6}
 
 
 def test_communication_that_computation_hides_costs_nothing() -> None:
@@ -156,15 +128,6 @@ def test_even_stages_have_no_imbalance(num_stages: int, num_microbatches: int, f
         assert found.seconds["load imbalance"] == 0
         if f + b:
             assert found.shares["bubble"] == Fraction(num_stages - 1, num_microbatches + num_stages - 1)
-
-
-def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="0F0 takes inf s"):
-        breakdown(gpipe(2, 1), {**SLOTS, Kind.F: float("inf")})
-    with pytest.raises(ValueError, match="activation_bytes has 0 entries"):
-        breakdown(gpipe(2, 1), SLOTS, LINKS["loopback"])
-    with pytest.raises(ValueError, match=r"update_s\[1\] is -1"):
-        breakdown(gpipe(2, 1), SLOTS, update_s=[1, -1])
 
 
 def test_a_step_that_takes_no_time_has_no_shares() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.experiments.commands import cli
-from gpipe_bench.experiments.commands.output import BAD_USAGE
 from gpipe_bench.experiments.consistency import experiment as consistency
 from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
 from gpipe_bench.experiments.consistency.judging import (
@@ -24,8 +22,7 @@ from gpipe_bench.experiments.consistency.judging import (
     statistical,
 )
 from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS
-from gpipe_bench.experiments.consistency.tables import figures, tables
-from gpipe_bench.experiments.report.figures import draw
+from gpipe_bench.experiments.consistency.tables import tables
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import SCHEMA, Quantity, Record
@@ -127,20 +124,6 @@ def test_only_an_interval_inside_the_margin_is_reproduced() -> None:
         ]  # fmt: skip
 
 
-def test_compare_has_the_word_of_the_text() -> None:
-    """Also where a run is missing, or an interval is wide, or lies astride the margin."""
-    records = [*baselines(), *own(1, 0.98), *own(2, 0.98 - 1.2 * DEVIATION), *own(4, 0.98, 0.98)]
-    records += own(8, 0.98 - 5 * DEVIATION)
-    words = {f"pipeline-{k}": found(records, k).word for k in IMAGES.stages}
-    assert list(words.values()) == ["reproduced", "undecided", "not run", "above"]
-    comparisons = compare(cells(records))
-    assert words == {c.column: c.verdict for c in comparisons}
-    assert {c.question for c in comparisons} == {"here"}
-    text = tables(records, comparisons)
-    for word in words.values():
-        assert text.count(f" {word}\n") + text.count(f" {word} ") >= 2, word
-
-
 def test_sequential_runs_that_did_not_learn_make_nothing_equal() -> None:
     for scores, reason in (
         ((0.976, 0.984, 0.984, 0.939, *BASE[4:]), "1 of 10 sequential runs failed"),
@@ -236,33 +219,6 @@ def test_weights_are_identical_or_they_are_not() -> None:
     assert exact(record("same seed", 0.98, status="failed", reason="broke")) == "not run: broke"
 
 
-def test_the_text_shows_all_levels_and_the_figures_are_drawn(tmp_path: Path) -> None:
-    records = [
-        *baselines(), *own(1, 0.98), *own(2, 0.98 - 0.7 * DEVIATION), *own(4, 0.98 - 1.2 * DEVIATION),
-        record("same seed", 0.98, num_stages=8), record("same seed", 0.98, num_stages=2, processes=2),
-        record("micro-batches", 0.97, num_microbatches=1, gap=2.5, digest="cd" * 32),
-        record("micro-batches", 0.97, num_microbatches=1, gap=2.5, digest="cd" * 32, engine="sequential"),
-        record("asynchronous", 0.9, num_stages=2, stash=True, rate=1.0),
-        record("asynchronous", 0.95, num_stages=2, stash=True, rate=0.5),
-        record("asynchronous", 0.96, num_stages=1, stash=True, rate=0.5),
-    ]  # fmt: skip
-    text = tables(records, compare(cells(records)))
-    for part in (
-        "(a) own seeds", "0.70 sd [0.00, 1.57] ", " undecided", "(b) same seed",
-        "K = 2, 2 processes", "identical (1,000 numbers)",
-        "(c) AmoebaNet-D", "Equal digests", "found equal in 93 of 100",
-        PROTOCOL.digest, "2.50 x the model", "did not learn, -8.00 points",
-        "asynchronous, with stashing, K = 2  ", "asynchronous, with stashing, K = 2, rate / 2",
-        "sequential, rate / 2 ",
-    ):  # fmt: skip
-        assert part in text, part
-    paths = draw(EXPERIMENT, records, tmp_path)
-    assert [path.name for path in paths] == ["consistency.png", "consistency.svg"]
-    assert paths[0].stat().st_size > 20_000
-    assert figures([]) == []
-    assert "Equal digests" not in tables([*records[:-5], *records[-3:]], [])
-
-
 # Cases
 
 
@@ -307,78 +263,6 @@ def test_the_papers_recipe_is_the_published_one() -> None:
 
 
 # Wrong input
-
-
-def complaint(capsys: pytest.CaptureFixture[str], results: Path, *arguments: str) -> str:
-    """The one line that a run ends with before anything is run."""
-    status = cli.main(["run", "consistency", "--profile", "smoke", "--results", str(results), *arguments])
-    captured = capsys.readouterr()
-    assert status == BAD_USAGE
-    assert not captured.out
-    (line,) = captured.err.splitlines()
-    assert not list(results.glob("*.jsonl"))
-    return line
-
-
-def test_a_missing_path_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for option in ("--data", "--text"):
-        line = complaint(capsys, tmp_path, option, str(tmp_path / "nowhere"))
-        assert line.startswith(f"error: {option} {tmp_path / 'nowhere'}: ")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "has no text in it"),
-        (b" \n\t\n", "has no text in it"),
-        (b"\xff\xfe\x00a", "byte 0 is not UTF-8"),
-        (b"one short line", "makes 1 block"),
-        (b"\n\n".join(b"abcab %d " % i * 300 for i in range(9)), "too small for a vocabulary of 512 pieces"),
-    ],
-)
-def test_text_that_can_not_be_trained_on(
-    content: bytes, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    line = complaint(capsys, tmp_path, "--text", str(path))
-    assert str(path) in line
-    assert message in line
-
-
-def test_files_that_are_not_parallel(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("one\ntwo\n")
-    (tmp_path / "b").write_text("eins\n")
-    line = complaint(capsys, tmp_path, "--text", str(tmp_path / "a"), "--parallel-text", str(tmp_path / "b"))
-    assert "2 and 1 lines" in line
-    line = complaint(capsys, tmp_path, "--parallel-text", str(tmp_path / "b"))
-    assert "with --text" in line
-
-
-def test_image_folders_that_can_not_be_trained_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def touch(*names: str) -> None:
-        for name in names:
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).touch()
-
-    touch("file", "one/cat/1.png", "empty/cat/1.png", "empty/dog/notes.txt", "none/readme.txt")
-    touch("parts/train/cat/1.png", "parts/train/dog/1.png", "parts/val/cat/1.png", "parts/val/cow/1.png")
-    touch("cifar/cifar-10-batches-py/data_batch_1")
-    for name, message in (
-        ("file", "this is a file"),
-        ("one", "holds one class (cat)"),
-        ("none", "holds no class"),
-        ("empty", "dog holds no image"),
-        ("parts", "different classes (cow is in one"),
-        ("cifar", "lacks test_batch, batches.meta"),
-    ):
-        assert message in complaint(capsys, tmp_path / "results", "--data", str(tmp_path / name))
-
-
-def test_other_experiments_take_no_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status = cli.main(["run", "figure2", "--results", str(tmp_path), "--data", str(tmp_path)])
-    assert status == BAD_USAGE
-    assert "figure2 takes no data" in capsys.readouterr().err
 
 
 def test_records_depend_on_the_data() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -28,7 +30,9 @@ from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.consistency import experiment as consistency
 from gpipe_bench.experiments.consistency import training as consistency_training
 from gpipe_bench.experiments.consistency.asynchronous import train_asynchronously
-from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS, TOPICS
+from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
+from gpipe_bench.experiments.consistency.judging import load_protocol
+from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS, TOPICS, image_layout, subject_of
 from gpipe_bench.experiments.consistency.tasks import (
     Images,
     ImageTask,
@@ -627,3 +631,59 @@ def test_a_training_goes_on_from_its_checkpoint(make: Any, event: str, engine: s
     assert same_weights(found, wanted)
     assert found.curve == wanted.curve
     assert latest_checkpoint(tmp_path / "killed") is None
+
+
+# Files in the format of MNIST
+
+
+def write(path: Path, array: numpy.ndarray) -> None:
+    """The array as an idx file, packed if its name says so."""
+    header = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
+    content = header + array.astype(numpy.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def data_set(folder: Path, *, suffix: str = "", train: int = 20, held_out: int = 8) -> Path:
+    """Images of 12 x 12 pixels whose brightness is their class, of four."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", train), ("t10k", held_out)):
+        classes = numpy.arange(count) % 4
+        write(folder / f"{part}-labels-idx1-ubyte{suffix}", classes)
+        images = numpy.broadcast_to(classes[:, None, None] * 60, (count, 12, 12))
+        write(folder / f"{part}-images-idx3-ubyte{suffix}", images)
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_files_are_read_in_their_own_split(suffix: str, tmp_path: Path) -> None:
+    path = str(data_set(tmp_path / "idx", suffix=suffix))
+    assert image_layout(path) == "idx"
+    images = own_images(path, 9, True, 0, None)
+    assert (len(images.train), len(images.held_out), images.num_classes) == (20, 8, 4)
+    assert images.most_frequent == 0.25
+    pixels, classes = images.batch([*images.train[:5], *images.held_out[:2]], torch.Generator())
+    assert pixels.shape == (7, 3, 9, 9)
+    assert classes.tolist() == [0, 1, 2, 3, 0, 0, 1]
+    torch.testing.assert_close(pixels[:, 0, 4, 4], classes * 60 / 127.5 - 1)
+    torch.testing.assert_close(pixels[:, 0], pixels[:, 2])
+    fewer = own_images(path, 9, False, 0, 10)
+    assert (len(fewer.train), len(fewer.held_out)) == (8, 2)
+    assert set(fewer.train) < set(images.train)
+    assert set(fewer.held_out) < set(images.held_out)
+
+
+def test_the_protocols_runs_take_them(tmp_path: Path) -> None:
+    """The same cases as on digits, and a training goes through."""
+    path = str(data_set(tmp_path / "idx"))
+    options = RunOptions(data=path)
+    assert [case.key for case in EXPERIMENT.cases(options)] == [
+        case.key for case in EXPERIMENT.cases(RunOptions())
+    ]
+    recipe = subject_of("images", options).recipe
+    assert recipe == replace(DIGITS, required_accuracy=0.0, floor_accuracy=0.0)
+    assert not recipe.augment, "there are digits among such sets, which must not be flipped"
+    small = replace(recipe, num_filters=8, stem_filters=8, image_size=9, num_epochs=1, batch_size=10)
+    task = ImageTask(small, own_images(path, 9, False, 0, None))
+    assert task.required == task.floor == pytest.approx(0.35)
+    seed = load_protocol().plans["images"].sequential[0]
+    assert len(train(task, Setting(num_microbatches=2, seed=seed), tmp_path / "run").curve) == 1

@@ -20,7 +20,6 @@ from gpipe_bench.experiments.side_by_side import Found
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.rounds import Usage, slowest
-from gpipe_bench.harness.stats import from_samples
 
 
 class Alone:
@@ -117,25 +116,6 @@ def test_every_target_belongs_to_a_case_of_the_short_profile() -> None:
     smoke = EXPERIMENT.cases(RunOptions(profile="smoke"))
     assert {case.key["part"] for case in smoke} == {case.key["part"] for case in cases}
     assert sum(case.estimate_s for case in smoke) < 45
-
-
-def test_a_missed_target_is_shown_as_missed_and_a_skipped_one_with_its_reason() -> None:
-    missed = from_samples("share of the ideal", [0.9, 0.91, 0.92], "ratio")
-    skipped: Any = {"status": "skipped", "reason": "torchgpipe is not installed", "quantities": ()}
-    text = tables(
-        [
-            record(case={"part": "overlap", "num_stages": 8, "remat": "never"}, quantities=(missed,)),
-            record(case=key("in process", 4, 8, against="torchgpipe"), **skipped),
-        ],
-        [],
-    )
-    line = next(line for line in text.splitlines() if "K=8, M=32" in line)
-    assert line.split("  ")[-1].strip() == "NO"
-    assert "0.910 [0.900, 0.920]" in line
-    assert "skipped: torchgpipe is not installed" in text
-    assert "done: without this number" in text  # the record has one of the case's two numbers
-    assert text.count("not run") == len(TARGETS) - 3
-    assert EXPERIMENT.cells([]) == []
 
 
 def test_on_gpus_there_are_cases_of_their_own_and_too_few_are_a_reason(monkeypatch: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.harness.report.table import markdown_table, tables_of, text_table
+from gpipe_bench.harness.report.side import side_by_side
+from gpipe_bench.harness.report.table import Counts, tables_of, text_table
 from gpipe_bench.harness.verdict import Answer
 
 TABLE = "table1-transformer"
@@ -85,22 +84,6 @@ def test_a_cell_given_twice_is_refused():
         compare([MEMORY[0], MEMORY[0]])
 
 
-@pytest.mark.parametrize("render", [text_table, markdown_table])
-def test_every_footnote_stands_once_and_every_mark_has_one(comparisons, render):
-    text = render(comparisons)
-    flat = " ".join(text.split())
-    notes = tables_of(comparisons)[0].notes
-    for note in notes:
-        assert flat.count(" ".join(note.replace("|", "\\|").split())) == 1
-    marked = re.findall(
-        r"(?:reproduced|identity|undecided|above x\S+|below x\S+|run|comparable) \[([\d,]+)\]", text
-    )
-    marks = {int(mark) for group in marked for mark in group.split(",")}
-    assert marks == set(range(1, len(notes) + 1))
-    assert re.search(r"\n\ncomputed from [^\n]*: nothing judged; 16 not run\nrun here: [^\n]*$", text)
-    assert text.isascii()
-
-
 def test_a_difference_is_explained_by_a_tested_setting_or_not_at_all():
     tested = "with the gradients counted in"
     rows = compare(
@@ -157,41 +140,29 @@ def test_an_explanation_shared_by_cells_is_one_footnote_and_the_verdicts_show_by
     assert "above x2 [" in table
 
 
-def test_a_table_that_is_a_diagonal_is_a_list():
-    claims = [
-        ("AmoebaNet: largest on 8 accelerators over naive-1", "pipeline-8 / naive-1", 22.5),
-        ("Transformer: largest on 128 partitions over naive-1", "pipeline-128 / naive-1", 297.2),
-    ]
-    rows = compare(
-        [
-            Answer(
-                table="claims", row=row, column=column,
-                quantity=Quantity(name="x", value=value, unit="ratio", provenance="modelled"),
-            )
-            for row, column, value in claims
-        ],
-        whole=(),
-    )  # fmt: skip
-    line = next(line for line in text_table(rows).splitlines() if "pipeline-128" in line)
-    assert re.search(r"Transformer.* 298x \(means 297\.3\) +297.2 modelled +\S+ \[[\d,]+\] +\S+ / \S+$", line)
+def test_counts_in_words():
+    assert str(Counts()) == "nothing counted"
+    assert str(Counts([("no number", "not run")])) == "nothing judged; 1 not run"
+    several = [("identity", "identity")] * 2 + [("no number", "not comparable")]
+    assert str(Counts(several)) == "2 identities; 1 not comparable"
+    mixed = Counts([*several, ("identity", "below"), ("measured", "below"), ("replayed", "reproduced")])
+    assert str(mixed) == "1 reproduced, 1 below of 2 judged; 2 of 3 identities hold; 1 not comparable"
+    assert (mixed.judged, mixed.identities, mixed.with_verdict("below")) == (2, 3, 2)
 
 
-def test_the_table_shows_paper_ours_and_verdict_below_each_other(comparisons):
-    lines = text_table(comparisons).splitlines()
-    place = next(i for i, line in enumerate(lines) if re.match(r"parameter memory .*11\.7G", line))
-    assert re.match(r"parameter memory +paper +11\.7G \(means 3\.15\) +8\.8G +59\.5G", lines[place])
-    assert re.match(r" +ours \(modelled\) +3\.154 GiB +8\.782 GiB +59\.43 GiB *$", lines[place + 1])
-    assert re.match(r" +verdict +identity \[[\d,]+\] +identity \[\d+\] +below", lines[place + 2])
+def test_machines_are_set_side_by_side_question_by_question():
+    """What one machine answers and the other does not stands beside the number all the same."""
 
+    def ratio(column, value, question):
+        number = Quantity(name="x", value=value, unit="ratio", provenance="modelled")
+        place = {"table": "figure3-resnet101", "row": "normalized throughput", "column": column}
+        return Answer(quantity=number, question=question, **place)
 
-def test_markdown_rows_have_as_many_cells_as_the_header(comparisons):
-    tables = re.findall(r"(?:^\|.*\n)+", markdown_table(comparisons), re.MULTILINE)
-    assert len(tables) == 2, "as published, and here"
-    for table in tables:
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-
-
-def test_the_interval_is_shown():
-    quantity = Quantity(name="x", value=3.4, unit="ratio", provenance="replayed", low=3.3, high=3.6)
-    rows = compare([Answer(table="table2-transformer", row="M=32", column="K=4", quantity=quantity)])
-    assert "3.400 [3.300, 3.600]" in text_table(rows)
+    published, here = ratio("pipeline-4", 2.6, "as published"), ratio("pipeline-4", 1.1, "here")
+    cells = compare([published, here, ratio("pipeline-8", 8.7, "here")])
+    side = side_by_side({"a": cells, "b": compare([here])}, {"a": [], "b": []})
+    parts = [(row.part, row.known.column) for row in side.rows]
+    assert parts.count(("as published", "pipeline-4")) == parts.count(("here", "pipeline-4")) == 1
+    assert side.text().index("resnet101, computed from") < side.text().index("resnet101, run here")
+    row = next(row for row in side.rows if (row.part, row.known.column) == ("here", "pipeline-8"))
+    assert row.cells[1].verdict == "not run", "whatever it was asked as"

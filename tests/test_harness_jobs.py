@@ -156,18 +156,3 @@ def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, co
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_only_what_is_not_timed_runs_beside_itself(name):
     assert load(name).untimed == (name in ("computed", "consistency", "predictions", "table1"))
-
-
-@pytest.mark.parametrize(
-    ("experiment", "jobs", "message"),
-    [
-        (fake_experiment.EXPERIMENT, 2, "--jobs 2: fake times its cases, which must not disturb one another"),
-        (UNTIMED, 0, "--jobs 0: give the number of cases to run at the same time"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused(store, experiment, jobs, message):
-    with pytest.raises(ValueError, match=message):
-        run_experiment(
-            experiment, RunOptions(), store, reporter=Reporter(io.StringIO()), jobs=jobs
-        )  # fmt: skip
-    assert not store.root.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
 
 import numpy
@@ -44,32 +43,6 @@ def test_numbers_of_numpy_and_paths_become_plain_data():
 def test_what_is_not_plain_data_is_refused_by_name(details):
     with pytest.raises(ValueError, match="step=1 can't be written"):
         encode(record(details=details))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"value": math.nan}, "value is nan"),
-        ({"low": 1.0}, "both ends"),
-        ({"low": 2.0, "high": 3.0}, "outside its interval"),
-        ({"low": -math.inf, "high": 3.0}, "low is -inf"),
-        ({"provenance": "guessed"}, "'guessed' is none of"),
-        ({"key": {"K": [2]}}, r"key K=\[2\] is list"),
-        ({"key": {"rate": math.inf}}, "key rate=inf is not finite"),
-    ],
-)
-def test_a_quantity_that_nothing_can_judge_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        quantity(**changes)
-
-
-def test_a_record_without_a_result_says_why_and_quantities_are_told_apart():
-    with pytest.raises(ValueError, match="needs a reason"):
-        record(status="failed")
-    with pytest.raises(ValueError, match="'time' is given twice"):
-        record(quantities=(quantity(), quantity()))
-    with pytest.raises(ValueError, match="'time K=2' is given twice"):
-        record(quantities=(quantity(key={"K": 2}), quantity(key={"K": 4}), quantity(7, key={"K": 2})))
 
 
 def test_identity_tells_cases_apart_and_nothing_else():

@@ -151,16 +151,6 @@ def test_memory_of_the_device_is_given_back_after_running_out(store, monkeypatch
     assert calls == [1]
 
 
-def test_an_interrupt_ends_the_run_and_keeps_what_is_finished(store, log, monkeypatch):
-    monkeypatch.setenv("FAKE_STEP_3", "interrupt")
-    result, _ = go(store)
-    assert result.interrupted
-    assert [record.case["step"] for record in result.records] == [1, 2]
-    monkeypatch.delenv("FAKE_STEP_3")
-    assert not go(store)[0].interrupted
-    assert steps(log) == [1, 2, 3, 3, 4, 5]
-
-
 def test_results_that_can_not_be_written_are_handed_over_and_the_run_goes_on(tmp_path):
     store = Store(tmp_path)
     store.path("fake").symlink_to("/dev/full")
@@ -215,19 +205,6 @@ CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M
 )
 def test_only_selects(only, chosen):
     assert select(CASES, only) == [CASES[place] for place in chosen]
-
-
-@pytest.mark.parametrize(
-    ("only", "message"),
-    [
-        ({"L": ("2",)}, "unknown key 'L' in --only; allowed: K, M, remat"),
-        ({"K": ("2", "3")}, "no case has K=3; allowed: 2, 4"),
-        ({"K": ("4",), "remat": ("true",)}, "no case has K=4 remat=true together"),
-    ],
-)
-def test_only_names_what_is_unknown_and_what_is_allowed(only, message):
-    with pytest.raises(ValueError, match=message):
-        select(CASES, only)
 
 
 def test_a_profile_the_experiment_lacks_is_named():

@@ -120,12 +120,6 @@ def test_a_folder_that_can_not_be_made_is_an_error_and_reads_as_empty(tmp_path):
     assert store.load("fake") == Store(tmp_path / "nothing").load("fake")
 
 
-@pytest.mark.parametrize("name", ["../fake", "a/b", "", ".hidden", "a b"])
-def test_an_experiment_name_is_a_plain_file_name(store, name):
-    with pytest.raises(ValueError, match="can't be a file name"):
-        store.path(name)
-
-
 WRITER = """
 import sys
 from records import record

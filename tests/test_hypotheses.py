@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
-from command_line import call
 
-from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.hypotheses import Hypothesis, base_of, rank, summary, table, with_reasons
 from gpipe_bench.harness.paper import PaperNumber
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Answer, Spread, judge
 
 A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
@@ -97,27 +91,6 @@ def test_a_difference_says_what_accounts_for_it_or_what_was_tried() -> None:
     assert why(here, NEAR) == "nothing was tried that might account for it", "it answers another question"
 
 
-@pytest.mark.parametrize("name", ["table1", "table4"])
-def test_no_reason_of_the_reference_records_contradicts_its_hypotheses(name: str) -> None:
-    experiment = load(name)
-    records = Store(REFERENCE / "cpu-2-cores").load(name).records
-    assert experiment.hypotheses is not None
-    tested = experiment.hypotheses(records)
-    ranking = rank(tested)
-    differing = 0
-    for found in compare(with_reasons(experiment.cells(records), tested)):
-        if found.verdict not in ("above", "below"):
-            continue
-        if found.question == "here":
-            assert found.why == "nothing was tried that might account for it"
-        elif found.place in ranking.keys:
-            differing += 1
-            assert bool(found.explained_by) == bool(ranking.explains(found.place)), found.key
-            assert found.tried > 1
-            assert f"{found.tried:,}" in found.why
-    assert differing >= 1, name
-
-
 def test_a_reason_by_name_accounts_where_a_tenth_of_its_settings_do() -> None:
     """11 is met by one of ten settings; by one of eleven it is a sliver, however near the middle."""
 
@@ -171,36 +144,3 @@ def test_the_text_says_how_many_were_tried_and_what_none_explains() -> None:
 def test_what_cannot_be_ranked_is_named(hypotheses: list[Hypothesis], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rank(hypotheses, PAPER)
-
-
-def test_the_verb_refuses_what_has_no_hypotheses_and_says_what_to_run(tmp_path: Path) -> None:
-    status, _, err = call("hypotheses", "figure2", "--results", tmp_path)
-    assert status == 2
-    assert "figure2 has no hypotheses; those that have: table1, table2, table3, table4, figure3" in err
-    status, _, err = call("hypotheses", "table1", "--results", tmp_path)
-    assert status == 2
-    assert "make them with: gpipe-bench run table1" in err
-
-
-def test_the_verb_shows_the_reference_records() -> None:
-    status, out, err = call("hypotheses", "table1", "--results", "results/reference/cpu-2-cores")
-    assert status == 0, err
-    for text in ("The base: activation format float32", "4612 hypotheses were tried on 10 numbers"):
-        assert text in out
-    assert "None of them accounts for every number" in out
-    status, lines, _ = call(
-        "hypotheses", "table1", "--results", "results/reference/cpu-2-cores", "--json", "--all"
-    )
-    found = [json.loads(line) for line in lines.splitlines()]
-    assert status == 0
-    assert len(found) == 4612
-    assert {"hypothesis", "settings", "ratios", "rms", "within"} <= set(found[0])
-    assert found[0]["rms"]["all"] == min(each["rms"]["all"] for each in found)
-
-
-@pytest.mark.parametrize("name", ["table1", "table2", "table3", "table4", "figure3"])
-def test_every_table_that_differs_has_its_reasons_tested_by_one_command(name):
-    status, out, err = call("hypotheses", name, "--results", str(REFERENCE / "cpu-2-cores"))
-    assert (status, err) == (0, "")
-    assert "hypotheses were tried" in " ".join(out.split())
-    assert "Nearest over all:" in out

@@ -19,8 +19,8 @@ from gpipe_bench.experiments.paper_profiles import (
     tiled,
     transformer,
 )
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
+from gpipe_bench.pipeline import Boundary, Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 

@@ -17,7 +17,7 @@ from gpipe_bench.experiments.table1.largest import (
     place_best,
 )
 from gpipe_bench.models.paper import COLUMNS, GIB, Column
-from gpipe_bench.pipeline.memory.cut import StagePeaks
+from gpipe_bench.pipeline import StagePeaks
 from gpipe_bench.pipeline.plan.partition import Partition
 
 PIPELINES = [each for each in COLUMNS["transformer"] if not each.is_naive]

@@ -52,13 +52,6 @@ def test_one_table_with_a_column_for_each(machines, capsys):
     assert "pipeline-4" not in lines, "a row that no machine has says nothing here"
 
 
-def test_only_the_fields_that_differ_are_listed(machines, capsys):
-    assert cli.main(["compare", "fake", "--machines", *map(str, machines)]) == DONE
-    listed = capsys.readouterr().out.partition("the machines differ in")[2]
-    assert "cpu_model" in listed
-    assert "python" not in listed
-
-
 def test_equal_environments_say_so(machines, tmp_path):
     twin = put(tmp_path / "twin", {1: 1e6}, environment={"cpu_model": "A", "python": "3.12"})
     records = {path.name: Store(path).load("fake").records for path in (machines[0], twin)}
@@ -100,21 +93,6 @@ def test_folders_of_one_name_keep_their_paths(tmp_path):
         (tmp_path / name / "results").mkdir(parents=True)
     first, second = (str(tmp_path / name / "results") for name in ("a", "b"))
     assert list(machine_folders([first, second], tmp_path)) == ["results", second]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["cpu-2-cores", "h2O"], "unknown machine 'h2O'; there are: cpu-2-cores"),
-        (["cpu-2-core", "local"], "did you mean 'cpu-2-cores'"),
-        (["cpu-2-cores", "cpu-2-cores"], "given twice"),
-    ],
-)
-def test_what_cannot_be_compared_is_one_line(names, message, capsys):
-    assert cli.main(["compare", "table1", "--machines", *names]) == BAD_USAGE
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_a_machine_without_such_records_says_what_it_has(machines, tmp_path, capsys):

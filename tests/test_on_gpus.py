@@ -21,9 +21,7 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.rounds import Usage
-from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline import Kind, Link, gpipe
 from gpipe_bench.pipeline.plan.simulate import replay as laid_out
 
 SMOKE = replace(TINY, batch_size=8)

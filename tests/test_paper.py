@@ -1,4 +1,6 @@
-"""results/paper.csv: the file is whole, and its numbers are the paper's.
+"""results/paper.csv is whole, and its numbers are the paper's; results/unknowns.toml: what it does not state.
+
+What is said of damaged files is in refusals.txt.
 
 The literals below were copied from the paper once more, by hand and not from the file.
 """
@@ -10,6 +12,7 @@ import csv
 import pytest
 
 from gpipe_bench.harness.paper import COLUMNS, PATH, load_paper
+from gpipe_bench.harness.unknowns import load_unknowns
 
 
 @pytest.fixture(scope="module")
@@ -242,61 +245,6 @@ GOOD = line()
 AGAIN = line(row="again", same_as="t|r|c")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("table,row\n", "the columns must be"),
-        (f"{HEADER}\n{line(value='83000000')}\n", r":2: value 83000000 is not what is printed, '82M'"),
-        (f"{HEADER}\n{GOOD}\n{GOOD}\n", ":3: .* stands on line 2 already"),
-        (f"{HEADER}\n{line(source='hearsay')}\n", ":2: kind 'result' with source 'hearsay': external are"),
-        (f"{HEADER}\n{line(unit='weights')}\n", ":2: unit is 'weights', allowed"),
-        (f"{HEADER}\n{line(printed='many')}\n", ":2: printed form 'many'"),
-        (f"{HEADER}\n{line(bound='around')}\n", ":2: .*'around' - at `.*bound`"),
-        (f"{HEADER}\n{GOOD},extra\n", ":2: a row has"),
-        (f"{HEADER}\nt,r\n", ":2: a row has"),
-        (f"{HEADER}\n{line(exact='sure')}\n", ":2: Expected `bool`, got `str` - at `.*exact`"),
-        (f"{HEADER}\n{line(comparable='no')}\n", ":2: .* not comparable needs the erratum"),
-        (f"{HEADER}\n{line(corrected_value='80M')}\n", ":2: a number that is corrected .* needs the erratum"),
-        (
-            f"{HEADER}\n{line(kind='formula')}\n",
-            ":2: .*'formula' - at `.*kind`",
-        ),
-        (f"{HEADER}\n{line(kind='external')}\n", ":2: kind 'external' with source 'paper'"),
-        (f"{HEADER}\n{line(form='guessed')}\n", ":2: .*'guessed' - at `.*form`"),
-        (f"{HEADER}\n{line(form='evaluated')}\n", ":2: .* evaluated is an identity, not a result"),
-        (f"{HEADER}\n{line(form='read off')}\n", ":2: a number that is read off needs its error"),
-        (f"{HEADER}\n{line(form='derived')}\n", ":2: a number that is derived needs its error"),
-        (f"{HEADER}\n{line(form='read off', error='0')}\n", ":2: error is 0.0, not a positive number"),
-        (f"{HEADER}\n{line(form='read off', error='little')}\n", ":2: Expected `float.* at `.*error`"),
-        (f"{HEADER}\n{line(error='1e6')}\n", ":2: an error is for numbers read off"),
-        (f"{HEADER}\n{line(form='words', value='nan')}\n", ":2: a number in words needs the words"),
-        (f"{HEADER}\n{AGAIN}\n", r":2: same_as .*'t', 'r', 'c'.* is no other number of the paper"),
-        (f"{HEADER}\n{line(same_as='t|r|c')}\n", ":2: same_as .* is no other number"),
-        (
-            f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t/r/c')}\n",
-            ":3: Expected `array` of length 3, got 1 - at `.*same_as`",
-        ),
-        (
-            f"{HEADER}\n{GOOD}\n{AGAIN}\n{line(row='third', same_as='t|again|c')}\n",
-            ":4: same_as .* is itself the same as .*; name that one",
-        ),
-        (
-            f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t|r|c', value='84000000', printed='84M')}\n",
-            ":3: '84M' and '82M' of .* are not one number",
-        ),
-        (
-            f"{HEADER}\n{GOOD}\n{line(row='again', same_as='t|r|c', unit='tokens')}\n",
-            ":3: same_as .* is in parameters, this number in tokens",
-        ),
-    ],
-)
-def test_a_damaged_file_is_an_error_with_its_place(tmp_path, content, message):
-    path = tmp_path / "paper.csv"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        load_paper(path)
-
-
 def test_a_number_that_is_printed_again_counts_once(tmp_path):
     path = tmp_path / "paper.csv"
     path.write_text(f"{HEADER}\n{GOOD}\n{AGAIN}\n")
@@ -370,6 +318,64 @@ def test_a_word_stands_for_the_value_that_its_sentence_gives(cells):
         assert c.kind in ("claim", "identity", "external"), "an identity where it follows by counting"
 
 
-def test_a_missing_file_is_an_error_with_its_path(tmp_path):
-    with pytest.raises(ValueError, match=r"can't be read from .*paper\.csv"):
-        load_paper(tmp_path / "paper.csv")
+@pytest.mark.parametrize("load", [load_paper, load_unknowns])
+def test_a_missing_file_is_an_error_with_its_path(tmp_path, load):
+    with pytest.raises(ValueError, match=r"can't be read from .*/none"):
+        load(tmp_path / "none")
+
+
+# What is not stated
+
+
+@pytest.fixture(scope="module")
+def settings():
+    return load_unknowns()
+
+
+def test_every_entry_belongs_to_a_table_of_the_paper(settings):
+    tables = {cell.table for cell in load_paper()}
+    for one in (*settings.unknown, *settings.stated):
+        assert set(one.tables) <= tables, one.setting
+
+
+def test_what_the_paper_states_is_no_unknown(settings):
+    with pytest.raises(ValueError, match=r"num_microbatches of table1-amoebanet .* v1 Table 1 states 16"):
+        settings.find("table1-amoebanet", "num_microbatches")
+    with pytest.raises(ValueError, match=r"num_stages of breakdown-v5 .* states 2"):
+        settings.find("breakdown-v5", "num_stages")
+    with pytest.raises(ValueError, match=r"has no unknown setting 'colour' .* it has: .*gradient_copies"):
+        settings.find("table1-amoebanet", "colour")
+
+
+def test_an_unknown_allows_its_values_and_no_others(settings):
+    micro = settings.find("table1-transformer", "num_microbatches")
+    assert micro.allows(32)
+    assert not micro.allows(64)
+    assert micro.ends == micro.allowed
+    cap = settings.find("table1-amoebanet", "memory_cap_bytes")
+    assert cap.ends == (7.31e9, 2**33)
+    assert cap.allows(8e9)
+    assert not cap.allows(9e9)
+    assert not cap.allows("8 GB")
+    head = settings.find("table1-amoebanet", "auxiliary_head")
+    assert head.allows(True)
+    assert not head.allows(1)
+
+
+def test_stated_values_are_those_of_the_papers_numbers(settings):
+    table = "table1-amoebanet"
+    stated = {one.setting: one.value for one in settings.stated if table in one.tables}
+    published = {
+        cell.row: cell.value for cell in load_paper() if (cell.table, cell.column) == (table, "setting")
+    }
+    for row, setting in (("batch size", "batch_size"), ("micro-batches", "num_microbatches"),
+                         ("image size", "image_size")):  # fmt: skip
+        assert stated[setting] == published[row]
+
+
+def test_what_was_thought_of_later_is_a_reason_and_in_no_range(settings):
+    width = settings.find("table2-transformer", "d_model")
+    assert width.later
+    assert not set(width.later) & set(width.ends)
+    names = [each.name for each in settings.reasons("table2-transformer")]
+    assert "the Transformer is half as wide as in Table 1" in names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.harness.store import Store
 
-ROOT = Path(__file__).parents[1]
 USERS = "mine:Engine@01234567"
 CASE = {"model": "transformer", "where": "processes", "remat": "except_last", "num_microbatches": 4}
 TIMES = {
@@ -130,22 +128,6 @@ def lines_of(text: str) -> dict[str, str]:
     return {line.split("  ")[0]: line for line in reversed(text.splitlines())}
 
 
-def test_the_table_shows_what_holds_and_what_does_not() -> None:
-    text = tables([kept(measured(TIMES, TIMES))], [])
-    lines = lines_of(text)
-    assert "transformer, one process per stage, re-materialized (except_last), M = 4" in lines
-    assert lines["torch-gpipe"].endswith("1.500 [1.500, 1.500]      >= 1.12   yes")
-    assert lines["torch-1f1b"].endswith(">= 1.12   NO")
-    assert ">=" not in lines[ALWAYS]
-    assert MODELS["transformer"][3] in text
-    assert MODELS["amoebanet"][3] not in text
-    refused = {"mine:Engine": "needs a process group", "torchgpipe": "torchgpipe is not installed"}
-    found = measured({"ours": [0.2] * 12}, extra=USERS, refused=refused, where="one process")
-    lines = lines_of(tables([kept(found, case={**CASE, "where": "one process"})], []))
-    for name, reason in refused.items():
-        assert lines[name].endswith(f"skipped: {reason}")
-
-
 def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     case = next(c for c in EXPERIMENT.cases(RunOptions()) if c.key["where"] == "one process")
@@ -155,18 +137,6 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
     assert "skipped: torchgpipe is not installed: pip install -e .[peers]" in text
     assert tables([], []) == "Engines side by side: nothing on record"
     assert EXPERIMENT.cells([]) == []
-
-
-def test_each_engine_is_set_against_every_other_one_and_has_its_memory_in_every_process() -> None:
-    slow = {name: [1.1 * each for each in samples] for name, samples in TIMES.items()}
-    rows = [line.split("  ") for line in tables([kept(measured(TIMES, slow))], []).splitlines()]
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    pairs = {(row[0], row[1]): row[2:] for row in cells if len(row) == 4 and row[1] in TIMES}
-    assert set(pairs) == set(itertools.combinations(TIMES, 2))
-    assert pairs["torch-gpipe", "torch-1f1b"] == ["0.700 [0.700, 0.700]", "slower"]
-    assert pairs["ours", "torch-1f1b"] == ["1.050 [1.050, 1.050]", "faster"]
-    peaks = {row[0]: row[1] for row in cells if len(row) == 2 and "MiB, " in row[1]}
-    assert peaks == dict.fromkeys(TIMES, "3 MiB, 3 MiB")
 
 
 @pytest.mark.parametrize(

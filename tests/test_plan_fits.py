@@ -18,14 +18,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS
 from gpipe_bench.models.parallel import tensor_parallel
+from gpipe_bench.pipeline import LINKS, Link
 from gpipe_bench.pipeline.memory.tracker import on_this_rank
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.planner.answer import plan
+from gpipe_bench.planner import Request, Space, plan
 from gpipe_bench.planner.infeasible import smallest
 from gpipe_bench.planner.model import built
-from gpipe_bench.planner.request import MEASURED, Request
+from gpipe_bench.planner.request import MEASURED
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.space import Space, ways
+from gpipe_bench.planner.space import ways
 
 NEAR = Link("near", 1e-4, 1e6)
 REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)

@@ -9,15 +9,12 @@ import pytest
 
 from gpipe_bench.experiments.plan import exact, on_paper
 from gpipe_bench.experiments.plan.steps import WAYS, ranked, searched, title, with_replicas
-from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.pipeline import FREE, Link, partition
+from gpipe_bench.planner import Candidate, Costs, Request, Space
 from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s
-from gpipe_bench.planner.costs import Costs, SizeCosts
+from gpipe_bench.planner.costs import SizeCosts
 from gpipe_bench.planner.predict import Layout, predict
-from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.space import Space
 
 NEAR, FAR = Link("near", 1e-3, 1e9), Link("far", 1e-2, 1e8)
 
@@ -176,13 +173,6 @@ def test_every_pass_gathers_where_nothing_is_kept() -> None:
         assert step.step_s - alone.step_s == pytest.approx(2 * passes * gather_s)
     with pytest.raises(ValueError, match="its W would find its parameters sharded: gather once in a step"):
         predict(candidate("zb-h1", **shared), given, request(NEAR, 2, 8))
-
-
-def test_what_costs_do_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="no costs of micro-batches of 3"):
-        predict(candidate(number=1), costs(), request(batch_size=3))
-    with pytest.raises(ValueError, match="the cut holds 4 layers, the costs 5"):
-        predict(candidate(), costs(5), request())
 
 
 def test_stages_that_wait_are_predicted_exactly() -> None:

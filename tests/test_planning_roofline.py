@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.planner import roofline
+from gpipe_bench.pipeline import LINKS, Boundary, Profiler
+from gpipe_bench.planner import Model, Request, model_of, roofline
 from gpipe_bench.planner.accelerators import ACCELERATORS
 from gpipe_bench.planner.costs import SizeCosts
-from gpipe_bench.planner.model import Model, model_of
-from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.roofline import Noted, Operation, by_roofline, noted
 
 ROWS, WIDTH = 64, 32

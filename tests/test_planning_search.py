@@ -8,18 +8,17 @@ from itertools import combinations, pairwise, product
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
-from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory, shared_weights
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline import LINKS, NAMED, Link, Transport, grid_peak_bytes, named, pipeline_memory
+from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
+from gpipe_bench.pipeline.memory.workers import shared_weights
+from gpipe_bench.planner import Request, Space, link_named, link_within, plan
 from gpipe_bench.planner import search as search_module
-from gpipe_bench.planner.answer import plan
 from gpipe_bench.planner.candidate import Grid, Way
 from gpipe_bench.planner.cuts import Cut
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import Request, Topology, link_named, link_within
+from gpipe_bench.planner.request import Topology
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.space import Space, check, ways
+from gpipe_bench.planner.space import ways
 from gpipe_bench.planner.steps import REMATS, QuickSteps
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
@@ -283,35 +282,6 @@ def test_replicas_that_straddle_hosts_are_far() -> None:
     fast = replace(FAR, bandwidth_bytes_per_s=1e9)  # hops inside a host are the slow ones then
     assert Topology(replace(request, between=fast), Grid(3, 4)).ring("dp") == NEAR
     assert Topology(replace(request, between=fast), Grid(1, 2, tp=6)).ring("dp") == fast
-
-
-@pytest.mark.parametrize(
-    ("changes", "space", "message"),
-    [
-        ({}, {"pp": (3,)}, "no grid of 4 accelerators has pp of 3 and tp of 1: give divisors"),
-        ({"accelerators": 16}, {"pp": (16,)}, "cannot cut 6 layers into 16 stages: use at most 6 workers"),
-        (
-            {"batch_size": 7},
-            {"pp": (2,), "fewer": False},
-            "a mini-batch of 7 does not divide into 2 replicas: give a multi",
-        ),
-        ({}, {"microbatches": (3,)}, "3 micro-batches do not divide a mini-batch of 16"),
-        ({}, {"pp": (4,), "schedules": ("zb-v",)}, "no schedule of zb-v has 6 layers' stages"),
-    ],
-)
-def test_where_nothing_is_to_be_tried_the_reason_is_said(
-    changes: dict[str, int], space: dict[str, tuple[object, ...]], message: str
-) -> None:
-    request = Request(**{"accelerators": 4, "memory_bytes": 1, "batch_size": 16, "link": NEAR, **changes})
-    with pytest.raises(ValueError, match=message):
-        check(request, Space(**space), 6)  # type: ignore[arg-type]
-
-
-def test_a_space_refuses_what_there_is_not() -> None:
-    with pytest.raises(ValueError, match="unknown schedule '2f2b'; known: naive, gpipe, 1f1b"):
-        Space(schedules=("2f2b",))
-    with pytest.raises(ValueError, match="unknown re-materialization 'seldom'; known: never"):
-        Space(remats=("seldom",))
 
 
 def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> None:

@@ -13,21 +13,13 @@ from typing import Any
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline import Link
+from gpipe_bench.planner import Costs, Request, Timing, link_named
 from gpipe_bench.planner.answer import worth
-from gpipe_bench.planner.costs import About, Costs
-from gpipe_bench.planner.measured import (
-    MONTH_S,
-    Timing,
-    facts_of,
-    measured,
-    read_kept,
-    sizes_worth,
-    write_kept,
-)
+from gpipe_bench.planner.costs import About
+from gpipe_bench.planner.measured import MONTH_S, facts_of, measured, read_kept, sizes_worth, write_kept
 from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, affordable, print_progress, probe
-from gpipe_bench.planner.request import Request, link_named
 
 LOOPBACK = link_named("loopback")
 REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -19,20 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper_profiles import EXAMPLES
 from gpipe_bench.experiments.predicted import tables
-from gpipe_bench.experiments.predicted.experiment import EXPERIMENT
 from gpipe_bench.experiments.predicted.records import (
     ESTIMATE_S,
     PART,
-    TRIED,
     as_published,
-    equal_stages,
-    errors,
-    hypotheses_of,
-    prediction_error,
     prediction_text,
     run,
     timed,
-    walks,
 )
 from gpipe_bench.experiments.predicted.sizes import (
     FullSize,
@@ -46,16 +37,9 @@ from gpipe_bench.experiments.predicted.tables import adjusted
 from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, SIZES, predict
 from gpipe_bench.harness import paper as paper_file
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.hypotheses import with_reasons
 from gpipe_bench.harness.unknowns import Unknown, load_unknowns, points, ranks
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory, replay
 from gpipe_bench.planner import accelerators
 from gpipe_bench.planner.accelerators import P100_16, TPU_V2, Accelerator
 from gpipe_bench.planner.breakdown import breakdown
@@ -395,33 +379,6 @@ def test_a_prediction_knows_nothing_of_the_papers_numbers(table3, monkeypatch, t
     assert [q.value for q in again.quantities] == [q.value for q in table3.quantities]
 
 
-def test_entries_need_no_torch() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
-        "from gpipe_bench.experiments.predicted import records\n"
-        "from gpipe_bench.experiments.predicted.experiment import EXPERIMENT\n"
-        "print(len(EXPERIMENT.cells([])), records.as_published([]), records.hypotheses_of([]))"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert found.stdout.split("\n")[0] == "0 [] []", found.stderr
-
-
-def test_errors_elsewhere_are_of_the_middle_and_by_kind() -> None:
-    ratio, speed = ("table2-amoebanet", "M=4", "K=2"), ("table2-amoebanet", "M=4 throughput", "K=2")
-    published = {c.key: c.value for c in paper_file.load_paper() if c.source == "torchgpipe"}
-    found = errors(
-        [
-            {"cell": list(ratio), "value": 1.1 * published[ratio]},
-            {"cell": list(speed), "value": 0.7 * published[speed]},
-            {"cell": ["no", "such", "number"], "value": 1.0},
-        ]
-    )
-    assert found.ratios == pytest.approx((0.1,))
-    assert found.absolute == pytest.approx((-0.3,))
-    assert "ratios median 10 %, worst 10 % of 1; absolute speeds median 30 %" in found.sentence
-    assert errors([]) is None
-
-
 # Hypotheses -------------------------------------------------------------------------------------------------
 
 
@@ -434,105 +391,9 @@ def kept(prediction: Prediction, experiment: str):
     )  # fmt: skip
 
 
-def test_hypotheses_are_the_middle_every_single_change_and_the_best_of_all() -> None:
-    axes = (
-        Axis("activation_format", ("float32", "bfloat16"), (0, 1)),
-        Axis("num_microbatches", (4, 8), (0, 1)),
-    )
-    cells = [("breakdown-v5", part, "share of the step") for part in ("computation", "recompute")]
-    values = {
-        cells[0]: np.array([[60.0, 65.6], [61.0, 62.0]]),
-        cells[1]: np.array([[20.0, 22.5], [21.0, 0.0]]),
-    }
-    found = hypotheses_of([kept(Prediction.by_rule("A model", axes, values), "table4")])
-    assert [each.name for each in found] == [
-        "A model: the middle of everything",
-        "A model: activation_format bfloat16",
-        "A model: num_microbatches 8",
-        "A model: the best of 4 combinations",
-    ]
-    assert dict(found[0].values) == {cells[0]: 60, cells[1]: 20}
-    assert dict(found[-1].values) == {cells[0]: 65.6, cells[1]: 22.5}
-    assert found[-1].settings == {"activation_format": "float32", "num_microbatches": 8, TRIED: 4}
-
-
-def with_reason(values, *, elsewhere=()):
-    """A record of a prediction of one number, 59 to 61 %, and of a reason under which it is other ones."""
-    cell = ("breakdown-v5", "computation", "share of the step")
-    axis = Axis("num_microbatches", tuple(range(len(values))), tuple(range(len(values))))
-    plain = Prediction.by_rule("A model", (axis,), {cell: np.linspace(59, 61, len(values))})
-    made = Prediction.by_rule("A model", (axis,), {cell: np.array(values)})
-    found = kept(plain, "table3")
-    reason = {"name": "a reason", "middle": [made.middle(cell)], "tried": made.tried()}
-    details = {**found.details, "reasons": [reason], "elsewhere": list(elsewhere)}
-    return replace(found, details=details), cell
-
-
-def test_a_reason_accounts_for_a_number_where_a_tenth_of_its_settings_do() -> None:
-    for others, named in ((9, True), (10, False)):
-        found, cell = with_reason([65.6, *[70.0] * others])
-        reason = hypotheses_of([found])[-1]
-        assert (reason.name, reason.after_looking) == ("A model: a reason", True)
-        assert (reason.share(PUBLISHED["paper", *cell]) >= 0.1) == named
-        entry = replace(as_published([found])[0], not_comparable="")
-        (joined,) = with_reasons([entry], [reason])
-        assert bool(joined.explained_by) == named
-        assert joined.others_tried == others + 1
-
-
-def test_the_range_has_the_predictions_error_and_a_verdict_needs_one() -> None:
-    """Ratios of others, predicted 5 % too high and 5 % too low: 95 % of the next ones lie so far off."""
-    of_others = [
-        c for c in paper_file.load_paper() if c.source == "torchgpipe" and c.unit == "ratio" and not c.exact
-    ]
-    off = [1.05, 1 / 1.05] * 7
-    elsewhere = [
-        {"cell": list(c.key), "value": c.value * f} for c, f in zip(of_others[:14], off, strict=True)
-    ]
-    found, _ = with_reason([60.0] * 4, elsewhere=elsewhere)
-    low, high = prediction_error(found)
-    assert (low, high) == (
-        pytest.approx(1 / high),
-        pytest.approx(1.05 ** (2.16 * math.sqrt(14 / 13 * 15 / 14)), rel=1e-3),
-    )
-    (entry,) = as_published([found])
-    assert (entry.spread.low, entry.spread.high) == (pytest.approx(59 * low), pytest.approx(61 * high))
-    assert entry.spread.parts[-1].what == "error of the prediction"
-    assert not entry.not_comparable
-    (without,) = as_published([with_reason([60.0] * 4)[0]])
-    assert "not on record" in without.not_comparable
-
-
-def test_what_was_tried_is_walked_for_claims_about_several_cells() -> None:
-    found, cell = with_reason([65.0, 66.0])
-    (walk,) = walks([found])
-    assert (walk.name, walk.values) == ("breakdown-v5", {cell: [59.0, 61.0]})
-    assert [each["num_microbatches"] for each in walk.settings] == [0, 1]
-    early, late = zip(
-        *(equal_stages().values["table2-amoebanet", "M=32", f"K={k}"] for k in (2, 4, 8)), strict=True
-    )
-    bounds = [
-        [
-            PUBLISHED["theory", "table2-bound", f"M=32 {how} re-materialization", f"K={k}"].value
-            for k in (2, 4, 8)
-        ]
-        for how in ("with", "without")
-    ]
-    assert early == pytest.approx(bounds[0], abs=6e-4)
-    assert late == pytest.approx(bounds[1], abs=6e-4)
-
-
 # Others' numbers --------------------------------------------------------------------------------------------
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in paper_file.load_paper()}
-
-
-def ran(**key: str):
-    found = EXPERIMENT.run(Case(key), RunOptions(profile="short"))
-    return record(
-        experiment="predictions", profile="short", case=key, quantities=found.quantities,
-        details=found.details,
-    )  # fmt: skip
 
 
 def test_the_published_cuts_have_as_many_layers_as_the_zoos_models() -> None:
@@ -549,15 +410,3 @@ def test_torchgpipes_resnet_is_predicted_over_what_it_does_not_state() -> None:
     speed, base = (("figure3-resnet101", "throughput", column) for column in ("pipeline-4", "naive-1"))
     assert found.spread(ratio).combinations == 27
     assert found.middle(ratio) == pytest.approx(found.middle(speed) / found.middle(base))
-
-
-def test_every_number_stands_in_the_table_with_its_error() -> None:
-    records = [ran(part="torchgpipe", script="resnet101"), ran(part="count")]
-    for entry in EXPERIMENT.cells(records):
-        assert (entry.source, *entry.place) in PUBLISHED, entry.place
-        assert entry.quantity.unit == PUBLISHED[entry.source, *entry.place].unit
-        assert entry.question == "as published"
-    text = EXPERIMENT.tables(records, [])
-    for part in ("Ratios:", "Absolute speeds:", "Counts:", "in the median", "155.3M"):
-        assert part in text
-    assert EXPERIMENT.tables([], []) == ""

@@ -2,14 +2,25 @@
 
     python -m tests.test_refusals       writes what they say now; the diff is what changed for users
 
-A call stands at the beginning of a line and may use the public names of `pipeline` and `models` and those
-below. What it raises stands under it. Sections say what is called.
+A call stands at the beginning of a line and may use the public names of the packages and those below. It is
+made in an empty folder. What it raises stands under it. Sections say what is called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import dataclasses
+import gzip
+import hashlib
+import math
+import re
+import shlex
+import struct
 import sys
+import tempfile
+import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +28,32 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench import models, pipeline
+sys.path.append(str(Path(__file__).parent))  # for what is not run by pytest
+import command_line
+from records import quantity, record
+
+from gpipe_bench import models, pipeline, planner
+from gpipe_bench.experiments.consistency.judging import PATH as PROTOCOL
+from gpipe_bench.experiments.consistency.judging import load_protocol
+from gpipe_bench.experiments.consistency.tasks import own_images
+from gpipe_bench.harness.bundle import pack
+from gpipe_bench.harness.paper import COLUMNS, load_paper
+from gpipe_bench.harness.record import encode
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.units import parse_printed
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models.amoebanet.modules import DropPath, SamePool2d
 from gpipe_bench.models.transformer.blocks import to_cut
 from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.links import Bucket, Gather
 from gpipe_bench.pipeline.plan.remat import from_text
+from gpipe_bench.planner.breakdown import breakdown
+from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s
+from gpipe_bench.planner.costs import SizeCosts
+from gpipe_bench.planner.cuts import best_cut
+from gpipe_bench.planner.recompute import Held
+from gpipe_bench.planner.space import check
+from gpipe_bench.planner.steps import LayerTimes, QuickSteps
 
 PAGE = Path(__file__).with_name("refusals.txt")
 SMALL = {
@@ -51,7 +83,171 @@ def auto(**options: Any) -> pipeline.Pipeline:
     return pipeline.Pipeline(layers, **options)
 
 
+NUMBER = {
+    "table": "t", "row": "r", "column": "c", "value": "82000000", "printed": "82M", "unit": "parameters",
+    "kind": "result", "hardware": "TPU", "source": "paper", "location": "v5 Table 1",
+}  # fmt: skip
+
+
+def paper(*numbers: dict[str, str], columns: Any = COLUMNS, more: str = "") -> None:
+    """A file of the paper's numbers, each a plain one but for these columns."""
+    with open("paper.csv", "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerow(columns)
+        for each in numbers:
+            file.write(",".join({**NUMBER, **each}.get(column, "") for column in columns) + f"{more}\n")
+    load_paper(Path("paper.csv"))
+
+
+UNKNOWNS = """
+[[unknown]]
+tables = ["t"]
+setting = "s"
+allowed = [1, 2]
+later = [9]
+reason = "because"
+sources = ["v1 3"]
+[[stated]]
+tables = ["t"]
+setting = "u"
+value = 3
+source = "v1 3"
+quote = "three"
+[[hypothesis]]
+name = "three of them"
+tables = ["t"]
+settings = { s = 9 }
+"""
+
+
+def unknowns(old: str, new: str) -> None:
+    """A file of settings that are not stated, with one text replaced."""
+    assert UNKNOWNS.count(old) == 1
+    for name, text in (("good", UNKNOWNS), ("bad", UNKNOWNS.replace(old, new))):
+        Path(f"{name}.toml").write_text(text, encoding="utf-8")
+        load_unknowns(Path(f"{name}.toml"))
+
+
+def protocol(old: str, new: str) -> None:
+    """The protocol of the consistency experiment with one text replaced."""
+    text = PROTOCOL.read_text(encoding="utf-8")
+    assert text.count(old) == 1, old
+    Path("protocol.toml").write_text(text.replace(old, new), encoding="utf-8")
+    load_protocol(Path("protocol.toml"))
+
+
+def data(options: str, *files: str, **contents: bytes) -> None:
+    """A training on these files, empty ones or with their contents."""
+    for name, content in {**dict.fromkeys(files, b""), **contents}.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+    command(f"run consistency --profile smoke --device cpu --results results {options}")
+
+
+def idx(
+    name: str = "", shape: Any = (), content: bytes | None = None, end: str = "", held_out: int = 2
+) -> None:
+    """A data set in MNIST's format, of which one file has another shape or this content."""
+    shapes: dict[str, Any] = {"train-images-idx3": (4, 9, 9), "train-labels-idx1": (4,)}
+    shapes |= {"t10k-images-idx3": (held_out, 9, 9), "t10k-labels-idx1": (held_out,)}
+    for each, given in (shapes | ({name: shape} if shape else {})).items():
+        made = bytes((0, 0, 8, len(given))) + struct.pack(f">{len(given)}I", *given) + bytes(math.prod(given))
+        made = gzip.compress(made) if end else made
+        Path(f"{each}-ubyte{end}").write_bytes(made if each != name or content is None else content)
+    own_images(".", 9, False, 0, None)
+
+
+class RefusedError(Exception):
+    """What `check` says of a file that is not taken in."""
+
+
+def sent(
+    *, archive: bytes | None = None, edit: Any = None, name: str = "", number: str = "", **changes: Any
+) -> None:
+    """A file of two records with these changes, as `export` writes it; then edited by its files (without a
+    name its comment), with a file more, with another number in a line whose digest fits, or replaced.
+    """
+    plain: dict[str, Any] = {"experiment": "computed", "environment": SURROUNDINGS, "duration_s": 12.0}
+    one, other = (encode(each) + b"\n" for each in (record(1, **{**plain, **changes}), record(2, **plain)))
+    path = Path("it.zip")
+    path.write_bytes(pack({"computed": one + other}))
+    if number:
+        body = re.sub(rb',"digest":"[0-9a-f]{16}"\}\n', b"}", one)
+        body = body.replace(b'"value":1.5', b'"value":' + number.encode())
+        one = body[:-1] + b',"digest":"' + hashlib.sha256(body).hexdigest()[:16].encode() + b'"}\n'
+    with zipfile.ZipFile(path) as whole:
+        files = {each: whole.read(each) for each in whole.namelist()} | {"": whole.comment}
+    files |= edit(files) if edit else {"computed.jsonl": one + other}
+    files |= {name: b"x"} if name else {}
+    with zipfile.ZipFile(path, "w") as changed:
+        changed.comment = files.pop("")
+        for each, text in files.items():
+            changed.writestr(each, text)
+    if archive is not None:
+        path.write_bytes(archive)
+    status, out, err = command_line.call("check", path)
+    if (status, err) == (1, ""):
+        line, last = out.splitlines()
+        assert last == "check: it.zip: not to be taken in"
+        raise RefusedError(line)
+
+
+SURROUNDINGS = {
+    "cpu_model": "a processor",
+    "python": "3.12",
+    "versions": {"torch": "2.13"},
+    "code_sha256": "0",
+}
+OFF = quantity(1.2, name="control", unit="ratio", low=1.1, high=1.3)
+
+
+class BadUsageError(Exception):
+    """One line behind the word `error`, nothing else, and status 2."""
+
+
+def command(line: str) -> None:
+    """One of the command line; the fake experiment is one of those that there are."""
+    status, out, err = command_line.call(*shlex.split(line))
+    if (status, out, err.count("\n")) == (2, "", 1) and err.startswith("error: "):
+        raise BadUsageError(err.removeprefix("error: "))
+
+
+def size(line: str) -> None:
+    command(
+        f"size {line} --accelerators 1 --memory-gib 9" if "--accelerators" not in line else f"size {line}"
+    )
+
+
+def held(cap: float, *, at_rest: tuple[int, int] = (10, 20), graphs: int = 5) -> None:
+    """Two stages of 1F1B, two micro-batches; each action holds the graph that it makes or uses up."""
+    inputs, schedule = (2, 1) if graphs else (0, 0), pipeline.one_f_one_b(2, 2)
+
+    def own(action: pipeline.Action, again: bool) -> float:
+        mine = inputs[action.stage] if action.kind is pipeline.Kind.F and again else graphs
+        return at_rest[action.stage] + mine
+
+    lay_out = partial(pipeline.replay, action_s=pipeline.SLOTS)
+    planner.adaptive(schedule, lay_out, Held(inputs, (graphs,) * 2, own, at_rest), cap)
+
+
+REQUEST = planner.Request(
+    accelerators=4, memory_bytes=2**30, batch_size=16, link=pipeline.LINKS["nvlink4"]
+)  # fmt: skip
+CANDIDATE = planner.Candidate(
+    cut=(range(0, 3), range(3, 5)), schedule="1f1b", num_microbatches=4, remat=("always", "never"),
+    num_workers=2, dp=2, fsdp=2, fsdp_level=3,
+)  # fmt: skip
+PREDICTION = planner.Prediction(
+    candidate=CANDIDATE, batch_size=64, step_s=2.0, low_s=1.0, high_s=4.0, peak_bytes=(5, 7),
+    peak_when=("0B0", "1B0"), parts_s={"computation": 2.0},
+)  # fmt: skip
+
 NAMES = {
+    **{name: getattr(planner, name) for name in planner.__all__},
+    **{each.__name__: each for each in (paper, unknowns, protocol, data, idx, sent, command, size, held)},
+    **{each.__name__: each for each in (quantity, record, Store, Bucket, Gather, breakdown, best_cut, check)},
+    **{each.__name__: each for each in (all_gather_s, all_reduce_s, SizeCosts, LayerTimes, QuickSteps)},
+    "parse_printed": parse_printed, "gzip": gzip, "OFF": OFF, "Path": Path, "REQUEST": REQUEST,
+    "CANDIDATE": CANDIDATE, "PREDICTION": PREDICTION,
     **{name: getattr(pipeline, name) for name in pipeline.__all__},
     **{name: getattr(models, name) for name in models.__all__},
     **{each.__name__: each for each in (rows, built, auto, from_text, to_cut, DropPath, SamePool2d, Edge)},
@@ -78,9 +274,11 @@ def sections() -> dict[str, dict[str, str]]:
 def said(call: str) -> str:
     """By a call."""
     try:
-        eval(call, dict(NAMES))
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            eval(call, dict(NAMES))
     except Exception as error:
-        lines = (line.strip() for line in f"{type(error).__name__}: {error}".splitlines())
+        text = f"{type(error).__name__}: {error}".replace(f"{folder}/", "")
+        lines = (line.strip() for line in text.splitlines())
         return "\n".join(line for line in lines if line)
     return "nothing"
 

@@ -17,7 +17,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from command_line import ROOT, SEVERAL, START, Gate, call, finish, lines, run_fake, start, surroundings
+from command_line import START, Gate, call, lines, run_fake, start, surroundings
 from fake_experiment import steps
 from records import record
 
@@ -500,26 +500,6 @@ def test_a_terminal_gets_a_bar_where_it_can_show_one_and_lines_elsewhere(tmp_pat
     assert "Traceback" not in text
     assert ("\x1b" in text) == bar
     assert ("[5/5] step=5 kind=odd: done in" in text) != bar
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"PYTHONIOENCODING": "ascii"},
-        {"PYTHONIOENCODING": "latin-1"},
-    ],
-)
-def test_tables_are_plain_enough_for_any_encoding(tmp_path, variables):
-    reference = str(ROOT / "results" / "reference" / "cpu-2-cores")
-    one, two = (["compare", name, "--results", reference] for name in ("table1", "figure2"))
-    report = ["report", "--no-figures", "--results", tmp_path]
-    status, out, err = finish(start(*one, "then", *two, "then", *report, code=SEVERAL, **variables))
-    assert status == 0, err
-    assert "\\x" not in out + err
-    assert "\\u" not in out + err
-    assert out.startswith(call(*one)[1] + call(*two)[1])
-    assert "✓" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_path_that_is_no_text_is_a_path(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import peers_trials
 import pytest
 from records import record
-from trials import BEGIN, END, Series, load, timed
+from trials import Series, load, timed
 
 from gpipe_bench.experiments.registry import load as experiment
 from gpipe_bench.experiments.side_by_side import (
@@ -232,17 +232,3 @@ def test_a_series_that_was_stopped_goes_on_where_it_was(
     assert said == "3 trials"
     assert [each["number"] for each in load(whole.records)] == [0, 1, 2]
     assert {"number", "started_at", "duration_s", "load_after", "cores"} < set(load(whole.records)[0])
-
-
-def test_other_records_are_said_and_written_into_the_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said, ran = series_in(tmp_path)
-    elsewhere = tmp_path / "elsewhere.jsonl"
-    elsewhere.write_text('{"number": 0}\n{"number": 2}\n')
-    assert said.main(["--records", str(elsewhere), "--summary"]) == 0
-    assert capsys.readouterr().out == "2 trials\n"
-    said.docs.write_text(f"before\n{BEGIN}stale\n{END}after\n")
-    assert said.main(["--records", str(elsewhere), "--write-docs"]) == 0
-    assert said.docs.read_text() == f"before\n{BEGIN}\n```text\n2 trials\n```\n\n{END}after\n"
-    assert ran == []

@@ -292,17 +292,20 @@ def test_an_examination(ended: Callable[..., tuple[str, str]], moment: Moment) -
 
 
 @pytest.mark.parametrize(
-    "moment",
+    ("verb", "moment"),
     [
-        Moment("gpipe_bench.experiments.commands.plan", TERM),
-        Moment("gpipe_bench.planner.answer:plan", INT),
-        Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True),
+        ("plan", Moment("gpipe_bench.experiments.commands.plan", TERM)),
+        ("plan", Moment("gpipe_bench.planner.answer:plan", INT)),
+        ("plan", Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True)),
+        ("plan", Moment("gpipe_bench.planner.model:Model.profile_of", INT)),
+        ("size", Moment("gpipe_bench.planner.model:model_of", INT)),
+        ("size", Moment("gpipe_bench.planner.model:Model.profile_of", TERM)),
     ],
 )
-def test_a_plan(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:
-    """While it starts, before it searches, and while processes time the layers for it."""
+def test_a_plan(ended: Callable[..., tuple[str, str]], verb: str, moment: Moment) -> None:
+    """While it starts, builds, profiles and searches, and while processes time the layers for it."""
     machines = ["--accelerators", "2", "--memory-gib", "8", "--batch-size", "4"]
-    out, _ = ended(moment, "plan", "gpt2", *machines, "--num-layers", "1")
+    out, _ = ended(moment, verb, "gpt2", *machines, "--num-layers", "1")
     assert out == ""
 
 

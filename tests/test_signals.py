@@ -197,27 +197,6 @@ def test_a_library_that_swallows_the_interrupt_does_not_hold_it_up(tmp_path, gat
     assert kept(results) == [(1, "done")]
 
 
-@pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_a_signal_while_it_starts(tmp_path, gate, number, status):
-    """In the middle of an import, which takes seconds for torch."""
-    (tmp_path / "torch.py").write_text(
-        "import os, signal\n"
-        "os.write(os.open(os.environ['FAKE_GATE'] + '/arrived', os.O_WRONLY), b'here')\n"
-        "while True: signal.pause()\n"
-    )
-    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{START}"
-    process = start(
-        "run", "fake", "--device", "cuda", "--results", tmp_path / "results", code=code,
-        FAKE_GATE=str(gate.folder),
-    )  # fmt: skip
-    gate.wait()
-    process.send_signal(number)
-    found, out, err = ending_of(process)
-    assert (found, out) == (status, ""), err
-    assert "Traceback" not in err
-    assert not (tmp_path / "results").exists()
-
-
 def test_a_signal_that_the_shell_told_it_to_ignore_stays_ignored(tmp_path, gate):
     """As in `nohup` and in the background of a script."""
     code = START.replace("signal.default_int_handler", "signal.SIG_IGN")

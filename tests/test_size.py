@@ -1,12 +1,24 @@
-"""`size`: the search and the cut for one's own accelerators, and its refusals."""
+"""`size`: the largest model, published shapes and one's own, cuts, and what would help; its refusals are in
+refusals.txt.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
+from gpipe_bench.pipeline import Boundary, Profiler, Transport, gpipe, named, pipeline_memory
+from gpipe_bench.pipeline.memory.workers import shared_weights
+from gpipe_bench.planner import model as size_models
 
 
 def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -15,13 +27,208 @@ def size(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return status, out, err
 
 
-def peaks(line: str) -> list[int]:
-    found = json.loads(line)
-    names = ("when", "peak")
-    return [
-        sum(value for name, value in each.items() if name not in names and isinstance(value, int))
-        for each in found.get("workers") or found["stages"]
-    ]
+def peaks(found: dict[str, Any]) -> list[int]:
+    """Of workers, or of the stages of the largest model."""
+    if "workers" in found:
+        return [worker["peak"] for worker in found["workers"]]
+    return [sum(v for k, v in each.items() if k != "when") for each in found["stages"]]
+
+
+def test_the_stages_of_a_shape_are_the_memory_models(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = size(
+        capsys, "gpt2", "--num-stages", 2, "--cap-gib", 99, "--num-layers", 3, "--num-microbatches", 4,
+        "--batch-size", 8, "--json",
+    )  # fmt: skip
+    found = json.loads(out)
+    assert (status, found["num_microbatches"], found["batch_size"], found["optimizer"]) == (0, 4, 8, "adam")
+    options = {**SHAPES["gpt2"][1], "num_layers": 3}
+    with torch.device("meta"):
+        model = MODELS["gpt2"](**options, tied=False)
+        tied = MODELS["gpt2"](**options)
+    inputs, target = example_batch("gpt2", 2, device="meta", **options)
+    layers, loss = Profiler().model(
+        model, loss_fn("gpt2", **options), Boundary.of(inputs), Boundary.of(target)
+    )
+    first = found["layers_per_stage"][0]
+    cut = (range(first), range(first, 5))
+    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 4, "always"), "adam", receive_ahead=Transport())
+    assert peaks(found) == [each.peak for each in wanted]
+    assert found["num_parameters"] == sum(p.numel() for p in tied.parameters()), "the tie counts once"
+
+
+def test_the_largest_of_all_is_profiled_by_one_of_its_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = size(
+        capsys, "llama-405b", "--num-stages", 128, "--cap-gib", 99, "--num-microbatches", 32, "--json"
+    )
+    found = json.loads(out)
+    assert found["num_parameters"] == 405_853_388_800
+    assert found["layers_per_stage"] == [1] * 128
+    assert len({json.dumps({**each, "when": "", "stages": []}) for each in found["workers"][1:-1]}) == 1
+    model = size_models.model_of("llama-405b")
+    profile = model.profile_of(1, "float32")
+    assert len({id(layer) for layer in profile.layers}) == 3, "embedding, block, output"
+
+
+def test_the_fewest_microbatches_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("gpt2", "--num-stages", 2, "--num-layers", 2, "--batch-size", 4, "--json")
+    needed = {}
+    for count in (1, 2, 4):
+        out = size(capsys, *asked, "--cap-gib", 99, "--num-microbatches", count)[1]
+        needed[count] = max(peaks(json.loads(out)))
+    assert needed[1] > needed[2] > needed[4]
+    for count in (1, 2, 4):
+        out = size(capsys, *asked, "--cap-gib", needed[count] / 2**30)[1]
+        assert json.loads(out)["num_microbatches"] == count
+
+
+def test_what_does_not_fit_says_where_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"--accelerators": "1", "--num-layers": "6", "--batch-size": "4", "--memory-gib": "4.5",
+             "--num-microbatches": "1", "--remat": "never"}  # fmt: skip
+
+    def asked(options: dict[str, str]) -> tuple[int, str, str]:
+        return size(capsys, "gpt2", *(each for pair in options.items() for each in pair))
+
+    status, out, err = asked(given)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert "gpt2 does not fit: the smallest peak is " in err
+    assert "GiB, on stage 0 (layers 0-7) at " in err
+    assert "with pp 1, gpipe, 1 micro-batches and nothing recomputed; there are 4.5 GiB" in err
+    options = err.strip().split("What would do: ")[1].split(", or ")
+    assert options[-1].startswith("--memory-gib ")
+    assert len(options) >= 2, err
+    for option in options:  # each does, in the place of what was given
+        if option == "no --num-microbatches":
+            found = {name: value for name, value in given.items() if name != "--num-microbatches"}
+        else:
+            name, value = option.split()
+            found = {**given, name: value}
+        assert asked(found)[0] == 0, option
+
+
+def test_plan_says_the_same_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["gpt2", "--num-layers", "6", "--accelerators", "2", "--batch-size", "4"]
+    options = [*options, "--memory-gib", "0.5"]
+    err = size(capsys, *options)[2]
+    assert main(["plan", *options, "--pp", "2", "--schedule", "gpipe"]) == 2
+    theirs = capsys.readouterr().err
+    place = re.compile(r"smallest peak is [\d.]+ GiB, on stage \d \(layers [\d-]+\)")
+    assert place.findall(err) == place.findall(theirs) != []
+    assert (err.count("What would do: "), theirs.count("What would do: ")) == (1, 1)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("zb-v", 2)])
+def test_a_tied_matrix_is_one_where_one_worker_has_both_its_uses(
+    capsys: pytest.CaptureFixture[str], schedule: str, stages: int
+) -> None:
+    out = size(
+        capsys, "gpt2", "--accelerators", stages, "--memory-gib", 99, "--num-layers", 2, "--batch-size", 2,
+        "--num-microbatches", 2, "--schedule", schedule, "--json",
+    )[1]  # fmt: skip
+    found = json.loads(out)
+    held = [worker["parameters"] for worker in found["workers"]]
+    assert sum(held) == 4 * found["num_parameters"], "bytes of float32, the matrix once"
+
+
+def test_the_optimizers_state_is_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--num-stages", 1, "--cap-gib", 99, "--num-layers", 2, "--num-microbatches", 1, "--json")
+    for model in ("gpt2", "transformer-lm"):
+        sgd, adam = (
+            json.loads(size(capsys, model, *asked, "--optimizer", name)[1])["workers"][0]
+            for name in ("sgd", "adam")
+        )
+        assert sgd["optimizer_state"] == 0
+        assert adam["optimizer_state"] >= 2 * adam["parameters"]
+
+
+def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under 1F1B the first stages keep more, so an even cut needs more than the best one."""
+    out = size(
+        capsys, "gpt2", "--num-stages", 3, "--num-layers", 6, "--batch-size", 6, "--num-microbatches", 6,
+        "--schedule", "1f1b", "--remat", "never", "--cap-gib", 99, "--json",
+    )[1]  # fmt: skip
+    found = json.loads(out)
+    model = size_models.model_of("gpt2", 6, 6)
+    profile = model.profile_of(1, "float32")
+
+    def fullest(*ends: int) -> int:
+        cut = tuple(range(a, b) for a, b in pairwise((0, *ends, 8)))
+        schedule = named("1f1b", 3, 6)
+        return max(
+            each.peak
+            for each in pipeline_memory(
+                profile.layers, profile.loss, cut, schedule, "adam", receive_ahead=Transport(),
+                ties=shared_weights(model.layers),
+            )
+        )  # fmt: skip
+
+    every = {(a, b): fullest(a, b) for a in range(1, 7) for b in range(a + 1, 8)}
+    first, second, _ = found["layers_per_stage"]
+    assert max(peaks(found)) == min(every.values()) == every[first, first + second]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_compiled_layers_go_with_schedules_of_whole_backwards(
+    capsys: pytest.CaptureFixture[str], schedule: str
+) -> None:
+    asked = ("gpt2", "--accelerators", 2, "--memory-gib", 99, "--num-layers", 2, "--batch-size", 2)
+    asked = (*asked, "--num-microbatches", 2, "--schedule", schedule, "--remat", "never", "--json")
+    eager, compiled = (json.loads(size(capsys, *asked, *more)[1]) for more in ((), ("--compiled",)))
+    assert compiled["schedule"] == schedule
+    parameters = [[each["parameters"] for each in found["workers"]] for found in (eager, compiled)]
+    assert parameters[0] == parameters[1]
+    kept = [[each["activations"] for each in found["workers"]] for found in (eager, compiled)]
+    assert kept[0] != kept[1]
+
+
+OWN = """
+import torch
+from torch import nn
+
+def small():
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.empty(8, 256)
+
+def whole():
+    layers, inputs = small()
+    return layers, inputs, torch.empty(8, 256), nn.functional.mse_loss
+
+def none(): return 5
+def apart(): return [nn.Linear(2, 2)], (torch.empty(2, 2), torch.empty(3, 2))
+def broken(): raise RuntimeError("no such thing")
+def no_layers(): return [1], torch.empty(2, 2)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_size_models.py").write_text(textwrap.dedent(OWN), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("own")
+def test_ones_own_model_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--num-stages", 2, "--cap-gib", 1, "--num-microbatches", 4, "--optimizer", "sgd", "--json")
+    for name in ("small", "whole"):
+        status, out, _ = size(capsys, f"own_size_models:{name}", *asked)
+        found = json.loads(out)
+        assert (status, found["layers_per_stage"], found["batch_size"]) == (0, [2, 2], 8)
+        assert found["num_parameters"] == 4 * (256 * 256 + 256)
+        assert [worker["parameters"] for worker in found["workers"]] == [2 * 4 * (256 * 256 + 256)] * 2
+    more = json.loads(size(capsys, "own_size_models:whole", *asked, "--batch-size", 16)[1])
+    assert more["batch_size"] == 16
+    assert max(peaks(more)) > max(peaks(found))
+
+
+def test_a_gpu_keeps_no_weights_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "gpt2 --num-layers 2 --accelerators 1 --memory-gib 99 --batch-size 1 --remat never"
+    asked += " --num-microbatches 1"
+    kept = []
+    for more in ("", "--device-type a100"):
+        assert main(["size", *asked.split(), *more.split(), "--json"]) == 0
+        kept.append(json.loads(capsys.readouterr().out)["workers"][0]["peak"])
+    pairs = 12 * 1024 * 1024
+    assert kept[0] - kept[1] > 2 * pairs * 4  # of two blocks at least the weights themselves
+    assert main(["size", *asked.split(), "--device-type", "a100"]) == 0
+    assert "flash attention" in capsys.readouterr().out
 
 
 def test_the_largest_model_fits_and_one_layer_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,11 +236,13 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(capsys: pytest.Captu
     status, out, _ = size(capsys, *asked)
     found = json.loads(out)
     assert status == 0
-    assert max(peaks(out)) <= 24 * 2**30
+    assert max(peaks(json.loads(out))) <= 24 * 2**30
     assert sum(found["layers_per_stage"]) == found["num_layers"] + 2
     given = (*asked, "--optimizer", "rmsprop", "--num-layers")
-    counted = max(peaks(size(capsys, *given, found["num_layers"], "--cap-gib", 25)[1]))
-    assert 0 < counted - max(peaks(out)) < 2**28, "the buffers of messages, which Table 1 does not count"
+    counted = max(peaks(json.loads(size(capsys, *given, found["num_layers"], "--cap-gib", 25)[1])))
+    assert 0 < counted - max(peaks(json.loads(out))) < 2**28, (
+        "the buffers of messages, which Table 1 does not count"
+    )
     status, _, err = size(capsys, *given, found["num_layers"] + 1)
     assert status == 2
     assert "there are 24 GiB" in err
@@ -41,15 +250,9 @@ def test_the_largest_model_fits_and_one_layer_more_does_not(capsys: pytest.Captu
 
 def test_more_microbatches_never_need_more(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("transformer-lm", "--num-stages", 2, "--cap-gib", 900, "--num-layers", 4, "--json")
-    needed = [max(peaks(size(capsys, *asked, "--num-microbatches", m)[1])) for m in (1, 4, 32)]
+    needed = [max(peaks(json.loads(size(capsys, *asked, "--num-microbatches", m)[1]))) for m in (1, 4, 32)]
     assert needed[0] > needed[1] > needed[2]
     assert json.loads(size(capsys, *asked)[1])["num_microbatches"] == 1, "the fewest that fit"
-
-
-def test_the_table_names_the_model_and_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = size(capsys, "transformer-lm", "--num-stages", 3, "--cap-gib", 16, "--num-layers", 3)
-    assert "transformer-lm: 282,178,816 parameters under gpipe on 3 x 16 GiB (modelled)" in out
-    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["0", "1", "2"]
 
 
 def test_what_each_worker_holds_under_any_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,59 +273,3 @@ def test_what_each_worker_holds_under_any_schedule(capsys: pytest.CaptureFixture
     _, out, _ = size(capsys, *[each for each in asked if each != "--json"], "--schedule", "zb-v")
     assert "parameters under zb-v on 2 x 99 GiB (modelled)" in out
     assert out.splitlines()[-1].split()[:3] == ["1", "1", "2"]
-
-
-def test_compiled_layers_keep_something_else(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("transformer-lm", "--num-stages", 1, "--cap-gib", 99, "--num-layers", 3)
-    asked = (*asked, "--num-microbatches", 16)
-    eager, compiled = (
-        json.loads(size(capsys, *asked, *more, "--json")[1])["workers"][0] for more in ((), ("--compiled",))
-    )
-    assert compiled["parameters"] == eager["parameters"]
-    assert compiled["activations"] != eager["activations"]
-    _, out, _ = size(capsys, *asked, "--compiled")
-    assert "every one recomputed, layers compiled" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("vgg --num-stages 1 --cap-gib 1", "unknown model 'vgg'; known: amoebanet-d, transformer-lm"),
-        ("transformer-lm --num-stages 1 --cap-gib 1", "no transformer-lm fits into 1 GiB"),
-        ("transformer-lm --num-stages 40 --cap-gib 24 --num-layers 24", "use at most 26"),
-        ("transformer-lm --num-stages 0 --cap-gib 24", "--accelerators 0: give 1 or more"),
-        ("transformer-lm --num-stages 1 --cap-gib nan", "--memory-gib nan: give the GiB"),
-        ("transformer-lm --num-stages 1 --cap-gib 9 --num-layers 0", "--num-layers 0: give 1 or more"),
-        (
-            "transformer-lm --num-stages 1 --cap-gib 9 --num-layers 3 --num-filters 2",
-            "--num-filters 2 is AmoebaNet's; leave it out",
-        ),
-        (
-            "transformer-lm --num-stages 1 --cap-gib 9 --num-layers 3 --num-microbatches 5",
-            "use one of 1, 2, 4",
-        ),
-        ("amoebanet-d --num-stages 1 --cap-gib 9 --num-layers 3", "needs --num-filters"),
-        (
-            "amoebanet-d --num-stages 1 --cap-gib 9 --num-filters 208",
-            "--num-filters 208 needs --num-layers L",
-        ),
-        ("transformer-lm --num-stages 2 --cap-gib 9 --schedule zb-v", "--schedule zb-v needs --num-layers L"),
-        ("transformer-lm --num-stages 2 --cap-gib 9 --remat always", "--remat always needs --num-layers L"),
-        (
-            "transformer-lm --num-stages 2 --cap-gib 9 --schedule zb-v --num-layers 4 --num-microbatches 7",
-            "--num-microbatches 7 does not divide",
-        ),
-        (
-            "transformer-lm --num-stages 2 --cap-gib 1 --schedule zb-v --num-layers 4 --num-microbatches 8",
-            "transformer-lm does not fit: the smallest peak is ",
-        ),
-    ],
-)
-def test_refusals_name_the_value_and_the_remedy(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
-    status, out, err = size(capsys, *arguments.split())
-    assert status == 2
-    assert message in err
-    assert err.startswith("error: ")
-    assert (out, len(err.splitlines())) == ("", 1)

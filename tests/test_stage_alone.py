@@ -18,9 +18,8 @@ from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import decode, encode
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models import paper as paper_models
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.cut import StagePeaks
-from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
+from gpipe_bench.pipeline import Boundary, Profiler, StagePeaks
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 
 HALVES = {

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
-from made_up_steps import TINY, cuts_of, found, job_of, steps
+from made_up_steps import TINY, found, job_of, steps
 from records import record
 
 from gpipe_bench.experiments import figure3, table2, table4
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table2 import fitted_microbatch, peak_bytes
-from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed import steps as timed_steps
 from gpipe_bench.experiments.timed.replay import results
-from gpipe_bench.experiments.timed.workloads import TABLE2, Configuration
+from gpipe_bench.experiments.timed.workloads import Configuration
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline import Timeline
 
 
 def test_a_fitted_mini_batch_is_the_largest_under_the_cap():
@@ -47,87 +45,6 @@ def table2_record(model="transformer", batch="fitted", profile="short", *errors)
         experiment="table2", case={"model": model, "batch": batch}, profile=profile,
         quantities=tuple(quantities), details=json.loads(json.dumps(details)),
     )  # fmt: skip
-
-
-ERRORS = "short", -0.02, 0.0, 0.02
-
-
-def test_cells_that_ran_here_are_shown_with_their_factors_and_not_judged():
-    comparisons = compare(table2.cells([table2_record("transformer", "fitted", *ERRORS)]))
-    here = {(c.row, c.column): c for c in comparisons if c.question == "here" and c.source == "paper"}
-    cell = here["M=32", "K=8"]
-    assert cell.ours == pytest.approx(6.0, abs=0.1)  # by even stages
-    assert (cell.verdict, cell.counted, cell.provenance) == ("not judged", False, "replayed")
-    assert "1.00 balance x 6.01 schedule x 1.00 efficiency of a micro-batch" in cell.reason
-    assert {c.verdict for c in here.values() if c.ours is not None} == {"not judged"}
-    made = table2_record("transformer", "fitted", *ERRORS)
-    for name, facts in made.details["cells"].items():
-        product = math.prod(claims.factors(made, name))
-        assert product == pytest.approx(made.quantity("normalised throughput", **facts["key"]).value)
-    counted = {c.key for c in comparisons if c.counted}
-    assert ("table2-transformer", "M=32", "K=8", "paper", "as published") in counted, "nobody answers it"
-
-
-def sentences(*more):
-    records = [table2_record(model, "fixed", *ERRORS) for model in TABLE2]
-    records += [record(experiment="table2", **cuts_of(model, **dict(more))) for model in TABLE2]
-    return {(c.row, c.column): c for c in compare(table2.cells(records)) if c.table == "claims-text"}
-
-
-LINEAR = "Transformer-48: share of a linear speed-up at M >> K", "K=8 over K=2, M=32"
-
-
-@pytest.mark.parametrize("given", [("short",), ("smoke", -0.02, 0.0, 0.02), ERRORS])
-def test_an_unknown_error_a_smoke_run_and_unknown_cuts_are_not_judged(given):
-    comparisons = compare(table2.cells([table2_record("transformer", "fixed", *given)]))
-    assert {c.verdict for c in comparisons if c.ours is not None} == {"not comparable"}
-    if given == ERRORS:
-        reasons = {c.reason for c in comparisons if c.ours is not None}
-        assert all("cuts that the paper may have made are not on record" in reason for reason in reasons)
-
-
-def test_sentences_about_the_table_are_held_against_their_words():
-    found = sentences()
-    linear = found[LINEAR]
-    late = (32 * 8 / 39) / (32 * 2 / 33) / 4  # even stages, equal work, no recomputation that starts early
-    assert late < linear.ours < 0.9
-    assert linear.verdict == "undecided", (
-        "0.88 and an error are near by one reading of the words and not by another"
-    )
-    bubble = found["bubble at M >= 4K", "largest over K"]
-    assert 100 * 7 / 39 - 4 < bubble.ours < 100 * 7 / 39
-    assert bubble.verdict == "above"
-    constant = found["throughput without pipelining, over the accelerators",
-                     "Transformer-48: K=8 / K=2, M=1"]  # fmt: skip
-    assert constant.ours == pytest.approx(1, rel=0.2)
-    gain = found["more micro-batches, more throughput", "the smallest quotient of neighbours in M, K fixed"]
-    assert gain.ours > 1
-    assert gain.question == "here"
-
-
-def test_a_sentence_is_judged_over_the_cuts_that_the_paper_may_have_made():
-    """The middle is the first setting, the range is over all, and one that leaves a stage empty is none."""
-    even = sentences()[LINEAR]
-    two = {"2": [[0, 4], [4, 8]], "8": [[0, 2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 7], [7, 8], [8, 8]]}
-    worse = sentences(("layers, cumulative share", two))[LINEAR]
-    assert worse.ours == even.ours
-    assert worse.range_high == even.range_high
-    assert worse.range_low == pytest.approx(even.range_low / 2, rel=0.15), "one stage of eight has two layers"
-    assert worse.parts == ("95 % interval", "error of the replay", "partition_cost and partition_rule")
-    assert worse.tried == 2
-    lost = sentences(("layers, cumulative share", {"2": two["2"]}))[LINEAR]
-    assert (lost.range_low, lost.tried) == (even.range_low, 1)
-
-
-def test_fixed_and_fitted_mini_batches_are_separate_tables(tmp_path):
-    records = [table2_record(model, batch) for model in TABLE2 for batch in table2.BATCHES]
-    text = table2.tables(records, compare(table2.cells(records)))
-    for title in table2.BATCHES.values():
-        assert text.count(title) == 2
-    assert "scaled to this machine: half" in text
-    paths = draw(table2.EXPERIMENT, records, tmp_path)
-    assert {path.name for path in paths} >= {"table2-throughput-fixed.png", "table2-efficiency.png"}
-    assert all(path.stat().st_size > 10_000 for path in paths)
 
 
 def test_records_without_a_finished_case_make_an_empty_table():

@@ -9,7 +9,6 @@ from made_up_steps import found, job_of, timed, value
 from records import record
 
 from gpipe_bench.experiments import table3
-from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table3 import (
     EXPERIMENT,
     PCIE,
@@ -20,14 +19,13 @@ from gpipe_bench.experiments.table3 import (
     shares_of_peak,
 )
 from gpipe_bench.experiments.timed import slow_link
-from gpipe_bench.experiments.timed.claims import TABLE
 from gpipe_bench.experiments.timed.replay import Steps, lay_out, slowdowns
 from gpipe_bench.experiments.timed.slow_link import LinkFound, Measured
 from gpipe_bench.experiments.timed.workloads import TABLE3, Configuration
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.rounds import Usage
-from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline import Link
 
 PAPER = Estimate(lambda share: [(0.5e-3 / share, 1e-3 / share)] * 8, (4_000_000,) * 8, (4_000_000,) * 8, 1000)
 """Eight equal layers of a millisecond at half the peak, and messages of 4 MB."""
@@ -129,36 +127,6 @@ def test_errors_of_the_replay_over_a_link():
     assert slow["throughput"] < free["throughput"] < 1
     kinds = {q.name: q.provenance for q in made.quantities}
     assert (kinds["real step"], kinds["bandwidth"], kinds["step"]) == ("measured", "measured", "replayed")
-
-
-def test_the_assumed_speed_and_the_error_over_a_link_are_parts_of_the_range():
-    cells = [c for c in EXPERIMENT.cells([steps_record(), paper_record(), link_record()]) if c.table != TABLE]
-    assert [(cell.table, cell.column) for cell in cells] == [
-        ("table3-amoebanet", f"K={k}") for k in (2, 4, 8)
-    ]
-    assert all("half" in cell.note for cell in cells)
-    parts = {part.what: part for part in cells[2].spread.parts}
-    assert list(parts) == ["95 % interval", "error of the replay", "share_of_peak"]
-    ours = cells[2].quantity.value
-    assert parts["share_of_peak"].low < ours, "a faster P100 waits longer for its link"
-    # both steps over a link took a tenth longer than laid out, so the next one will too
-    assert parts["error of the replay"].high == pytest.approx(ours / 1.1)
-    for records in ([steps_record(), paper_record()], [steps_record("smoke"), link_record()]):
-        verdicts = {c.verdict for c in compare(EXPERIMENT.cells(records)) if c.ours is not None}
-        assert verdicts == {"not judged", "not comparable"}, "cells of the table, and sentences"
-
-
-def test_tables_and_figures_come_from_records_alone(tmp_path):
-    records = [steps_record(), paper_record(), link_record(), paper_record("transformer")]
-    text = EXPERIMENT.tables(records, compare(EXPERIMENT.cells(records)))
-    for part in ("same share", "P100:", "half", "median absolute error", "-9.1 %", "TCP reno", "hidden from"):
-        assert part in text, part
-    paths = draw(EXPERIMENT, records, tmp_path)
-    assert {path.name for path in paths} == {"table3-bandwidth.png", "table3-this-machine.png"}
-    assert all(path.stat().st_size > 10_000 for path in paths)
-    assert EXPERIMENT.figures([]) == []
-    assert EXPERIMENT.tables([], []) == ""
-    assert draw(EXPERIMENT, [link_record()], tmp_path)
 
 
 def test_without_a_slow_link_the_case_says_why(monkeypatch):

@@ -30,11 +30,7 @@ from gpipe_bench.experiments.timed.replay import (
 )
 from gpipe_bench.experiments.timed.workloads import TABLE2, TABLE3, VERSION1, Configuration
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.simulate import replay
-from gpipe_bench.pipeline.plan.timeline import Event, Timeline
+from gpipe_bench.pipeline import LINKS, Event, Kind, Link, Timeline, gpipe, replay
 
 PCIE = LINKS["pcie3-host"]
 

@@ -17,8 +17,7 @@ from gpipe_bench.experiments.timed import steps as timed_steps
 from gpipe_bench.experiments.timed.replay import results
 from gpipe_bench.experiments.timed.steps import attempt, measure, work
 from gpipe_bench.experiments.timed.workloads import TABLE2, Configuration
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline import gpipe, launch
 
 SMOKE = TABLE2["transformer"]["smoke"]
 

@@ -13,10 +13,7 @@ from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, UNETS, LargeU
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import pipeline_memory
-from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline import Boundary, Profiler, gpipe, pipeline_memory
 
 # One convolution on each of five levels: a level down is 4 + 2 layers, up 2 + 4; one more at the end.
 DOWN, BOTTOM, UP = 30, 4, 31

@@ -176,29 +176,6 @@ def test_no_sentence_of_the_readme_is_long() -> None:
     assert [each for each in sentences(text) if len(each.split()) > LONGEST_SENTENCE] == []
 
 
-NOBODY_UNDERSTANDS = (
-    "never added up", "What the paper admits is what", "A verdict says how the two lie",
-    "by which nothing has been run yet", "Memory of a message is free for other use",
-    "What must be outside of a layer stays outside", "so that all blame the one at the end",
-    "whose Python does nothing else for a minute", "Inside of what `tp` divides",
-    "where the loss is made one of the number", "which takes the memory that the level saves",
-    "a bound below which no cut of it goes", "A worker has room for so many layers",
-    "after it was looked that they lie on one line", "so much is not known there",
-    "of a gradient that is a bias' own", "no buffer takes yet is not counted",
-    "there and back give a ratio each", "the look that would have come next is taken",
-    "What runs on a GPU first is what is worth most", "since one that any stage recomputes is late on all",
-    "the admitted combination the fewest steps away", "Where is a judgement tried again",
-    "of how many rounds is not known",
-)  # fmt: skip
-"""Of sentences that a reader had to guess at; each has been said in plainer words."""
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_sentences_that_nobody_understood_are_gone(page: Path) -> None:
-    text = " ".join(page.read_text(encoding="utf-8").split())
-    assert [words for words in NOBODY_UNDERSTANDS if words in text] == []
-
-
 NOT_OURS = ("The server socket", "argument 'input'", "Connection closed by peer")  # torch's words
 
 

@@ -21,7 +21,6 @@ from check_paper import (
     digest,
     files,
     main,
-    without_row,
 )
 from paper_texts import read
 
@@ -84,33 +83,16 @@ def of_table_1(table, name, column, printed, unit="parameters", version="v5"):
         (row("26x", "v5 section 1"), MISSING),
         (row("5x", "v5 section 1"), MISSING),  # not the end of 25x
         (row("25x", "v5 section 3"), ELSEWHERE),
-        (row("84.4%", "v5 section 1", "%"), FOUND),
-        (row("84.4", "v5 section 1", "%"), FOUND),
-        (row("84%", "v5 section 1", "%"), MISSING),
-        (row("99.9%", "v5 section 1", "%"), MISSING),  # the reader's, not the paper's
         (row("77", "v5 section 1"), MISSING),  # of the references
-        (row("128", "v5 section 3", "examples"), FOUND),
         (row("7", "v5 section 3"), AMBIGUOUS),
-        (row("7", "v5 section 3", name="cells of AmoebaNet"), FOUND),
-        (row("36x", "v5 Figure 2"), FOUND),
         (row("1", "v5 Figure 2"), PICTURE),  # a bar, and no part of naive-1
-        (row("4.1%", "v5 Table 4", "%"), PICTURE),
-        (row("12", "v5 Table 1", "bytes/parameter"), FOUND),
-        (row("a batch size of 128", "v5 section 3", form="words", value="1"), FOUND),
         (row("a batch size of 64", "v5 section 3", form="words", value="1"), MISSING),
         (row("3.442", "v1 Figure 3", form="read off"), UNPRINTED),
         (row("30.92", "arXiv v5 Table 5"), NO_TEXT),
-        (row("3.2%", "v1 section 4.2, ResNet-101", "%"), FOUND),
-        (of_table_1("table1-amoebanet", "parameters", "naive-1", "82M"), FOUND),
-        (of_table_1("table1-amoebanet", "parameters", "pipeline-1", "82M"), MISSING),  # the neighbour's
         (of_table_1("table1-transformer", "parameters", "naive-1", "282.2M"), FOUND),
         (of_table_1("table1-transformer", "parameters", "naive-1", "82M"), MISSING),  # of the upper half
-        (of_table_1("table1-transformer", "parameters", "pipeline-1", "785.8M"), TRANSCRIPTION),
-        (of_table_1("table1-amoebanet", "num_filters", "naive-1", "208", "filters"), FOUND),
-        (of_table_1("table1-amoebanet", "num_filters", "naive-1", "18", "filters"), MISSING),
         (of_table_1("table1-amoebanet", "num_filters", "pipeline-1", "416", "filters"), TRANSCRIPTION),
         (of_table_1("table1-v1", "num_filters", "pipeline-1", "416", "filters", "v1"), FOUND),
-        (of_table_1("table1-v1", "num_filters", "pipeline-8", "512", "filters", "v1"), MISSING),
     ],
 )
 def test_a_number_is_found_where_it_stands_and_nowhere_else(texts, given, status):
@@ -122,14 +104,6 @@ def test_the_words_of_a_stated_setting_are_looked_up(texts):
     entry = {"tables": ["t"], "setting": "s", "value": 128, "source": "v5 3", "quote": "a batch size of 128"}
     wrong = {**entry, "source": "v5 1"}
     assert [one.status for one in check_stated([entry, wrong], texts)] == [FOUND, ELSEWHERE]
-
-
-def test_numbers_of_the_text_without_a_row_are_listed(texts):
-    listed = [line.split("; ")[:2] for line in without_row([row("25x", "v5 section 1")], texts)]
-    assert ["v5 section 1", "84.4"] in listed
-    assert ["v5 Table 1", "318"] in listed
-    assert ["v5 section 1", "25"] not in listed
-    assert not any(number in ("77", "99.9") for _, number in listed)
 
 
 def test_the_committed_output_is_of_the_present_files():

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tree_models import Anything, Masked, Mode, Output, Pair, Part
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.stage.keywords import Keywords
+from gpipe_bench.pipeline.stage.trees import Keywords
 from gpipe_bench.pipeline.stage.trees import Constant, change, flatten, merge, sizes, split, unflatten
 
 mse_loss = nn.functional.mse_loss

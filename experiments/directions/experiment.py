@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 LABEL = "Toy size: it says something about the sentence and nothing about GPipe."
 WHAT_IT_IS = (
-    "TOY SIZE. Models of at most a million parameters, trained for seconds to minutes on data that a laptop has. "
-    "They say something about a sentence of the paper and nothing about GPipe: what is asked is only whether "
-    "the sentence points the right way where everything is small. No number of the paper is reproduced, and "
-    "nothing of this is in any total."
+    "TOY SIZE, AND NO REPRODUCTION. Models of at most a million parameters are trained here for seconds, on "
+    "data that a laptop has. What is asked of a sentence of the paper is only whether it points the same way "
+    "where everything is small. A yes does not confirm the paper and a no does not contradict it; neither "
+    "says anything about GPipe, and none is in any total."
 )
 SMOKE_ARMS = 2  # of each task
 _WIDTH = 86
@@ -197,8 +197,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         Plot(
             name="directions",
             caption=f"Mean differences over pairs of seeds, in units of what would count. {LABEL}",
-            alt="A line for each sentence: the interval of the paired difference beside zero, in units of the "
-            "difference that would count; right of zero is the paper's direction.",
+            alt="A line for each sentence: the interval of the paired difference beside zero, in units of "
+            "the difference that would count; right of zero is the paper's direction.",
             draw=partial(_draw_differences, records),
             style=partial(paper_style, 1.0),
         ),
@@ -248,14 +248,25 @@ def _draw_differences(records: Sequence[Record]) -> Figure:
     return figure
 
 
+LENGTHS = ("original strides", "moved stride", "original strides, longer")
+WIDTHS = ("half as wide", "original strides", "twice as wide")
+TOKENS = ("batch 1x, 16x the steps", "batch 4x, 4x the steps", "batch 16x")
+LANGUAGES = ("bilingual", "multilingual, wide", "multilingual, deep")
+STALE = (
+    "GPipe",
+    "without stashing",
+    "with stashing",
+    "without stashing, rate / 8",
+    "with stashing, rate / 8",
+)
 PANELS = (
-    ("Strides of AmoebaNet-D", "accuracy, %", ("original strides", "moved stride", "original strides, longer"), "steps"),
-    ("Width of AmoebaNet-D", "accuracy, %", ("half as wide", "original strides", "twice as wide"), "steps"),
+    ("Strides of AmoebaNet-D", "accuracy, %", LENGTHS, "steps"),
+    ("Width of AmoebaNet-D", "accuracy, %", WIDTHS, "steps"),
     ("Batch size, equal steps", "loss, nats", ("batch 1x", "batch 4x", "batch 16x"), "steps"),
-    ("Batch size, equal tokens", "loss, nats", ("batch 1x, 16x the steps", "batch 4x, 4x the steps", "batch 16x"), "tokens"),
-    ("Into English from few messages", "loss, nats", ("bilingual", "multilingual, wide", "multilingual, deep"), "steps"),
-    ("Stale weights, K = 8", "loss, nats", ("GPipe", "without stashing", "with stashing"), "steps"),
-)  # fmt: skip
+    ("Batch size, equal tokens", "loss, nats", TOKENS, "tokens"),
+    ("Into English, three languages with few messages", "loss, nats", LANGUAGES, "steps"),
+    ("Asynchronous stages, K = 8", "loss, nats", STALE, "steps"),
+)
 """Title, what is followed, arms, and what a step is counted in."""
 
 
@@ -303,9 +314,9 @@ EXPERIMENT = Experiment(
     title="Toy size: which way sentences that need training point, and nothing about GPipe",
     source="arXiv v1, section 5; v5, sections 4, 5 and 6",
     describe=(
-        "Not a reproduction: small models on small data, for the direction of a sentence alone. Later strides, larger "
-        "batches, many languages at once, wider and deeper models, and stale weights, by a protocol that was "
-        "frozen before the runs. In no total of this page."
+        "No reproduction: small models on small data, for the direction of a sentence alone, by a protocol "
+        "that was frozen before the runs. Later strides, wider and deeper models, larger batches, many "
+        "languages at once, stale weights. In no total of this page."
     ),
     profiles={
         "smoke": "a few steps of some of the trainings",

@@ -1,4 +1,4 @@
-"""What is asked of which trainings, and when an answer counts: results/directions.toml, frozen before the runs.
+"""What is asked of which trainings, and when an answer counts: results/directions.toml.
 
 The paper's models, data and accelerators are out of reach, so no number of these trainings is held against
 one of the paper's. What can be asked is whether a sentence points the right way where everything is small.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,7 @@ PAPER = "1811.06965"
 """What seeds are drawn from, with `directions` or `directions pilot` and a number from 1."""
 
 HIGHER_IS_BETTER = {"accuracy": True, "loss": False, "chrF": True}
-"""What a training ends with, on held-out examples: % of the images, nats for a token, and chrF from 0 to 100."""
+"""What a training ends with, held out: % of the images, nats for a token, chrF from 0 to 100."""
 UNITS = {"accuracy": "points", "loss": "nats", "chrF": "points of chrF"}
 
 Word = Literal["same direction", "opposite", "undecided", "no power at this size", "no data here", "not run"]
@@ -109,8 +109,8 @@ class Protocol(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     contrasts: dict[str, Contrast]
 
     def digest(self, arm: str) -> str:
-        """Of all that decides about the runs of an arm and their verdicts, as the keys of records have it: the
-        rule, and arms and contrasts of its task, with their pilot.
+        """Of all that decides about the runs of an arm and their verdicts: the rule, and arms and contrasts
+        of its task, with their pilot. Keys of records have it.
         """
         task = self.arms[arm].task
         part = {
@@ -245,11 +245,9 @@ def judged(contrast: Contrast, records: Sequence[Record]) -> Finding:
     if able is None:
         return Finding(word="not run", reason="its arms have no pilot, so nothing is known of its power")
     if able < protocol.power:
-        reason = (
-            f"in {100 * able:.0f} of 100 repetitions would {contrast.seeds} pairs of runs show a difference of "
-            f"{contrast.counts:g} {UNITS[contrast.metric]}, by the pilot; it takes {100 * protocol.power:.0f}, so "
-            "they were not run"
-        )  # fmt: skip
+        what = f"{contrast.seeds} pairs of runs would show {contrast.counts:g} {UNITS[contrast.metric]}"
+        least = f"{100 * protocol.power:.0f} are needed, so they are not run"
+        reason = f"by the pilot {what} in {100 * able:.0f} of 100 repetitions; {least}"
         return Finding(word="no power at this size", power=able, reason=reason)
     seeds = protocol.seeds[: contrast.seeds]
     found: list[dict[object, Record]] = []
@@ -273,11 +271,8 @@ def judged(contrast: Contrast, records: Sequence[Record]) -> Finding:
     differences = contrast.differences(better, worse)
     mean, low, high = interval(differences, protocol.confidence)
     word: Word = "same direction" if low > 0 else "opposite" if high < 0 else "undecided"
-    excluded = [
-        f"{what} {contrast.counts:g}"
-        for what, out in (("+", high < contrast.counts), ("-", -contrast.counts < low))
-        if out
-    ]
+    sides = (("+", high < contrast.counts), ("-", -contrast.counts < low))
+    excluded = [f"{sign}{contrast.counts:g}" for sign, out in sides if out]
     return Finding(
         word=word, power=able, differences=tuple(differences), difference=(mean, low, high),
         means=Means(statistics.fmean(better), statistics.fmean(worse)),

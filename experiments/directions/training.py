@@ -113,12 +113,13 @@ def _images(settings: dict[str, Any], seed: int, options: RunOptions) -> Ran:
     task = ImageTask(recipe, _chosen(options.data, recipe.image_size, num_train))
     task.options |= {"aux_head": False, "moved_stride": moved}  # the head needs larger maps
     found = _sequential(task, seed)
-    return Ran(
-        {"accuracy": 100 * found.score},
-        [(step, 100 * score) for step, _, score in found.curve],
-        _size(task) | {"data": f"{len(task.images.train)} images of {'digits' if options.data is None else options.data}",
-                       "data_sha256": _sha256(options.data, len(task.images.train), len(task.images.held_out))},
-    )  # fmt: skip
+    images = task.images
+    data = {
+        "data": f"{len(images.train)} images of {'digits' if options.data is None else options.data}",
+        "data_sha256": _sha256(options.data, len(images.train), len(images.held_out)),
+    }
+    curve: Curve = [(step, 100 * score) for step, _, score in found.curve]
+    return Ran({"accuracy": 100 * found.score}, curve, _size(task) | data)
 
 
 @cache
@@ -239,7 +240,7 @@ def _mo(content: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _po(content: str) -> Iterator[tuple[str, str]]:
-    """The text format: entries stand between empty lines; a line of quotes alone goes on with the one before."""
+    """The text format: entries between empty lines; a line of quotes alone goes on with the one before."""
     for block in re.split(r"\n\s*\n", content):
         found: dict[str, str] = {}
         name = ""
@@ -338,8 +339,8 @@ def corpus(data: str | None, num_languages: int, ranks: tuple[int, ...], low: in
     if len(enough) < num_languages or any(len(pairs) < num_test for pairs in test.values()):
         where = ", ".join(map(str, _places(data)))
         raise NoDataError(
-            f"no data here: it takes {num_languages} languages with {low:,} messages and more, and {where} "
-            f"{'has' if len(_places(data)) == 1 else 'have'} {len(enough)}; give a folder of catalogues with --data"
+            f"no data here: it takes {num_languages} languages with {low:,} messages or more, and in {where} "
+            f"there are {len(enough)}; give a folder of catalogues with --data"
         )
     train = {language: train[language][: low if language in test else None] for language in order}
     return Corpus(train, test, tuple(test), _sha256(train, test))

@@ -155,6 +155,8 @@ def test_a_smaller_loss_is_the_better_one_and_what_an_undecided_one_excludes_is_
     assert judged(batch, both([3.0, 3.1, 3.0, 3.1, 3.0], [4.0] * 5, batch)).word == "same direction"
     found = judged(batch, both([3.99, 4.01, 3.99, 4.01, 4.0], [4.0] * 5, batch))
     assert (found.word, found.reason) == ("undecided", "excludes +0.1 and -0.1")
+    small = judged(batch, both([3.97, 3.98, 3.97, 3.98, 3.97], [4.0] * 5, batch))
+    assert (small.word, small.reason) == ("same direction", "but by less than what would count")
 
 
 @pytest.mark.usefixtures("with_power")

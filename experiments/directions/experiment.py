@@ -161,7 +161,7 @@ def _block(contrast: Contrast, finding: Finding, records: Sequence[Record]) -> s
                 f" ({details['parameters']:,} parameters, {details['steps']:,} steps of "
                 f"{details['batch_size']}, {details['operations'] / 1e9:,.0f} G operations)"
             )
-        said.append(("said to be better" if not place else "than", f"{protocol.arms[arm].says}{size}{mean}"))
+        said.append(("should be better" if not place else "than", f"{protocol.arms[arm].says}{size}{mean}"))
     data = dict.fromkeys(
         str(run.details["data"]) for run in protocol.select(records, contrast.better, "done")
     )
@@ -200,6 +200,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             alt="A line for each sentence: the interval of the paired difference beside zero, in units of "
             "the difference that would count; right of zero is the paper's direction.",
             draw=partial(_draw_differences, records),
+            suffixes=("png",),
             style=partial(paper_style, 1.0),
         ),
         Plot(

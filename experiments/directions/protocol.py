@@ -227,7 +227,7 @@ class Finding:
     """What the records say of a contrast.
 
     `difference` is the mean over pairs of equal seeds with its interval, positive in the paper's direction;
-    `reason` says why there is no verdict, or what an undecided one still excludes.
+    `reason` says why there is no verdict, what an undecided one excludes, or that a difference is small.
     """
 
     word: Word
@@ -273,10 +273,13 @@ def judged(contrast: Contrast, records: Sequence[Record]) -> Finding:
     word: Word = "same direction" if low > 0 else "opposite" if high < 0 else "undecided"
     sides = (("+", high < contrast.counts), ("-", -contrast.counts < low))
     excluded = [f"{sign}{contrast.counts:g}" for sign, out in sides if out]
+    reason = f"excludes {' and '.join(excluded)}" if word == "undecided" and excluded else ""
+    if word != "undecided" and len(excluded) == len(sides):
+        reason = "but by less than what would count"
     return Finding(
         word=word, power=able, differences=tuple(differences), difference=(mean, low, high),
         means=Means(statistics.fmean(better), statistics.fmean(worse)),
-        reason=f"excludes {' and '.join(excluded)}" if word == "undecided" and excluded else "",
+        reason=reason,
     )  # fmt: skip
 
 

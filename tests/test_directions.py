@@ -102,9 +102,7 @@ def test_a_file_that_says_something_else_is_refused(old: str, new: str, message:
     assert "p.toml" in str(raised.value)
 
 
-def test_every_arm_has_a_pilot_and_what_has_no_power_is_not_run() -> None:
-    for contrast in PROTOCOL.contrasts.values():
-        assert PROTOCOL.power_of(contrast) is not None
+def test_what_has_no_power_by_the_pilot_is_not_run() -> None:
     wanted = PROTOCOL.runs()
     for contrast in PROTOCOL.contrasts.values():
         if (PROTOCOL.power_of(contrast) or 0) >= PROTOCOL.power:
@@ -188,7 +186,7 @@ def test_without_power_there_is_no_verdict_whatever_the_runs_say(monkeypatch: py
 def test_nobody_can_take_it_for_a_reproduction(tmp_path: Path) -> None:
     records = both([93.0, 94.0, 93.0, 94.0, 93.5], [90.0] * 5)
     text = " ".join(tables(records, []).split())
-    assert text.count(LABEL) == len(PROTOCOL.contrasts), "with every verdict"
+    assert text.count("(toy size)") == len(PROTOCOL.contrasts), "with every verdict"
     assert text.startswith("TOY SIZE, AND NO REPRODUCTION")
     for contrast in PROTOCOL.contrasts.values():
         assert contrast.sentence in text
@@ -197,7 +195,8 @@ def test_nobody_can_take_it_for_a_reproduction(tmp_path: Path) -> None:
     assert EXPERIMENT.paper_tables == ()
     paths = draw(EXPERIMENT, records, tmp_path)
     assert {path.stem for path in paths} == {"directions", "directions-curves"}
-    assert [plot.name for plot in figures(records) if plot.on_page] == ["directions"]
+    assert all(LABEL in plot.caption and not plot.on_page for plot in figures(records))
+    assert "............|---o---" in text, "3 points, from 2.4 to 3.6, where 2 count"
     assert figures([]) == []
 
 

@@ -18,7 +18,6 @@ with one seed, or one for each of a few languages.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,7 +51,7 @@ WHAT_IT_IS = (
     "says anything about GPipe, and none is in any total."
 )
 SMOKE_ARMS = 2  # of each task
-_WIDTH = 86
+_BAR = 12  # columns of half a bar
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -123,14 +122,18 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     protocol = load_protocol()
     found = {name: judged(contrast, records) for name, contrast in protocol.contrasts.items()}
     lines = [
-        [contrast.title, _difference(contrast, found[name]) or "-", f"{contrast.counts:g}", found[name].word]
+        [
+            contrast.title, _difference(contrast, found[name]) or "-", f"{contrast.counts:g}",
+            _bar(contrast, found[name]), found[name].word,
+        ]
         for name, contrast in protocol.contrasts.items()
-    ]
-    heading = ["toy size", f"difference [{100 * protocol.confidence:g} %]", "counts from", "verdict"]
+    ]  # fmt: skip
+    heading = ["toy size", f"difference [{100 * protocol.confidence:g} %]", "counts from", "", "verdict"]
     summary = Grid(
         columns=heading, lines=lines,
         notes=["", fill(
-            "Differences are over pairs of runs with equal seeds and positive in the paper's direction. "
+            "Differences are over pairs of runs with equal seeds and positive in the paper's direction; bars "
+            "reach to three times what would count. "
             f"{protocol.rule['verdict']}"
         )],
     )  # fmt: skip
@@ -146,12 +149,28 @@ def _difference(contrast: Contrast, finding: Finding) -> str:
     return f"{mean:+.3g} {UNITS[contrast.metric]} [{low:.3g}, {high:.3g}]"
 
 
+def _bar(contrast: Contrast, finding: Finding) -> str:
+    """`.....|--o--.`: the interval in units of what counts, from -3 to 3; `|` is 0, and what lies beyond an
+    end sticks to it.
+    """
+    if finding.difference is None:
+        return ""
+    mean, low, high = (
+        round(_BAR * (1 + max(-1.0, min(1.0, value / (3 * contrast.counts))))) for value in finding.difference
+    )
+    marks = ["-" if low <= place <= high else "." for place in range(2 * _BAR + 1)]
+    marks[_BAR] = "|"
+    marks[mean] = "o"
+    return "".join(marks)
+
+
 def _block(contrast: Contrast, finding: Finding, records: Sequence[Record]) -> str:
     """All about one sentence."""
     protocol = load_protocol()
     unit = "%" if contrast.metric == "accuracy" else UNITS[contrast.metric]
     said = [("the paper", f"{contrast.sentence} ({contrast.source})"), ("asked here", contrast.asks)]
-    for place, arm in enumerate((contrast.better, contrast.worse)):
+    arms = (contrast.better, contrast.worse)
+    for place, arm in enumerate(arms):
         runs = protocol.select(records, arm, "done")
         mean = "" if finding.means is None else f": {finding.means[place]:.4g} {unit} in the mean"
         size = ""
@@ -161,7 +180,7 @@ def _block(contrast: Contrast, finding: Finding, records: Sequence[Record]) -> s
                 f" ({details['parameters']:,} parameters, {details['steps']:,} steps of "
                 f"{details['batch_size']}, {details['operations'] / 1e9:,.0f} G operations)"
             )
-        said.append(("should be better" if not place else "than", f"{protocol.arms[arm].says}{size}{mean}"))
+        said.append(("than" if place else "better is", f"{protocol.arms[arm].says}{size}{mean}"))
     data = dict.fromkeys(
         str(run.details["data"]) for run in protocol.select(records, contrast.better, "done")
     )
@@ -170,13 +189,17 @@ def _block(contrast: Contrast, finding: Finding, records: Sequence[Record]) -> s
     if text := _difference(contrast, finding):
         each = ", ".join(f"{value:+.3g}" for value in finding.differences)
         said.append(("difference", f"{text}, of {len(finding.differences)} pairs: {each}"))
-    said.append(("would fail", _fails(contrast)))
+    elif all(protocol.arms[arm].pilot for arm in arms):
+        better, worse = (protocol.arms[arm].pilot[contrast.metric] for arm in arms)
+        shown = [" ".join(f"{value:.4g}" for value in values) for values in (better, worse)]
+        said.append(("pilot", f"{shown[0]} against {shown[1]} {unit}, with other seeds"))
     if finding.power is not None:
+        said.append(("would fail", _fails(contrast)))
         said.append(("power", f"{100 * finding.power:.0f} %, by the pilot"))
-    word = finding.word + (f": {finding.reason}" if finding.reason else "")
-    said.append(("verdict", f"{word}. {LABEL}"))
-    lines = [[name, "\n".join(textwrap.wrap(text, _WIDTH))] for name, text in said]
-    return Grid(columns=[contrast.title, ""], lines=lines).text()
+    said.append(("verdict", finding.word + (f": {finding.reason}" if finding.reason else "")))
+    return "\n".join(
+        [f"{contrast.title} (toy size)", *(fill(text, f"  {name:<12}", " " * 14) for name, text in said)]
+    )
 
 
 def _fails(contrast: Contrast) -> str:
@@ -190,7 +213,7 @@ def _fails(contrast: Contrast) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Differences beside each other; the curves, which a page has no room for."""
+    """Differences and curves, beside the records; a page has bars of text."""
     if not any(judged(c, records).difference for c in load_protocol().contrasts.values()):
         return []
     return [
@@ -200,8 +223,8 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             alt="A line for each sentence: the interval of the paired difference beside zero, in units of "
             "the difference that would count; right of zero is the paper's direction.",
             draw=partial(_draw_differences, records),
-            suffixes=("png",),
             style=partial(paper_style, 1.0),
+            on_page=False,
         ),
         Plot(
             name="directions-curves",

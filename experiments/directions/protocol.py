@@ -176,12 +176,12 @@ def load_protocol(path: Path = PATH) -> Protocol:
             raise ValueError(f"{path}: {name} has {contrast.seeds} seeds; give 2 to {len(found.seeds)}")
         if not contrast.counts > 0:
             raise ValueError(f"{path}: {name}: what counts is {contrast.counts}; give a positive difference")
-    for name, arm in found.arms.items():
-        for metric, values in arm.pilot.items():
+    for name, each in found.arms.items():
+        for metric, values in each.pilot.items():
             if not 2 <= len(values) <= len(found.pilot_seeds):
                 raise ValueError(
-                    f"{path}: {name}: {metric} of the pilot has {len(values)} runs, and the pilot "
-                    f"{len(found.pilot_seeds)} seeds"
+                    f"{path}: {name}: {metric} of the pilot has {len(values)} runs; give 2 to "
+                    f"{len(found.pilot_seeds)}, as there are seeds"
                 )
     return found
 

@@ -196,7 +196,7 @@ def test_nobody_can_take_it_for_a_reproduction(tmp_path: Path) -> None:
     paths = draw(EXPERIMENT, records, tmp_path)
     assert {path.stem for path in paths} == {"directions", "directions-curves"}
     assert all(LABEL in plot.caption and not plot.on_page for plot in figures(records))
-    assert "............|---o---" in text, "3 points, from 2.4 to 3.6, where 2 count"
+    assert "............|.....-o-...." in text, "3.5 points, from 2.9 to 4.1, where 2 count"
     assert figures([]) == []
 
 

@@ -180,7 +180,7 @@ def _block(contrast: Contrast, finding: Finding, records: Sequence[Record]) -> s
                 f" ({details['parameters']:,} parameters, {details['steps']:,} steps of "
                 f"{details['batch_size']}, {details['operations'] / 1e9:,.0f} G operations)"
             )
-        said.append(("than" if place else "better is", f"{protocol.arms[arm].says}{size}{mean}"))
+        said.append(("than" if place else "expected better", f"{protocol.arms[arm].says}{size}{mean}"))
     data = dict.fromkeys(
         str(run.details["data"]) for run in protocol.select(records, contrast.better, "done")
     )
@@ -198,7 +198,7 @@ def _block(contrast: Contrast, finding: Finding, records: Sequence[Record]) -> s
         said.append(("power", f"{100 * finding.power:.0f} %, by the pilot"))
     said.append(("verdict", finding.word + (f": {finding.reason}" if finding.reason else "")))
     return "\n".join(
-        [f"{contrast.title} (toy size)", *(fill(text, f"  {name:<12}", " " * 14) for name, text in said)]
+        [f"{contrast.title} (toy size)", *(fill(text, f"  {name:<17}", " " * 19) for name, text in said)]
     )
 
 

@@ -29,6 +29,7 @@ EXPERIMENTS: dict[str, str] = {
     "computed": "gpipe_bench.experiments.computed",
     "engine": "gpipe_bench.experiments.engine",
     "consistency": "gpipe_bench.experiments.consistency.experiment",
+    "directions": "gpipe_bench.experiments.directions.experiment",
     "predictions": "gpipe_bench.experiments.predicted.experiment",
     "peers": "gpipe_bench.experiments.peers",
     "schedules": "gpipe_bench.experiments.schedules.experiment",

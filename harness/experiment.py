@@ -194,6 +194,7 @@ class Plot:
         suffixes: of the files: "png", "svg" or both
         style: what drawing and saving happen in, such as a theme
         of_timelines: it shows timelines, which a page has as charts to point at where `timelines` offers them
+        on_page: False for one that lies beside the records alone, where a page has no room for it
     """
 
     name: str
@@ -203,6 +204,7 @@ class Plot:
     suffixes: tuple[str, ...] = ("png", "svg")
     style: Callable[[], AbstractContextManager[object]] = nullcontext
     of_timelines: bool = False
+    on_page: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

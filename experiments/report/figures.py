@@ -110,7 +110,8 @@ def pictures_of(experiment: Experiment, source: Source) -> list[Picture]:
         if paths is None:
             paths = draw(experiment, source.records, beside if source.own else Path(scratch))
         by_name = {path.stem: path for suffix in _TYPES for path in paths if path.suffix == suffix}
-        return [_picture(by_name[name], plot, source) for name, plot in plots.items() if name in by_name]
+        shown = {name: plot for name, plot in plots.items() if name in by_name and plot.on_page}
+        return [_picture(by_name[name], plot, source) for name, plot in shown.items()]
 
 
 def _picture(path: Path, plot: Plot, source: Source) -> Picture:

@@ -19,8 +19,16 @@ from torch.utils.data import DataLoader
 from tree_models import Anything, Masked, Mode, Output, Pair, Part
 
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.stage.trees import Keywords
-from gpipe_bench.pipeline.stage.trees import Constant, change, flatten, merge, sizes, split, unflatten
+from gpipe_bench.pipeline.stage.trees import (
+    Constant,
+    Keywords,
+    change,
+    flatten,
+    merge,
+    sizes,
+    split,
+    unflatten,
+)
 
 mse_loss = nn.functional.mse_loss
 

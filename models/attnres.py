@@ -1,8 +1,8 @@
 """A Transformer with attention residuals: every layer reads what all blocks before it have made.
 
 Where others add a layer's output to what came in, the input of each attention and of each feed-forward is a
-mean over the depth of the model. Its sources are the embedding, the sum of the outputs of each block of layers
-before, and that of its own block so far; their weights are a softmax over products of one learned vector with
+mean over the depth of the model. Its sources are the embedding, the sum of the outputs of each block before,
+and that of its own block so far; their weights are a softmax over products of one learned vector with
 the normalized sources:
 
     h = sum_i a_i v_i,   a = softmax_i(q . RMSNorm(v_i))

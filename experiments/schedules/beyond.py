@@ -48,6 +48,8 @@ A100 = 220e12, 15e9
 LAYERS = tuple(product((4096, 5120), (4096, 8192, 16_384, 32_768)))
 """Hidden size and length of the sequence: the lines of that figure whose numbers its text gives in order."""
 PRINTED_KS = (1.70, 1.46, 1.15, 0.80, 1.40, 1.23, 1.00, 0.72)
+MODELLED = ("k on an A100", "seq1f1b over 1F1B, throughput", "seq1f1b over 1F1B, memory")
+"""Rows that are evaluated in closed form."""
 SIZES = tuple(product((4, 8, 16), (1, 2, 4, 8), CHUNKS))
 """Workers, micro-batches as their multiple, and chunks of a sequence, where a paper does not say."""
 MINDSPEED = {"MindSpeed, Qwen3-4B, K=8, 4 chunks": 8, "MindSpeed, DeepSeek-V3 cut, K=4, 4 chunks": 4}
@@ -84,13 +86,13 @@ def formulas() -> Iterator[Row]:
 def of_others() -> Iterator[Row]:
     """What was measured with schedules that are not run here."""
     speeds, kept = zip(*(_chunked(*each) for each in SIZES), strict=True)
-    column, what = "Seq1F1B, up to 64K tokens", "equal costs, free messages; what is not stated is a range"
+    column, what = "Seq1F1B, up to 64K tokens", "closed form; what is not stated is a range"
     yield "seq1f1b over 1F1B, throughput", column, _middle(speeds), "ratio", what, speeds
-    what = "chunks alive on the first worker, over 1F1B's micro-batches"
+    what = "closed form: chunks alive on the first worker, over 1F1B's micro-batches"
     yield "seq1f1b over 1F1B, memory", column, _middle(kept), "ratio", what, kept
     for column, workers in MINDSPEED.items():
         speeds = tuple(_chunked(workers, times, 4)[0] for times in (1, 2, 4, 8))
-        what = "equal costs, free messages; over micro-batches"
+        what = "closed form, over numbers of micro-batches"
         yield "seq1f1b over 1F1B, throughput", column, _middle(speeds), "ratio", what, speeds
     schedule = made("1f1b")
     plain_s = in_slots(schedule).makespan_s

@@ -41,7 +41,7 @@ SECONDS = {"1.5B": 2.0, "6.2B": 2.0, "14.6B": 7.0, "28.3B": 20.0}
 PAPER_TABLES = (RATES, RATES_V, SPEEDS, FORMULAS, ELSEWHERE)
 
 WHOLE = "theirs is the memory of a GPU, parameters and optimizer included; ours the activations' alone"
-OPEN = "micro-batches and stages per worker"
+OPEN = "micro-batches, stages per worker, chunks or engines, where they are not stated"
 SEQUENCE = 1024  # tokens
 
 
@@ -151,7 +151,15 @@ def run(key: dict[str, Scalar]) -> Outcome:
     }  # fmt: skip
     found = others.get(str(key["what"]), lambda: rates(str(key["model"])))
     answers = [
-        computed(row, column, value, unit, what, over(OPEN, tried) if tried else None, "replayed")
+        computed(
+            row,
+            column,
+            value,
+            unit,
+            what,
+            over(OPEN, tried) if tried else None,
+            "modelled" if row in beyond.MODELLED else "replayed",
+        )
         for row, column, value, unit, what, tried in found()
     ]
     return outcome(answers)

@@ -300,6 +300,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "gpt2": {**_TEXT, "num_layers": 4},
     "llama": {**_TEXT, "num_layers": 4, "ffn_dim": 64},
     "unet": {"num_convs": 1, "num_filters": 4, "depth": 2, "image_size": 16},
+    "attnres": {**_TEXT, "num_layers": 4, "ffn_dim": 64},
 }
 """Every network of the zoo, small; dropout and batch normalization are on where it has them."""
 STAGES = (2, 4)

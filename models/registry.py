@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_bench.models import checks
 from gpipe_bench.models.amoebanet.network import PRESETS, amoebanet
+from gpipe_bench.models.attnres import attention_residuals
 from gpipe_bench.models.gpt2 import gpt2
 from gpipe_bench.models.llama import llama
 from gpipe_bench.models.resnet import resnet101
@@ -63,6 +64,7 @@ MODELS: dict[str, Callable[..., nn.Sequential]] = {
     "gpt2": Builder(gpt2),
     "llama": Builder(llama),
     "unet": Builder(unet),
+    "attnres": Builder(attention_residuals),
 }
 
 _BATCHES: dict[str, Callable[..., Any]] = {
@@ -76,6 +78,7 @@ _BATCHES: dict[str, Callable[..., Any]] = {
     "gpt2": language_batch,
     "llama": language_batch,
     "unet": pixel_batch,
+    "attnres": language_batch,
 }
 
 

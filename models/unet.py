@@ -7,7 +7,7 @@ the other. The layers are the ones that torchgpipe's published
 partitions count: 241 for (B, C) = (5, 64).
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import torch
 import torch.nn.functional as F
@@ -66,16 +66,18 @@ class Join(nn.Module):
 
 
 class WithPortals(nn.Sequential):
-    """The layers one after another, each `Join` given what its `Stash` gave."""
+    """The layers one after another, each given what it pops of what others have stashed."""
 
     def forward(self, images: Tensor) -> Tensor:
         state: State = images
         skips: dict[str, Tensor] = {}
+        left = Counter(name for layer in self for name in getattr(layer, "pops", ()))
         for layer in self:
             pops, stashes = getattr(layer, "pops", ()), getattr(layer, "stashes", ())
             if pops:
                 assert isinstance(state, Tensor)
-                state = (state, *[skips.pop(name) for name in pops])
+                left.subtract(pops)
+                state = (state, *[skips[name] if left[name] else skips.pop(name) for name in pops])
             state = layer(state)
             if stashes:
                 state, *given = state

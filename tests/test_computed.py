@@ -113,7 +113,7 @@ def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the
 def test_a_network_that_trains_to_other_weights_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(computed, "_weights", lambda name, num_stages: name == "unet" and num_stages > 1)
     found = computed.networks()
-    assert (found.quantity.value, found.quantity.note[-8:]) == (0.9, "not unet")
+    assert (found.quantity.value, found.quantity.note[-8:]) == (pytest.approx(10 / 11), "not unet")
     assert set(words("claims-text", [found]).values()) == {"below"}
 
 

@@ -26,6 +26,7 @@ SMALL = {
     "gpt2": {"num_layers": 1, "vocab_size": 11, "d_model": 8, "num_heads": 2, "seq_len": 6},
     "llama": TOKENS | {"num_kv_heads": 1},
     "unet": {"num_convs": 2, "num_filters": 4, "depth": 2, "image_size": 9},
+    "attnres": TOKENS | {"num_layers": 3, "num_kv_heads": 1},
 }
 
 

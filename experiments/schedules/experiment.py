@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
-from gpipe_bench.experiments.schedules import beside, laid_out, published, recomputing
+from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published, recomputing, residuals
 from gpipe_bench.experiments.schedules.laid_out import (
     CHART_WORKERS,
     EQUAL,
@@ -114,10 +114,12 @@ def _paint(axes: Axes, timeline: Timeline) -> None:
                 [(event.start_s, event.duration_s)], (worker - 0.42, 0.84), facecolors=COLORS[kind],
                 edgecolors="white" if turn == 0 else "black", linewidths=0.5,
             )  # fmt: skip
+            if kind in (Kind.R, Kind.W):  # their numbers follow, and pictures without them are smaller
+                continue
             axes.text(
                 event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
                 va="center", fontsize=5.5 if event.duration_s >= 1 else 4.5,
-                color="white" if kind in (Kind.B, Kind.I, Kind.W) else "black",
+                color="white" if kind in (Kind.B, Kind.I) else "black",
             )  # fmt: skip
     axes.set_yticks(range(timeline.num_workers))
     axes.set_ylim(timeline.num_workers - 0.5, -0.5)
@@ -258,6 +260,7 @@ def cases(options: RunOptions) -> list[Case]:
         Case({"part": recomputing.PART, "model": model}, seconds)
         for model, seconds in recomputing.SECONDS.items()
     ]
+    again += [Case({"part": part.PART}, part.SECONDS) for part in (beyond, residuals)]
     return [
         *published.cases(smoke),
         *laid_out.cases(options.profile),
@@ -275,6 +278,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return laid_out.run_measured(key["model"], options.profile, key["num_microbatches"])
         case recomputing.PART:
             return recomputing.run(key["model"])
+        case beyond.PART:
+            return beyond.run()
+        case residuals.PART:
+            return residuals.run()
         case beside.PART:
             return beside.run(key, options)
     return laid_out.run_equal(key["num_workers"])
@@ -288,7 +295,9 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         parts += [table(r, remat) for r in of_case(records, "done", part=of_part) for remat in REMATS]
     for model in TABLE2:
         parts += _table2(of_case(records, "done", part=laid_out.MEASURED, model=model), model)
-    return "\n\n".join(parts + recomputing.tables(records))
+    for of_part in (recomputing, beyond, residuals):
+        parts += of_part.tables(records)
+    return "\n\n".join(parts)
 
 
 def _text(title: str, columns: list[str], lines: list[list[str]]) -> str:
@@ -368,11 +377,12 @@ def _table2(records: Sequence[Record], model: str) -> Iterator[str]:
 EXPERIMENT = Experiment(
     name="schedules",
     title="Schedules beyond GPipe's: published rates, all side by side, against torch's",
-    source="beyond the paper; arXiv 2401.10241; OLMo-core, torchtitan, Primus",
+    source="beyond the paper; arXiv 2401.10241, 2405.15362, 2406.03488, 2503.01328, 2603.15031",
     describe=(
         "Published bubble rates replayed; length, bubble and memory of all schedules over K and M, at equal "
         "and at measured costs; our schedules beside torch's; Table 2 with the best schedule; what must be "
-        "recomputed under Table 1's memory."
+        "recomputed under Table 1's memory; chunks of sequences, activations with the host, attention "
+        "residuals."
     ),
     profiles={
         "smoke": "published rates of one model, K up to 4",

@@ -15,10 +15,12 @@ what a verdict finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpipe_bench.experiments.computed import computed, outcome, over, spreads_of
+from gpipe_bench.experiments.schedules import beyond
+from gpipe_bench.experiments.schedules.beyond import FORMULAS, Row
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Record, Scalar, of_case
@@ -36,12 +38,10 @@ PART = "published"
 RATES, RATES_V, SPEEDS, ELSEWHERE = "zero-bubble", "zero-bubble-v", "zero-bubble-speed", "schedules-elsewhere"
 SECONDS = {"1.5B": 2.0, "6.2B": 2.0, "14.6B": 7.0, "28.3B": 20.0}
 """By model of Table 5: how long its case takes."""
-PAPER_TABLES = (RATES, RATES_V, SPEEDS, ELSEWHERE)
+PAPER_TABLES = (RATES, RATES_V, SPEEDS, FORMULAS, ELSEWHERE)
 
-Row = tuple[str, str, float, str, str, Sequence[float]]
-"""Row and column of results/paper.csv, our number, its unit, what it is, and all that it may be."""
 WHOLE = "theirs is the memory of a GPU, parameters and optimizer included; ours the activations' alone"
-OPEN = "micro-batches and stages per worker"
+OPEN = "micro-batches, stages per worker, chunks or engines, where they are not stated"
 SEQUENCE = 1024  # tokens
 
 
@@ -139,15 +139,27 @@ def cases(smoke: bool) -> list[Case]:
     of_models = [
         Case({"part": PART, "what": RATES, "model": model}, seconds) for model, seconds in SECONDS.items()
     ]
-    of_vee, of_projects = Case({"part": PART, "what": RATES_V}, 4.0), Case({"part": PART, "what": ELSEWHERE})
-    return [*of_models[: 1 if smoke else None], of_vee, of_projects]
+    others = {RATES_V: 4.0, FORMULAS: 1.0, ELSEWHERE: 1.0}
+    rest = [Case({"part": PART, "what": what}, seconds) for what, seconds in others.items()]
+    return [*of_models[: 1 if smoke else None], *rest]
 
 
 def run(key: dict[str, Scalar]) -> Outcome:
     """The answers to all rows of a case."""
-    found = {RATES_V: of_vee, ELSEWHERE: of_projects}.get(str(key["what"]), lambda: rates(str(key["model"])))
+    others: dict[str, Callable[[], Iterator[Row]]] = {
+        RATES_V: of_vee, FORMULAS: beyond.formulas, ELSEWHERE: of_projects,
+    }  # fmt: skip
+    found = others.get(str(key["what"]), lambda: rates(str(key["model"])))
     answers = [
-        computed(row, column, value, unit, what, over(OPEN, tried) if tried else None, "replayed")
+        computed(
+            row,
+            column,
+            value,
+            unit,
+            what,
+            over(OPEN, tried) if tried else None,
+            "modelled" if row in beyond.MODELLED else "replayed",
+        )
         for row, column, value, unit, what, tried in found()
     ]
     return outcome(answers)
@@ -309,6 +321,7 @@ def of_projects() -> Iterator[Row]:
         if column == PRIMUS:
             what = "graphs alive on the fullest worker, over 1F1B's"
             yield f"{name} over 1F1B, memory", column, _middle(memories), "ratio", what, memories
+    yield from beyond.of_others()
 
 
 def _over_1f1b(name: str, num_microbatches: int, turns: int | None) -> tuple[float, float]:

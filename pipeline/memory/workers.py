@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import nn
 
-from gpipe_bench.pipeline.memory.counts import Moment, Step, Way, moments, steps
+from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step, Way, moments, steps
 from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
@@ -107,6 +108,7 @@ def peak_bytes(
     optimizer: str = "rmsprop",
     *,
     receive_ahead: Ahead = None,
+    away: Mapping[Action, Mapping[int, int]] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """Most bytes that each worker holds in a training step, in the order of the workers.
 
@@ -120,12 +122,13 @@ def peak_bytes(
             they are sent, the workers taking turns as in one process. A number, such as 1, of messages of
             each direction for which a stage has receives posted beyond the one in use: for what is asked of
             no transport in particular.
+        away: by action, the graphs of each stage of its worker that wait with the host (`offload.away`).
 
     Raises:
         ValueError: an unknown optimizer, another number of stages than the schedule's, or I and W for stages
             whose profiles know nothing of them.
     """
-    return tuple([fullest.peak for fullest in memories(stages, schedule, optimizer, receive_ahead)])
+    return tuple([each.peak for each in memories(stages, schedule, optimizer, receive_ahead, away=away)])
 
 
 def memories(
@@ -135,6 +138,7 @@ def memories(
     receive_ahead: Ahead,
     lines: Sequence[Edge] = (),
     messages: Mapping[Way, int] | None = None,
+    away: Mapping[Action, Mapping[int, int]] = MappingProxyType({}),
 ) -> tuple[StageMemory, ...]:
     """The fullest moment of each worker; arguments and errors as of `peak_bytes`. ``lines`` are portals,
     which are known in one process alone, and ``messages`` the bytes of each then.
@@ -145,6 +149,8 @@ def memories(
     most = [each.peak for each in found]
     for action, moment, more in _moments(stages, schedule, receive_ahead, lines):
         number = schedule.worker(action.stage)
+        if action in away:
+            moment = _without(moment, away[action])
         num_bytes = workers[number].bytes(moment) + more
         if num_bytes > most[number]:
             most[number], best[number] = num_bytes, (moment, more)
@@ -152,6 +158,17 @@ def memories(
         memory if fullest is None else worker.memory(*fullest)
         for worker, memory, fullest in zip(workers, found, best, strict=True)
     )
+
+
+def _without(moment: Moment, away: Mapping[int, int]) -> Moment:
+    """The moment without so many graphs of each stage."""
+
+    def less(stage: int, counts: Counts) -> Counts:
+        return counts._replace(graphs=counts.graphs - away.get(stage, 0))
+
+    step = moment.step._replace(counts=less(moment.stage, moment.step.counts))
+    others = tuple([(stage, less(stage, counts)) for stage, counts in moment.others])
+    return moment._replace(step=step, others=others)
 
 
 def action_bytes(

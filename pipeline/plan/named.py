@@ -239,6 +239,36 @@ def _schedule(
     return Schedule(name, len(placement or rows), num_microbatches, "never", actions, placement)
 
 
+def seq1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Seq1F1B (arXiv 2406.03488): 1F1B over chunks of sequences, to be replayed and not to be run.
+
+    What the rows number as micro-batches are chunks: m * num_chunks + c is chunk c of micro-batch m. Causal
+    attention needs the keys and values of earlier chunks, and their gradients come from later ones, so the
+    backwards of a micro-batch take its chunks in reverse. With chunks of equal costs the bubble is
+    (K - 1)(F + B) / num_chunks, and the first stage keeps at most K - 1 + num_chunks chunks. A pipeline knows
+    nothing of chunks: it would train these rows as micro-batches that do not see each other.
+
+    2 stages, M = 2, two chunks each:
+
+        stage 0 | F0 F1 F2 .  .  B1 B1 F3 B0 B0 .  B3 B3 B2 B2
+        stage 1 | .  F0 F1 B1 B1 F2 B0 B0 F3 B3 B3 B2 B2
+    """
+    check_sizes(num_stages, num_microbatches, "never")
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks is {num_chunks}; a sequence has at least 1 chunk")
+    count = num_microbatches * num_chunks
+    back = [m * num_chunks + c for m in range(num_microbatches) for c in reversed(range(num_chunks))]
+    rows = []
+    for stage in range(num_stages):
+        warm_up = min(count, num_stages - 2 - stage + num_chunks)
+        row = [Action(stage, Kind.F, unit) for unit in range(warm_up)]
+        for position, unit in enumerate(back):
+            row += [Action(stage, Kind.F, each) for each in range(count)[warm_up + position :][:1]]
+            row.append(Action(stage, Kind.B, unit))
+        rows.append(row)
+    return _schedule("seq1f1b", count, rows)
+
+
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
 """Those that give a worker one stage and do not split the backward, which every experiment can run."""
 

@@ -20,6 +20,7 @@ imported; times may be fractions or integers, and then all results are exact.
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -30,6 +31,7 @@ from typing import TypeVar
 
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
+from gpipe_bench.pipeline.plan.offload import BACKWARD, Copy, Offload
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 
@@ -61,6 +63,7 @@ def replay(
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
     portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
+    offload: Offload | None = None,
 ) -> Timeline:
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
@@ -83,10 +86,11 @@ def replay(
         portals: bytes of one micro-batch that go past stages, by their line, and of their gradients on the
             way back. They use the link between the two workers, before the
             output where there is one.
+        offload: copies of graphs to the host and back, by engines of each worker beside its actions.
 
     Returns:
         Actions as `events`, set-up and update as `work`, `messages` unless the link is free, gathers and
-        reductions as `collectives`.
+        reductions as `collectives`, copies to the host and back as `copies`.
 
     Raises:
         ValueError: a duration is missing, negative or not finite; sizes don't fit the schedule; the schedule
@@ -111,6 +115,7 @@ def replay(
         _per_stage("gathers", gathers, schedule),
         _per_stage("reductions", reductions, schedule),
         _of_lines(portals, schedule),
+        offload,
     )
     # The garbage collector would walk through hundreds of thousands of new objects again and again, none of
     # which is in a cycle; that doubles the time of a large replay.
@@ -155,9 +160,11 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
 class _WorkerState:
     """Where a worker is in its row: it is running, waiting for a message, or through."""
 
-    __slots__ = ("events", "free_s", "index", "next", "reduced_s", "rest", "running")
+    __slots__ = ("copied_s", "copies", "events", "free_s", "index", "next", "reduced_s", "rest", "running")
 
-    def __init__(self, index: int, row: Sequence[Action], free_s: float) -> None:
+    def __init__(
+        self, index: int, row: Sequence[Action], free_s: float, copies: Sequence[Copy], engines: int
+    ) -> None:
         self.index = index
         self.rest = iter(row)
         self.next = next(self.rest, None)
@@ -165,6 +172,8 @@ class _WorkerState:
         self.free_s = free_s
         self.reduced_s: float = 0  # the end of its last reduction
         self.events: list[Event] = []
+        self.copies = deque(copies)  # not asked for yet
+        self.copied_s: list[float] = [0] * engines  # when the engines for out and in are free
 
 
 class _Messages:
@@ -211,14 +220,25 @@ class _Simulation:
         gathers: Sequence[Sequence[Gather]],
         reductions: Sequence[Sequence[Bucket]],
         portals: Mapping[Edge, tuple[float, float]],
+        offload: Offload | None,
     ) -> None:
+        self.offload = offload or Offload(((),) * schedule.num_workers, (), 1)
+        self.offload.check(schedule)
+        # The ends of copies out and in, by stage and micro-batch.
+        self.out_s: dict[tuple[int, int], float] = {}
+        self.in_s: dict[tuple[int, int], float] = {}
+        self.copies: list[Span] = []
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.setup_s, self.update_s = setup_s, update_s
         self.workers = [
             _WorkerState(
-                index, row, sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0
+                index,
+                row,
+                sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0,
+                copies,
+                self.offload.engines,
             )
-            for index, row in enumerate(schedule.actions)
+            for index, (row, copies) in enumerate(zip(schedule.actions, self.offload.copies, strict=True))
         ]
         self.stages = [
             _StageState(index, self.workers[schedule.worker(index)]) for index in range(schedule.num_stages)
@@ -312,6 +332,7 @@ class _Simulation:
             messages=tuple(self.messages),
             placement=self.schedule.placement,
             collectives=tuple(self.collectives),
+            copies=tuple(self.copies),
         )
 
     def _go_on(self, worker: _WorkerState) -> None:
@@ -319,6 +340,8 @@ class _Simulation:
         action = worker.next
         if action is None or worker.running:
             return
+        while worker.copies and worker.copies[0].place <= len(worker.events):
+            self._copy(worker, worker.copies.popleft())
         index, kind, microbatch = action
         stage = self.stages[index]
         if kind is not Kind.F:  # the stage's own work comes first
@@ -336,6 +359,8 @@ class _Simulation:
                 return
             if there_s >= arrival_s:
                 arrival_s = there_s
+        if kind in BACKWARD and self.in_s.get((index, microbatch), 0) > arrival_s:
+            arrival_s = self.in_s[index, microbatch]
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
@@ -372,6 +397,15 @@ class _Simulation:
                 self.messages.append(Span(f"{action}->{edge.target}", index, start_s, arrival_s))
             edge.arrivals_s[microbatch] = arrival_s
             self._go_on(edge.worker)
+
+    def _copy(self, worker: _WorkerState, copy: Copy) -> None:
+        """The worker has come to the copy's place, or further: its engine is free for it, or will be."""
+        key, engine = copy[:2], copy.back and self.offload.engines - 1
+        place_s = worker.events[copy.place - 1].end_s
+        start_s = max(place_s, worker.copied_s[engine], self.out_s[key] if copy.back else 0)
+        end_s = worker.copied_s[engine] = start_s + self.offload.copy_s[copy.stage]
+        (self.in_s if copy.back else self.out_s)[key] = end_s
+        self.copies.append(Span(str(copy), copy.stage, start_s, end_s))
 
     def _reduce(self, stage: _StageState, event: Event) -> None:
         """The stage's buckets have left inside its last backward: one by one, as each was there."""

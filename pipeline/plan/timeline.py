@@ -55,7 +55,8 @@ class Timeline:
     was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
     a stage busy like an action; `messages` occupy a link and no stage, and so do `collectives`: what a stage
     gathers for its first forward, and the sums of its gradients over its replicas, for which the end of the
-    step waits. Each is empty where it is not known. `placement` is that of the schedule.
+    step waits; `copies` are of graphs, out to the host and in again ("out 0F1"). Each is empty where it is
+    not known. `placement` is that of the schedule.
     """
 
     events: tuple[Event, ...]
@@ -67,6 +68,7 @@ class Timeline:
     messages: tuple[Span, ...] = ()
     placement: tuple[int, ...] = ()
     collectives: tuple[Span, ...] = ()
+    copies: tuple[Span, ...] = ()
 
     @classmethod
     def of(
@@ -140,13 +142,14 @@ class Timeline:
         """(time in s, micro-batches whose graph is alive from then on) at every change on this stage.
 
         A graph lives from the start of the action that builds it (F, or R where the micro-batch is
-        recomputed) to the end of the backward.
+        recomputed) to the end of the backward, but while it is with the host.
         """
-        return _live(self.of_stage(stage))
+        return _live(self.of_stage(stage), [span for span in self.copies if span.stage == stage])
 
     def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
         """The same of all stages of a worker together: each of its graphs counts one."""
-        return _live(self.of_worker(worker))
+        mine = set(self.stages_of(worker))
+        return _live(self.of_worker(worker), [span for span in self.copies if span.stage in mine])
 
     def to_chrome(self) -> dict[str, Any]:
         """The timeline as a Chrome trace object: one row per worker, times in microseconds.
@@ -174,6 +177,7 @@ class Timeline:
         rows += [box(span.name, "work", span.stage, span.start_s, span.duration_s) for span in self.work]
         beside = [(span, "message") for span in self.messages]
         beside += [(span, "collective") for span in self.collectives]
+        beside += [(span, "copy") for span in self.copies]
         for number, (span, what) in enumerate(beside):  # asynchronous: messages of a link may overlap
             for phase, time_s in (("b", span.start_s), ("e", span.end_s)):
                 rows.append(
@@ -200,6 +204,7 @@ class Timeline:
             "messages": [list(span) for span in self.messages],
             **({"placement": list(self.placement)} if self.placement else {}),
             **({"collectives": [list(span) for span in self.collectives]} if self.collectives else {}),
+            **({"copies": [list(span) for span in self.copies]} if self.copies else {}),
         }
 
     @classmethod
@@ -215,14 +220,16 @@ class Timeline:
             tuple(Span(*span) for span in data["messages"]),
             tuple(data.get("placement", ())),
             tuple(Span(*span) for span in data.get("collectives", ())),
+            tuple(Span(*span) for span in data.get("copies", ())),
         )
 
 
-def _live(events: tuple[Event, ...]) -> tuple[tuple[float, int], ...]:
+def _live(events: tuple[Event, ...], copies: Sequence[Span]) -> tuple[tuple[float, int], ...]:
     row = tuple([event.action for event in events])
     begins, ends = set(begins_of(row)), set(ends_of(row))
     changes = [(event.start_s, 1) for event in events if event.action in begins]
     changes += [(event.end_s, -1) for event in events if event.action in ends]
+    changes += [(span.end_s, -1) if span.name.startswith("out") else (span.start_s, 1) for span in copies]
     changes.sort()
     alive = accumulate(change for _, change in changes)
     return tuple((time_s, number) for (time_s, _), number in zip(changes, alive, strict=True))

@@ -1,0 +1,143 @@
+"""A Transformer with attention residuals: every layer reads what all blocks before it have made.
+
+Where others add a layer's output to what came in, the input of each attention and of each feed-forward is a
+mean over the depth of the model. Its sources are the embedding, the sum of the outputs of each block before,
+and that of its own block so far; their weights are a softmax over products of one learned vector with
+the normalized sources:
+
+    h = sum_i a_i v_i,   a = softmax_i(q . RMSNorm(v_i))
+
+So a stage needs the sums of all blocks before it, of whichever stage. They are passed on from layer to layer
+in a tuple, or each is a portal, which the layer that begins the next block stashes and all later ones pop.
+
+Source: Kimi Team, Attention Residuals (arXiv 2603.15031), section 3.2 and figure 2, with blocks of whole
+Transformer layers. Attention and feed-forward are Llama's.
+"""
+
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_bench.models import checks, llama
+from gpipe_bench.models.unet import State, WithPortals
+
+
+class Mean(nn.Module):
+    """Sources (N, T, d) each -> their weighted mean (N, T, d). At first all weights are equal."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.query = nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, *sources: Tensor) -> Tensor:
+        values = torch.stack(sources)
+        weights = (self.norm(values) @ self.query).softmax(0)
+        return (weights.unsqueeze(-1) * values).sum(0)
+
+
+class Layer(llama.Block):
+    """(sum so far, sum of each block before) -> the same; for the first layer of a block what has come is the
+    sum of the block before.
+
+    With portals the sums of blocks are popped, and the first layer of a block stashes what has come.
+    """
+
+    def __init__(self, index: int, layers_per_block: int, portals: bool, d_model: int, *options: int) -> None:
+        super().__init__(d_model, *options, 10_000.0)
+        self.before_attention, self.before_feed = Mean(d_model), Mean(d_model)
+        block, place = divmod(index, layers_per_block)
+        self.begins, self.passes_on = place == 0, not portals
+        self.stashes = _names([block]) if portals and self.begins else ()
+        self.pops = _names(range(block + (not self.begins))) if portals else ()
+
+    def forward(self, state: State) -> State:
+        x, *blocks = (state,) if isinstance(state, Tensor) else state
+        h = self.norm_1(self.before_attention(*blocks, x))
+        q, k, v = (
+            part(h).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        q, k = llama.rotated(q, self.rope_theta), llama.rotated(k, self.rope_theta)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        y = self.out(mixed.transpose(1, 2).flatten(2))
+        if self.begins:
+            blocks.append(x)
+        else:
+            y = x + y
+        h = self.norm_2(self.before_feed(*blocks, y))
+        y = y + self.outer(F.silu(self.gate(h)) * self.inner(h))
+        if self.passes_on:
+            return (y, *blocks)
+        return (y, x) if self.stashes else y
+
+
+class Output(llama.Output):
+    """(sum of the last block, those before) -> logits (N, T, V)."""
+
+    def __init__(self, num_blocks: int, portals: bool, d_model: int, vocab_size: int) -> None:
+        super().__init__(d_model, vocab_size)
+        self.mean = Mean(d_model)
+        self.pops = _names(range(num_blocks)) if portals else ()
+
+    def forward(self, state: tuple[Tensor, ...]) -> Tensor:
+        x, *blocks = state
+        return super().forward(self.mean(*blocks, x))
+
+
+def _names(blocks: range | list[int]) -> tuple[str, ...]:
+    """Portals; block 0 is the embedding."""
+    return tuple([f"block {number}" for number in blocks])
+
+
+def attention_residuals(
+    *,
+    num_layers: int = 16,
+    layers_per_block: int = 2,
+    d_model: int = 1024,
+    ffn_dim: int = 2816,
+    num_heads: int = 16,
+    num_kv_heads: int | None = None,
+    vocab_size: int = 32_000,
+    seq_len: int = 2048,
+    portals: bool = False,
+) -> nn.Sequential:
+    """Builds a Transformer with attention residuals: tokens (N, T) of int64 -> logits of the next (N, T, V).
+
+    Layers: embedding, `num_layers` layers of attention and feed-forward, output.
+
+    Args:
+        num_layers, d_model, ffn_dim: of the layers.
+        layers_per_block: layers whose outputs are added up; a remainder is a block of its own.
+        num_heads, num_kv_heads: as of Llama.
+        vocab_size: V.
+        seq_len: length of the example batches; the network takes any.
+        portals: whether sums of blocks are portals, which a pipeline sends past the stages between.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+    num_layers = checks.positive_int("num_layers", num_layers)
+    per_block = checks.positive_int("layers_per_block", layers_per_block)
+    d_model = checks.positive_int("d_model", d_model)
+    ffn_dim = checks.positive_int("ffn_dim", ffn_dim)
+    num_heads = checks.divisor("num_heads", num_heads, "d_model", d_model)
+    checks.even_int("d_model / num_heads", d_model // num_heads)
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    kv_heads = checks.divisor("num_kv_heads", kv_heads, "num_heads", num_heads)
+    vocab_size = checks.positive_int("vocab_size", vocab_size)
+    checks.positive_int("seq_len", seq_len)
+    checks.flag("portals", portals)
+    blocks = [
+        (f"layer_{i}", Layer(i, per_block, portals, d_model, ffn_dim, num_heads, kv_heads))
+        for i in range(num_layers)
+    ]
+    output = Output(-(-num_layers // per_block), portals, d_model, vocab_size)
+    layers = OrderedDict([("embedding", nn.Embedding(vocab_size, d_model)), *blocks, ("output", output)])
+    model = (WithPortals if portals else nn.Sequential)(layers)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
+            nn.init.normal_(module.weight, std=0.02)
+    return model

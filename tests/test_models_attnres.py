@@ -1,0 +1,116 @@
+"""Attention residuals: the mean over the depth by hand, and training with portals and without."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models.attnres import Mean
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.portals import edges_of
+from gpipe_bench.pipeline.stage.portals import declarations
+
+SIZES = {
+    "num_layers": 6, "layers_per_block": 2, "d_model": 8, "ffn_dim": 12, "num_heads": 2, "vocab_size": 11,
+    "seq_len": 5,
+}  # fmt: skip
+
+
+def build(**options: object) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = MODELS["attnres"](**{**SIZES, **options}).double()
+    for name, parameter in model.named_parameters():  # vectors start at 0 or 1, which hides mistakes
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 0.0 if name.endswith("query") else 1.0, 0.5)
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_mean_over_the_depth_by_hand() -> None:
+    torch.manual_seed(0)
+    mean = Mean(4).double()
+    sources = [torch.randn(1, 2, 4).double() for _ in range(3)]
+    torch.testing.assert_close(mean(*sources), sum(sources) / 3)  # at first all weights are equal
+    nn.init.normal_(mean.query)
+    nn.init.normal_(mean.norm.weight)
+    for token in range(2):
+        scores = []
+        for source in sources:
+            x = source[0, token]
+            scores.append((mean.query * mean.norm.weight * x).sum() / ((x * x).mean() + 1e-5).sqrt())
+        weights = torch.stack(scores).exp() / torch.stack(scores).exp().sum()
+        expected = sum(weight * source[0, token] for weight, source in zip(weights, sources, strict=True))
+        torch.testing.assert_close(mean(*sources)[0, token], expected)
+
+
+@pytest.mark.parametrize(("per_block", "sources"), [(1, (1, 2, 3, 4, 5, 6, 7)), (2, (1, 2, 2, 3, 3, 4, 4)),
+                                                     (4, (1, 2, 2, 2, 2, 3, 3))])  # fmt: skip
+def test_what_every_layer_reads(per_block: int, sources: tuple[int, ...]) -> None:
+    """The embedding, all blocks before, and from the second layer of a block on its own sum so far."""
+    model, seen = build(layers_per_block=per_block), []
+    for layer in [*model][1:]:
+        mean = layer.mean if hasattr(layer, "mean") else layer.before_attention
+        mean.register_forward_hook(lambda module, given, out: seen.append(len(given)))
+    model(example_batch("attnres", 1, **SIZES)[0])
+    assert tuple(seen) == sources
+
+
+def test_no_token_sees_the_future() -> None:
+    model, (tokens, _) = build(), example_batch("attnres", 2, **SIZES)
+    other = tokens.clone()
+    other[:, 3] = (other[:, 3] + 1) % 11
+    before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert (before[:, 3:] != after[:, 3:]).any(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "schedule", "remat"),
+    [(2, "1f1b", "never"), (3, "zb-h1", "never"), (3, "gpipe", "always"), (4, "1f1b", "always"),
+     (4, "interleaved", "never"), (4, "zb-v", "never")],
+)  # fmt: skip
+@pytest.mark.parametrize("per_block", [1, 2, 4])
+def test_training_is_the_plain_models_with_portals_and_without(
+    num_stages: int, schedule: str, remat: str, per_block: int
+) -> None:
+    plain, loss = build(layers_per_block=per_block), loss_fn("attnres")
+    with_portals = build(layers_per_block=per_block, portals=True)
+    assert list(plain.state_dict()) == list(with_portals.state_dict())
+    tokens, target = example_batch("attnres", 6, generator=torch.Generator().manual_seed(1), **SIZES)
+    for model in (plain, with_portals):
+        value = loss(model(tokens), target)
+        value.backward()
+        wanted = gradients(model)
+        model.zero_grad()
+        assert len(wanted) == len(list(plain.parameters()))
+        pipeline = Pipeline(
+            copy.deepcopy(model), num_stages=num_stages, num_microbatches=3, schedule=schedule, remat=remat,
+            cost=[1.0] * 8,
+        )  # fmt: skip
+        torch.testing.assert_close(pipeline.step(tokens, target, loss), value.detach(), rtol=1e-12, atol=0)
+        for name, gradient in gradients(pipeline).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-11, atol=1e-15, msg=name)
+        assert len(gradients(pipeline)) == len(wanted)
+
+
+def test_each_block_is_sent_once_to_each_later_stage() -> None:
+    """Of stages that end with a block, it goes on in the chain and from the next stage to all others."""
+    declared = declarations(build(portals=True))
+    lines = edges_of(declared, [range(0, 3), range(3, 5), range(5, 8)])
+    assert {(line.source, line.target): line.names for line in lines} == {
+        (0, 1): ("block 0",), (0, 2): ("block 0",), (1, 2): ("block 1",),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"num_heads": 3}, {"layers_per_block": 0}, {"portals": 1}])
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name}={options[name]!r} is not allowed"):
+        build(**options)

@@ -338,7 +338,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="a file's recomputations taken for those of all stages",
-        place="pipeline/plan/files.py::from_csv",
+        place="pipeline/plan/files.py::_schedule",
         old="recomputed[action.stage].append(action.microbatch)",
         new="recomputed[0].append(action.microbatch)",
         why="each stage has a choice of its own",

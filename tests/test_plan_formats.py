@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from planning_models import weights_after
-from ranks import EXACT
+from tiny_models import EXACT
 from torch.distributed.pipelining import PipelineStage
 
 from gpipe_bench.experiments.commands.cli import main

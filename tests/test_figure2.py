@@ -138,3 +138,14 @@ def test_a_tensor_that_stands_twice_is_sent_once() -> None:
 
 
 # Output -----------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
+    found = {
+        (cell.table, cell.row): cell.quantity.value
+        for cell in EXPERIMENT.cells(
+            finished(part="traffic", model="transformer-seq2seq", size="T(6, 8192, 16)")
+        )
+        if cell.quantity is not None
+    }
+    assert found == {("nmt-models", "T(6,8192,16)"): 408_205_824}

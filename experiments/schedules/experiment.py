@@ -295,8 +295,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         parts += [table(r, remat) for r in of_case(records, "done", part=of_part) for remat in REMATS]
     for model in TABLE2:
         parts += _table2(of_case(records, "done", part=laid_out.MEASURED, model=model), model)
-    for of_part in (recomputing, beyond, residuals):
-        parts += of_part.tables(records)
+    parts += [*recomputing.tables(records), *beyond.tables(records), *residuals.tables(records)]
     return "\n\n".join(parts)
 
 

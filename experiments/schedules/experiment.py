@@ -114,12 +114,11 @@ def _paint(axes: Axes, timeline: Timeline) -> None:
                 [(event.start_s, event.duration_s)], (worker - 0.42, 0.84), facecolors=COLORS[kind],
                 edgecolors="white" if turn == 0 else "black", linewidths=0.5,
             )  # fmt: skip
-            if kind in (Kind.R, Kind.W):  # their numbers follow, and pictures without them are smaller
+            if kind is not Kind.F:  # the others follow, and a picture without their numbers is smaller
                 continue
             axes.text(
                 event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
                 va="center", fontsize=5.5 if event.duration_s >= 1 else 4.5,
-                color="white" if kind in (Kind.B, Kind.I) else "black",
             )  # fmt: skip
     axes.set_yticks(range(timeline.num_workers))
     axes.set_ylim(timeline.num_workers - 0.5, -0.5)

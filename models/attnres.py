@@ -35,7 +35,8 @@ class Mean(nn.Module):
     def forward(self, *sources: Tensor) -> Tensor:
         values = torch.stack(sources)
         weights = (self.norm(values) @ self.query).softmax(0)
-        return (weights.unsqueeze(-1) * values).sum(0)
+        mean: Tensor = (weights.unsqueeze(-1) * values).sum(0)
+        return mean
 
 
 class Layer(llama.Block):
@@ -45,15 +46,16 @@ class Layer(llama.Block):
     With portals the sums of blocks are popped, and the first layer of a block stashes what has come.
     """
 
-    def __init__(self, index: int, layers_per_block: int, portals: bool, d_model: int, *options: int) -> None:
-        super().__init__(d_model, *options, 10_000.0)
+    def __init__(self, index: int, layers_per_block: int, portals: bool, d_model: int, *sizes: int) -> None:
+        ffn_dim, num_heads, num_kv_heads = sizes
+        super().__init__(d_model, ffn_dim, num_heads, num_kv_heads, 10_000.0)
         self.before_attention, self.before_feed = Mean(d_model), Mean(d_model)
         block, place = divmod(index, layers_per_block)
         self.begins, self.passes_on = place == 0, not portals
         self.stashes = _names([block]) if portals and self.begins else ()
         self.pops = _names(range(block + (not self.begins))) if portals else ()
 
-    def forward(self, state: State) -> State:
+    def forward(self, state: State) -> State:  # type: ignore[override]  # a tuple, where Llama's is a tensor
         x, *blocks = (state,) if isinstance(state, Tensor) else state
         h = self.norm_1(self.before_attention(*blocks, x))
         q, k, v = (
@@ -82,7 +84,7 @@ class Output(llama.Output):
         self.mean = Mean(d_model)
         self.pops = _names(range(num_blocks)) if portals else ()
 
-    def forward(self, state: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, state: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]  # as there
         x, *blocks = state
         return super().forward(self.mean(*blocks, x))
 

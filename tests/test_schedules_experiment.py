@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 from records import quantity, ran, record
 
-from gpipe_bench.experiments.schedules import laid_out, published
+from gpipe_bench.experiments.schedules import beyond, laid_out, published, residuals
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT, Point, figures, frontier
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.pipeline.plan.named import named
+from gpipe_bench.models import SHAPES
+from gpipe_bench.pipeline.plan.named import named, seq1f1b
 from gpipe_bench.pipeline.plan.schedule import validate
+from gpipe_bench.pipeline.plan.simulate import SLOTS as SLOTS_OF
+from gpipe_bench.pipeline.plan.simulate import replay
 
 PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 SMALL = [setting for setting in published.SETTINGS if setting.num_workers <= 16]
@@ -47,6 +50,7 @@ def test_every_published_number_has_an_entry_with_its_unit_and_a_verdict() -> No
         ran(EXPERIMENT, {"part": "published", "what": published.RATES, "model": "1.5B"}),
         ran(EXPERIMENT, {"part": "published", "what": published.RATES_V}),
         ran(EXPERIMENT, {"part": "published", "what": published.ELSEWHERE}),
+        ran(EXPERIMENT, {"part": "published", "what": published.FORMULAS}),
     ]
     entries = EXPERIMENT.cells(records)
     for entry in entries:
@@ -59,6 +63,13 @@ def test_every_published_number_has_an_entry_with_its_unit_and_a_verdict() -> No
         ("stages' micro-batches alive, worker 3", "OLMo-core, K=4, M=8"): "reproduced",
         ("v-min over 1F1B, memory", "Primus, Llama2-7B, K=8"): "not comparable",
         ("bubble rate of ZB-2p", "1.5B, p=8, m=24"): "above",
+        ("activations of V-Min", "p=8, m=32"): "reproduced",
+        ("bubble rate of V-Half", "p=8, m=32"): "reproduced",
+        ("activations of Seq1F1B over 1F1B's", "p=8, m=32, 4 chunks"): "reproduced",
+        ("k on an A100", "h=5120, s=4096"): "reproduced",
+        ("k on an A100", "h=4096, s=32768"): "above",
+        ("seq1f1b over 1F1B, memory", "Seq1F1B, up to 64K tokens"): "not comparable",
+        ("throughput lost by 1F1B, all copied", "PipeOffload, h=5120, s=8192"): "above",
     }
     assert {key: found[key].verdict for key in verdicts} == verdicts
 
@@ -92,6 +103,66 @@ def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
     text = EXPERIMENT.tables([found], [])
     assert all(f"\n{name} " in text for name in laid_out.NAMES)
     assert EXPERIMENT.tables([], []) == ""
+
+
+def test_the_closed_forms_of_chunks_are_what_replays_give() -> None:
+    for workers, times, chunks in ((2, 1, 2), (4, 2, 3), (3, 4, 5)):
+        one, chunked = named("1f1b", workers, times * workers), seq1f1b(workers, times * workers, chunks)
+        faster = chunks * replay(one, SLOTS_OF).makespan_s / replay(chunked, SLOTS_OF).makespan_s
+        kept = laid_out.alive_by_worker(chunked)[0] / chunks / laid_out.alive_by_worker(one)[0]
+        assert beyond._chunked(workers, times, chunks) == pytest.approx((faster, kept))
+
+
+def test_two_tables_say_what_is_replayed_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1F1B alone: copies in slots make nothing longer, and all at once at k > 1 do."""
+    monkeypatch.setattr(beyond, "COPIED", ("1f1b",))
+    small = {"num_layers": 16, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "vocab_size": 11}
+    monkeypatch.setitem(SHAPES, beyond.MODEL, ("llama", small))
+    monkeypatch.setattr(beyond, "TOKENS", 64)
+    found = ran(EXPERIMENT, {"part": beyond.PART})
+
+    def value(name: str, **key: object) -> float:
+        return found.quantity(name, schedule="1f1b", **key).value
+
+    plain = {"copied": "nothing"}
+    for k in beyond.KS:
+        slots, once = ({"copied": f"all, {how}", "k": k} for how in ("in slots", "at once"))
+        assert value("step in slots", **slots) == value("step in slots", **plain) == 117
+        assert (value("step in slots", **once) > 117) == (k > 1)
+        assert value("graphs alive", **once) < value("graphs alive", **plain) == 8
+        assert value("peak memory", **once) < value("peak memory", **plain)
+    assert found.quantity("graphs alive", schedule="seq1f1b", chunks=4).value == (8 - 1 + 4) / 4
+    text = EXPERIMENT.tables([found], [])
+    assert text.count("(replayed at equal costs; not run)") == 2
+
+
+def test_attention_residuals_send_as_much_by_portals_over_ways_that_are_less_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight blocks of one layer: with a block a stage the sums are counted by hand."""
+    small = {"num_layers": 8, "layers_per_block": 1, "d_model": 8, "ffn_dim": 12, "num_heads": 2}
+    monkeypatch.setattr(residuals, "OPTIONS", small | {"vocab_size": 11, "seq_len": 4})
+    monkeypatch.setattr(residuals, "WORKERS", (2, 4))
+    found = ran(EXPERIMENT, {"part": residuals.PART})
+    one = 4 * 8 * 4 / residuals.MIB  # a sum: tokens, width and bytes of a number
+    # Behind layer n there are n + 2 sums, the embedding among them.
+    sent = {  # K, stages of a worker: all, busiest; passed on and by portals
+        (2, 1): (5, 5, 5, 5), (4, 1): (3 + 5 + 7, 7, 15, 3),
+        (2, 2): (3 + 5 + 7, 3 + 7, 3 + 5 + 3, 8),
+    }  # fmt: skip
+    for (workers, stages), sums in sent.items():
+        values = [
+            found.quantity(name, K=workers, stages=stages, way=way).value / one
+            for way in residuals.WAYS
+            for name in ("sent", "busiest")
+        ]
+        assert values == pytest.approx(sums), (workers, stages)
+    for workers in (2, 4):
+        peaks = [
+            found.quantity("peak memory", K=workers, remat="always", way=way).value for way in residuals.WAYS
+        ]
+        assert peaks[0] == pytest.approx(peaks[1], rel=0.2)
+    assert "Attention residuals, 8 layers in blocks of 1" in EXPERIMENT.tables([found], [])
 
 
 def test_smoke_is_a_part_of_short() -> None:

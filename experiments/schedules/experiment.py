@@ -114,12 +114,11 @@ def _paint(axes: Axes, timeline: Timeline) -> None:
                 [(event.start_s, event.duration_s)], (worker - 0.42, 0.84), facecolors=COLORS[kind],
                 edgecolors="white" if turn == 0 else "black", linewidths=0.5,
             )  # fmt: skip
-            if kind in (Kind.R, Kind.W):  # their numbers follow, and pictures without them are smaller
+            if kind is not Kind.F:  # the others follow, and a picture without their numbers is smaller
                 continue
             axes.text(
                 event.start_s + event.duration_s / 2, worker, str(event.action.microbatch), ha="center",
                 va="center", fontsize=5.5 if event.duration_s >= 1 else 4.5,
-                color="white" if kind in (Kind.B, Kind.I) else "black",
             )  # fmt: skip
     axes.set_yticks(range(timeline.num_workers))
     axes.set_ylim(timeline.num_workers - 0.5, -0.5)
@@ -295,8 +294,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         parts += [table(r, remat) for r in of_case(records, "done", part=of_part) for remat in REMATS]
     for model in TABLE2:
         parts += _table2(of_case(records, "done", part=laid_out.MEASURED, model=model), model)
-    for of_part in (recomputing, beyond, residuals):
-        parts += of_part.tables(records)
+    parts += [*recomputing.tables(records), *beyond.tables(records), *residuals.tables(records)]
     return "\n\n".join(parts)
 
 

@@ -75,7 +75,8 @@ class Offload:
             )
         for worker, copies in enumerate(self.copies):
             waits = {row[0]: row[1:] for row in _waits(schedule, worker, schedule.stages_of(worker))}
-            latest, gone = 0, set()
+            latest = 0
+            gone: set[tuple[int, int]] = set()
             for copy in copies:
                 graph, latest = copy[:2], max(latest, copy.place)
                 if graph not in waits or copy.back != (graph in gone):

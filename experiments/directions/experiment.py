@@ -251,7 +251,7 @@ def _draw_differences(records: Sequence[Record]) -> Figure:
     for place, contrast in enumerate(contrasts.values()):
         finding = judged(contrast, records)
         labels.append(contrast.title)
-        said = finding.word
+        said: str = finding.word
         if finding.difference is not None:
             mean, low, high = (max(-edge, min(edge, value / contrast.counts)) for value in finding.difference)
             axes.plot([low, high], [place, place], color=COLORS[finding.word], linewidth=2)

@@ -251,7 +251,7 @@ def _draw_differences(records: Sequence[Record]) -> Figure:
     for place, contrast in enumerate(contrasts.values()):
         finding = judged(contrast, records)
         labels.append(contrast.title)
-        said = finding.word
+        said: str = finding.word
         if finding.difference is not None:
             mean, low, high = (max(-edge, min(edge, value / contrast.counts)) for value in finding.difference)
             axes.plot([low, high], [place, place], color=COLORS[finding.word], linewidth=2)
@@ -287,7 +287,7 @@ PANELS = (
     ("Strides of AmoebaNet-D", "accuracy, %", LENGTHS, "steps"),
     ("Width of AmoebaNet-D", "accuracy, %", WIDTHS, "steps"),
     ("Batch size, equal steps", "loss, nats", ("batch 1x", "batch 4x", "batch 16x"), "steps"),
-    ("Batch size, equal tokens", "loss, nats", TOKENS, "tokens"),
+    ("Batch size, equal tokens", "loss, nats", TOKENS, "thousand tokens"),
     ("Into English, three languages with few messages", "loss, nats", LANGUAGES, "steps"),
     ("Asynchronous stages, K = 8", "loss, nats", STALE, "steps"),
 )
@@ -315,7 +315,7 @@ def _draw_panel(axes: Axes, records: Sequence[Record], arms: Iterable[str], unit
     rows: list[dict[str, Any]] = []
     for arm in arms:
         for record in protocol.select(records, arm, "done"):
-            scale = record.details["tokens_per_step"] if unit == "tokens" else 1
+            scale = record.details["tokens_per_step"] / 1000 if unit == "thousand tokens" else 1
             rows += [{"at": scale * at, "score": score, "": arm} for at, score in record.details["curve"]]
     if not rows:
         axes.text(0.5, 0.5, "no runs", ha="center", transform=axes.transAxes)

@@ -65,7 +65,7 @@ class Contrast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         better, worse: the arms; the sentence says that the first ends better
         metric: what they are compared by
         also: arms that are trained with the same seeds and shown beside these, for which nothing is judged
-        seeds: how many of the protocol's seeds
+        seeds: how many, which are drawn by the rule
         counts: the smallest difference that would count, in the metric's unit
     """
 
@@ -93,7 +93,7 @@ class Protocol(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         confidence: of the interval of a mean difference
         power: the least probability of an interval beside zero, where the true difference is the one that
             counts, from which on a contrast is run
-        seeds, pilot_seeds: each for initial weights, order of the examples and dropout alike
+        seeds, pilot_seeds: the first ones, each for initial weights, order of the examples and dropout alike
         tasks: settings that all arms of a task share
         smoke: those of a run that only shows that everything runs
     """
@@ -141,7 +141,12 @@ class Protocol(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             if (self.power_of(contrast) or 0.0) >= self.power:
                 for arm in (*_pair(contrast), *contrast.also):
                     most[arm] = max(most[arm], contrast.seeds)
-        return {arm: self.seeds[:count] for arm, count in most.items() if count}
+        return {arm: drawn_seeds(count) for arm, count in most.items() if count}
+
+
+def drawn_seeds(count: int) -> tuple[int, ...]:
+    """The first so many by the rule of the file, which names the first few."""
+    return tuple(drawn(PAPER, "directions", number) for number in range(1, count + 1))
 
 
 def _pair(contrast: Contrast) -> tuple[str, str]:
@@ -172,8 +177,8 @@ def load_protocol(path: Path = PATH) -> Protocol:
                 raise ValueError(f"{path}: {name} compares {arm!r}; arms are {', '.join(found.arms)}")
             if found.arms[arm].task != found.arms[contrast.better].task:
                 raise ValueError(f"{path}: {name} compares arms of different tasks; give arms of one")
-        if not 2 <= contrast.seeds <= len(found.seeds):
-            raise ValueError(f"{path}: {name} has {contrast.seeds} seeds; give 2 to {len(found.seeds)}")
+        if contrast.seeds < 2:
+            raise ValueError(f"{path}: {name} has {contrast.seeds} seeds; give 2 or more")
         if not contrast.counts > 0:
             raise ValueError(f"{path}: {name}: what counts is {contrast.counts}; give a positive difference")
     for name, each in found.arms.items():
@@ -249,7 +254,7 @@ def judged(contrast: Contrast, records: Sequence[Record]) -> Finding:
         least = f"{100 * protocol.power:.0f} are needed, so they are not run"
         reason = f"by the pilot {what} in {100 * able:.0f} of 100 repetitions; {least}"
         return Finding(word="no power at this size", power=able, reason=reason)
-    seeds = protocol.seeds[: contrast.seeds]
+    seeds = drawn_seeds(contrast.seeds)
     found: list[dict[object, Record]] = []
     for arm in _pair(contrast):
         runs = protocol.select(records, arm)

@@ -354,7 +354,7 @@ def _has_name(english: str, names: set[str]) -> bool:
 @cache
 def _pieces(found: tuple[object, ...], vocab_size: int) -> Any:
     """One vocabulary for all arms, so that models have equal parameters and losses count the same pieces."""
-    train = corpus(*found).train  # type: ignore[arg-type]
+    train = corpus(*found).train
     lines = (line for pairs in train.values() for pair in pairs[:2000] for line in pair)
     return tokenizer(lines, vocab_size, "the message catalogues")
 

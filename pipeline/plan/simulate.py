@@ -222,8 +222,9 @@ class _Simulation:
         portals: Mapping[Edge, tuple[float, float]],
         offload: Offload | None,
     ) -> None:
+        if offload is not None:
+            offload.check(schedule)
         self.offload = offload or Offload(((),) * schedule.num_workers, (), 1)
-        self.offload.check(schedule)
         # The ends of copies out and in, by stage and micro-batch.
         self.out_s: dict[tuple[int, int], float] = {}
         self.in_s: dict[tuple[int, int], float] = {}

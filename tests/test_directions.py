@@ -12,6 +12,7 @@ import msgspec
 import numpy
 import pytest
 from command_line import call
+from msgspec import structs
 from records import record
 
 from gpipe_bench.experiments.consistency.judging import drawn
@@ -106,8 +107,12 @@ def test_a_file_that_says_something_else_is_refused(old: str, new: str, message:
 
 def test_what_has_no_power_by_the_pilot_is_not_run() -> None:
     wanted = PROTOCOL.runs()
-    for contrast in PROTOCOL.contrasts.values():
-        if (PROTOCOL.power_of(contrast) or 0) >= PROTOCOL.power:
+    found = {name: PROTOCOL.power_of(contrast) for name, contrast in PROTOCOL.contrasts.items()}
+    known = {name: power for name, power in found.items() if power is not None}
+    assert PROTOCOL.powers == pytest.approx(known, abs=1e-4)
+    assert structs.replace(PROTOCOL, powers={}).runs() == {}
+    for name, contrast in PROTOCOL.contrasts.items():
+        if known.get(name, 0.0) >= PROTOCOL.power:
             for arm in (contrast.better, contrast.worse, *contrast.also):
                 assert set(wanted[arm]) >= {*drawn_seeds(contrast.seeds)}
     keys = [case.key for case in cases(RunOptions())]
@@ -178,7 +183,6 @@ def test_without_power_there_is_no_verdict_whatever_the_runs_say(monkeypatch: py
     found = judged(STRIDE, both([93.0, 94.0, 93.0, 94.0, 93.5], [90.0] * 5))
     assert (found.word, found.difference) == ("no power at this size", None)
     assert "in 30 of 100" in found.reason
-    assert PROTOCOL.runs() == {}
 
 
 # What is shown

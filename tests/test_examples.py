@@ -45,7 +45,7 @@ def run(folder: Path, *command: object) -> str:
 
 def test_none_is_longer_than_a_page() -> None:
     assert [path.name for path in SCRIPTS] == ["own_engine.py", "own_model_plan.py", "two_processes.py"]
-    assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 60] == []
+    assert [path.name for path in SCRIPTS if len(path.read_text().splitlines()) > 90] == []
 
 
 # two_processes.py

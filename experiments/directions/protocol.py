@@ -96,6 +96,7 @@ class Protocol(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         seeds, pilot_seeds: the first ones, each for initial weights, order of the examples and dropout alike
         tasks: settings that all arms of a task share
         smoke: those of a run that only shows that everything runs
+        powers: what `power_of` gives, by contrast: whoever lists cases computes nothing
     """
 
     rule: dict[str, str]
@@ -105,6 +106,7 @@ class Protocol(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pilot_seeds: tuple[int, ...]
     tasks: dict[Task, dict[str, Any]]
     smoke: dict[Task, dict[str, Any]]
+    powers: dict[str, float]
     arms: dict[str, Arm]
     contrasts: dict[str, Contrast]
 
@@ -137,8 +139,8 @@ class Protocol(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def runs(self) -> dict[str, tuple[int, ...]]:
         """Seeds by arm: of the arms that a contrast with enough power compares, in the file's order."""
         most = dict.fromkeys(self.arms, 0)
-        for contrast in self.contrasts.values():
-            if (self.power_of(contrast) or 0.0) >= self.power:
+        for name, contrast in self.contrasts.items():
+            if self.powers.get(name, 0.0) >= self.power:
                 for arm in (*_pair(contrast), *contrast.also):
                     most[arm] = max(most[arm], contrast.seeds)
         return {arm: drawn_seeds(count) for arm, count in most.items() if count}

@@ -67,8 +67,8 @@ class FakeAccelerator:
     def opened(self) -> Iterator[FakeAccelerator]:
         """Serves `pipeline.devices` and follows what torch does."""
         with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
-            for name in devices.__all__:
-                if hasattr(self, name):
+            for name in vars(devices):
+                if not name.startswith("_") and hasattr(self, name):
                     patch.setattr(devices, name, getattr(self, name))
             modes.enter_context(Kernels(self))
             modes.enter_context(Calls(self))

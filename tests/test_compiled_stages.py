@@ -143,7 +143,7 @@ def test_more_sizes_than_torch_keeps_run_as_they_are_with_one_warning(
     compiled._program.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(compiled._Program, "has_warned", False)
+    monkeypatch.setattr(compiled._CompiledCall, "has_warned", False)
     layers, plain = model(0.2), model(0.2)
     options: dict[str, Any] = {"num_microbatches": 1, "cost": [1] * 4}
     pipeline = Pipeline(layers, num_stages=2, compile=TRACED, remat="always", **options)

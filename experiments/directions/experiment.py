@@ -317,8 +317,9 @@ def _draw_panel(axes: Axes, records: Sequence[Record], arms: Iterable[str], unit
         for record in protocol.select(records, arm, "done"):
             scale = record.details["tokens_per_step"] / 1000 if unit == "thousand tokens" else 1
             rows += [{"at": scale * at, "score": score, "": arm} for at, score in record.details["curve"]]
-    if not rows:
-        axes.text(0.5, 0.5, "no runs", ha="center", transform=axes.transAxes)
+    if len({row[""] for row in rows}) < 2:
+        axes.axis("off")  # what one arm alone learns compares nothing
+        axes.text(0.5, 0.5, "not run", ha="center", transform=axes.transAxes)
         return
 
     def band(values: Any) -> tuple[float, float]:

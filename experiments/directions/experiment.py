@@ -124,7 +124,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     lines = [
         [
             contrast.title, _difference(contrast, found[name]) or "-", f"{contrast.counts:g}",
-            _bar(contrast, found[name]), found[name].word,
+            _bar(contrast, found[name]), _word(found[name]),
         ]
         for name, contrast in protocol.contrasts.items()
     ]  # fmt: skip
@@ -133,7 +133,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         columns=heading, lines=lines,
         notes=["", fill(
             "Differences are over pairs of runs with equal seeds and positive in the paper's direction; bars "
-            "reach to three times what would count. "
+            "reach to three times what would count. 'small' is less than what would count. "
             f"{protocol.rule['verdict']}"
         )],
     )  # fmt: skip
@@ -147,6 +147,11 @@ def _difference(contrast: Contrast, finding: Finding) -> str:
         return ""
     mean, low, high = finding.difference
     return f"{mean:+.3g} {UNITS[contrast.metric]} [{low:.3g}, {high:.3g}]"
+
+
+def _word(finding: Finding) -> str:
+    small = finding.reason and finding.word in ("same direction", "opposite")
+    return f"{finding.word}, small" if small else finding.word
 
 
 def _bar(contrast: Contrast, finding: Finding) -> str:
@@ -237,9 +242,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
     ]
 
 
-COLORS = {"same direction": "#3182bd", "opposite": "#c44e52", "undecided": "0.45"}
-
-
 def _draw_differences(records: Sequence[Record]) -> Figure:
     from matplotlib.figure import Figure
 
@@ -247,26 +249,31 @@ def _draw_differences(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(7.2, 0.7 + 0.27 * len(contrasts)), layout="constrained")
     axes = figure.add_subplot()
     labels = []
-    edge = 3.0
+    edge, color = 3.0, "0.25"  # one colour: neither direction is a success
     for place, contrast in enumerate(contrasts.values()):
         finding = judged(contrast, records)
         labels.append(contrast.title)
-        said: str = finding.word
+        said = _word(finding)
         if finding.difference is not None:
-            mean, low, high = (max(-edge, min(edge, value / contrast.counts)) for value in finding.difference)
-            axes.plot([low, high], [place, place], color=COLORS[finding.word], linewidth=2)
-            axes.plot([mean], [place], "o" if abs(mean) < edge else ">", color=COLORS[finding.word])
-            said = f"{_difference(contrast, finding)}, {finding.word}"
-        axes.text(edge + 0.2, place, said, va="center", fontsize=7)
+            mean, low, high = (value / contrast.counts for value in finding.difference)
+            axes.plot([max(-edge, low), min(edge, high)], [place, place], color=color, linewidth=2)
+            axes.plot([mean], [place], "o", color=color)
+            for beyond, at, mark in ((low < -edge, -edge, "<"), (high > edge, edge, ">")):
+                if beyond:
+                    axes.plot([at], [place], mark, color=color, clip_on=False)
+            said = f"{_difference(contrast, finding)}, {said}"
+        axes.text(edge + 0.3, place, said, va="center", fontsize=7)
     for at, style in ((0, "-"), (1, ":"), (-1, ":")):
         axes.axvline(at, color="0.5", linewidth=0.8, linestyle=style, zorder=0)
     axes.set_yticks(range(len(labels)), labels)
     axes.set(
         ylim=(len(labels) - 0.5, -0.5),
         xlim=(-edge, edge),
-        xlabel="difference / what would count (marks at the edge lie beyond)",
+        xlabel=f"paired difference over seeds, {100 * load_protocol().confidence:g} % interval, "
+        "in units of the smallest that counts (dotted);\n"
+        "right of 0 is the paper's direction, arrows lie beyond",
     )
-    axes.set_title("Toy size: sentences of the paper, not GPipe", fontsize=8)
+    axes.set_title("Toy size. Not a reproduction, and in no total", fontsize=10)
     axes.grid(visible=False)
     without_frame(figure)
     return figure
@@ -301,7 +308,7 @@ def _draw_curves(records: Sequence[Record]) -> Figure:
     for axes, (title, what, arms, unit) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
         _draw_panel(axes, records, arms, unit)
         axes.set(title=title, xlabel=unit, ylabel=f"held-out {what}")
-    figure.suptitle(f"{LABEL} Bands: 95 % intervals of the mean over seeds", fontsize=9)
+    figure.suptitle(f"{LABEL} Not a reproduction. Bands: 95 % intervals of the mean over seeds", fontsize=9)
     without_frame(figure)
     return figure
 
@@ -319,7 +326,7 @@ def _draw_panel(axes: Axes, records: Sequence[Record], arms: Iterable[str], unit
             rows += [{"at": scale * at, "score": score, "": arm} for at, score in record.details["curve"]]
     if len({row[""] for row in rows}) < 2:
         axes.axis("off")  # what one arm alone learns compares nothing
-        axes.text(0.5, 0.5, "not run", ha="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "one arm at most was run", ha="center", transform=axes.transAxes)
         return
 
     def band(values: Any) -> tuple[float, float]:

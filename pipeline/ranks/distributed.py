@@ -202,7 +202,8 @@ class PointToPoint:
             number, shared = -1, Shared.NOTHING
             if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
                 number = self._agreements.number(signature)
-                shared = self._sharing.announce(plan.shared)
+                if plan.shared is not None:
+                    shared = self._sharing.announce(plan.shared)
             header = Header(number, plan.examples, plan.num_microbatches, plan.training, int(shared))
         else:
             assert self._header.source is not None
@@ -214,7 +215,9 @@ class PointToPoint:
         schedule = rows_for(self._full, found, is_own=self._is_own)
         if schedule is not self._schedule:
             self._take_ends(schedule)
-        message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
+        message = None
+        if told != Shared.NOTHING:
+            message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
         agreement = self._agreements.find(number)
         self._patient = agreement is not None
         # Forwards alone have no rings that would say for certain that two workers who send to each other
@@ -229,8 +232,9 @@ class PointToPoint:
         for direction, receiver in self._receivers.items():
             receiver.begin(agreement.outlines[direction], agreement.lengths, training=self._training)
         for lane in self._lanes:
+            lane.position = 0
             if self._training or not lane.back:
-                lane.begin()
+                lane.post()
         return found._replace(shared=message)
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
@@ -388,7 +392,8 @@ class PointToPoint:
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
-        self._ties.job.awaited.note()
+        if self._progress is not None:
+            self._ties.job.awaited.note()
         self._ties.job.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
 

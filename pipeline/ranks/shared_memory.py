@@ -214,29 +214,21 @@ class Neighbour:
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Moves messages along until `condition` holds; `RuntimeError` after the timeout."""
-        self.progress()
-        self._progress_others(only_pending=True)
-        if condition():
-            return
-        deadline = time.monotonic() + self._timeout_s
+        deadline, has_polled = time.monotonic() + self._timeout_s, False
         while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self._poll.poll(left_s * 1e3):
-                raise RuntimeError(f"timed out after {self._timeout_s:g} s")
-            self._progress_others()
             self.progress()
+            for other in tuple(self._others):
+                if has_polled or other._pending:
+                    try:
+                        other.progress()
+                    except RuntimeError:  # its end is reported when something is wanted of it
+                        self._others.remove(other)
+                        self._poll.unregister(other._link)
             if condition():
                 return
-
-    def _progress_others(self, *, only_pending: bool = False) -> None:
-        for other in tuple(self._others):
-            if only_pending and not other._pending:
-                continue
-            try:
-                other.progress()
-            except RuntimeError:  # its end is reported when something is wanted of it
-                self._others.remove(other)
-                self._poll.unregister(other._link)
+            left_s, has_polled = deadline - time.monotonic(), True
+            if left_s <= 0 or not self._poll.poll(left_s * 1e3):
+                raise RuntimeError(f"timed out after {self._timeout_s:g} s")
 
     @property
     def is_busy(self) -> bool:

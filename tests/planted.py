@@ -323,8 +323,8 @@ self.outputs = tuple(outputs)
     Mistake(
         name="one stage of a worker at a time",
         place="pipeline/memory/peaks.py::Worker.memory",
-        old="*others, _parts(",
-        new="_parts(",
+        old="placed.adds(step)[1], *others]",
+        new="placed.adds(step)[1]]",
         why="the other stages of a worker keep what they hold",
         tests=("tests/test_worker_memory.py::test_modelled_peaks_are_those_of_real_steps[never]",),
     ),

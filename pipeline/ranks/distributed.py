@@ -212,7 +212,9 @@ class PointToPoint:
             self._control.send(self._behind, "step", tuple(header))
         number, examples, num_microbatches, self._training, told = header
         found = Plan(examples, num_microbatches, self._training)
-        schedule = rows_for(self._full, found, is_own=self._is_own)
+        schedule = self._full
+        if num_microbatches != schedule.num_microbatches:
+            schedule = rows_for(schedule, found, is_own=self._is_own)
         if schedule is not self._schedule:
             self._take_ends(schedule)
         message = None

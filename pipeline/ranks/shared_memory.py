@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -358,19 +358,17 @@ def wait_beside(work: Any, neighbours: Collection[Neighbour]) -> None:
         raise errors[0]
 
 
-class Arrival:
+class Arrival(NamedTuple):
     """A message to come."""
 
-    __slots__ = ("_key", "_neighbour")
-
-    def __init__(self, neighbour: Neighbour, key: Key) -> None:
-        self._neighbour, self._key = neighbour, key
+    neighbour: Neighbour
+    key: Key
 
     def wait(self) -> None:
         """Until the message is in its buffer."""
-        arrived, key = self._neighbour._arrived, self._key
+        arrived, key = self.neighbour._arrived, self.key
         if not arrived.get(key):
-            self._neighbour.wait_until(lambda: bool(arrived.get(key)))
+            self.neighbour.wait_until(lambda: bool(arrived.get(key)))
         arrived[key] -= 1
 
 

@@ -32,8 +32,9 @@ from gpipe_bench.pipeline.ranks.connect import (
     MOST_TENSORS,
     Network,
     Session,
+    along,
     first_tag,
-    header_route,
+    header_chain,
     loss_route,
     network_of,
     open_connections,
@@ -56,7 +57,7 @@ from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.wire import Form, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes
-from gpipe_bench.pipeline.transport import Plan, rows_for
+from gpipe_bench.pipeline.transport import InProcess, Plan, rows_for
 
 _LOSS_TAG = 2**29
 
@@ -105,9 +106,9 @@ class PointToPoint:
         # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
         # sent.
         self._patient = self._bounded = False
-        self._own: dict[tuple[int, int, bool], Any] = {}  # sent by this rank to itself
+        self._own = InProcess()  # what this rank sends to itself
         self._control = Control(control)
-        self._header = header_route(schedule, self.rank)
+        self._header = along(header_chain(schedule), self.rank)
         self._behind = next(iter(self._header.targets), None)
         self._sharing = SharedArguments(self._control, self._header.source, self._behind)
         self._route = loss_route(schedule, self.rank, accelerated=ties.is_accelerated)
@@ -228,7 +229,6 @@ class PointToPoint:
         if agreement is None:
             agreement = self._agreements.add(Agreement(sizes(examples, num_microbatches)))
         self._agreement = agreement
-        self._own.clear()
         if self._progress is not None:
             self._progress.calls = 0
         for direction, receiver in self._receivers.items():
@@ -244,7 +244,7 @@ class PointToPoint:
         direction = edge.number, False
         sender = self._senders.get(direction)
         if sender is None:
-            self._own[edge.number, microbatch, False] = message
+            self._own.send(edge, microbatch, message)
             return
         length, target = self._agreement.lengths[microbatch], Action(edge.target, Kind.F, microbatch)
         outlines = self._agreement.outlines[direction]
@@ -277,10 +277,7 @@ class PointToPoint:
         direction = edge.number, False
         receiver = self._receivers.get(direction)
         if receiver is None:
-            message: Message = self._own.pop((edge.number, microbatch, False))
-            if edge.names:
-                message = message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
-            return message
+            return self._own.receive(edge, microbatch)
         length, source = self._agreement.lengths[microbatch], Action(edge.source, Kind.F, microbatch)
         outlines = self._agreement.outlines[direction]
         outline = outlines.get(length)
@@ -301,7 +298,7 @@ class PointToPoint:
         direction = edge.number, True
         sender = self._senders.get(direction)
         if sender is None:
-            self._own[edge.number, microbatch, True] = gradients
+            self._own.send_back(edge, microbatch, gradients)
             return
         length = self._agreement.lengths[microbatch]
         target = Action(edge.source, self._kinds[edge.source, microbatch], microbatch)
@@ -322,8 +319,7 @@ class PointToPoint:
         direction = edge.number, True
         receiver = self._receivers.get(direction)
         if receiver is None:
-            found: Gradients = self._own.pop((edge.number, microbatch, True))
-            return found
+            return self._own.receive_back(edge, microbatch)
         length = self._agreement.lengths[microbatch]
         source = Action(edge.target, self._kinds[edge.target, microbatch], microbatch)
         outlines = self._agreement.outlines[direction]

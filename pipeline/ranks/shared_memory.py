@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -372,15 +373,14 @@ class Arrival(NamedTuple):
         arrived[key] -= 1
 
 
+@dataclass(slots=True, eq=False)
 class Departure:
     """A message on its way."""
 
-    __slots__ = ("_neighbour", "gone")
-
-    def __init__(self, neighbour: Neighbour) -> None:
-        self._neighbour, self.gone = neighbour, False
+    neighbour: Neighbour
+    gone: bool = False
 
     def wait(self) -> None:
         """Until the tensor that was sent may change."""
         if not self.gone:
-            self._neighbour.wait_until(lambda: self.gone)
+            self.neighbour.wait_until(lambda: self.gone)

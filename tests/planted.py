@@ -257,9 +257,9 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="targets in reverse order",
-        place="pipeline/step.py::_targets",
-        old='return split(target, num_microbatches, "the target")',
-        new='return split(target.flip(0), num_microbatches, "the target")',
+        place="pipeline/step.py::Steps.take",
+        old='targets = split(target, plan.num_microbatches, "the target")',
+        new='targets = split(target.flip(0), plan.num_microbatches, "the target")',
         why="every micro-batch needs its own targets",
         tests=TRANSPARENT,
     ),

@@ -30,8 +30,8 @@ from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
 from gpipe_bench.pipeline.mesh.grid import Grid, building, join
 from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
-from gpipe_bench.pipeline.plan.auto import Calibration
 from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.generate import Calibration
 from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.profile import layer_costs
 from gpipe_bench.pipeline.model.parts import OwnLayers
-from gpipe_bench.pipeline.plan.auto import Calibration, automatic
+from gpipe_bench.pipeline.plan.generate import Calibration, automatic
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.partition import partition as balanced

@@ -58,15 +58,16 @@ class Clock:
         if self._accelerators:
             self._firsts_ns = {}
             if not self._events:
-                self._events = [self._new_events(self._devices[action.stage]) for action in self._actions]
+                homes = [self._devices[action.stage] for action in self._actions]
+                self._events = [
+                    (devices.event(home, timing=True), devices.event(home, timing=True))
+                    if devices.is_accelerator(home)
+                    else None
+                    for home in homes
+                ]
                 self._firsts = {device: devices.event(device, timing=True) for device in self._accelerators}
             for device, event in self._firsts.items():
                 event.record(devices.current_stream(device))
-
-    def _new_events(self, device: torch.device) -> tuple[torch.Event, torch.Event] | None:
-        if not devices.is_accelerator(device):
-            return None
-        return devices.event(device, timing=True), devices.event(device, timing=True)
 
     def start(self, position: int) -> None:
         """The action at `position` of the program begins."""

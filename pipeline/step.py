@@ -162,7 +162,14 @@ class Steps:
             for stage in self._stages.values():
                 targets: Sequence[Tree | None] = ()
                 if stage.is_last and training:
-                    targets = _targets(target, plan.examples, plan.num_microbatches)
+                    targets = [None] * plan.num_microbatches
+                    if target is not None:
+                        found = num_examples(target, "the target")
+                        if found != plan.examples:
+                            raise ValueError(
+                                f"the mini-batch has {plan.examples} examples but the target {found}"
+                            )
+                        targets = split(target, plan.num_microbatches, "the target")
                 stage.begin(
                     number,
                     plan.num_microbatches,
@@ -356,12 +363,3 @@ def _outline(message: Message | None) -> Hashable:
     structure = message.structure
     kind = structure.kind() if isinstance(structure, Nested) else structure
     return kind, tuple([(tensor.shape, tensor.dtype) for tensor in message.tensors])
-
-
-def _targets(target: Tree | None, examples: int, num_microbatches: int) -> Sequence[Tree | None]:
-    if target is None:
-        return [None] * num_microbatches
-    found = num_examples(target, "the target")
-    if found != examples:
-        raise ValueError(f"the mini-batch has {examples} examples but the target {found}")
-    return split(target, num_microbatches, "the target")

@@ -46,11 +46,9 @@ class ShortBatchError(ValueError):
 
 
 def rows_for(schedule: Schedule, plan: Plan, *, is_own: bool) -> Schedule:
-    """What a step takes: `schedule`, or the same one for fewer micro-batches unless it is one of the user's
-    own, which says nothing about them.
+    """What a step takes that has fewer micro-batches than `schedule`: the same one for these, unless it is
+    one of the user's own, which says nothing about them.
     """
-    if plan.num_microbatches == schedule.num_microbatches:
-        return schedule
     if is_own:
         raise ShortBatchError(
             f"num_microbatches is {schedule.num_microbatches} but the mini-batch has only "
@@ -116,7 +114,7 @@ class InProcess:
         devices: Sequence[torch.device] = (),
     ) -> None:
         self._copy, self._devices = copy, tuple(devices)
-        self._observe_transfer = observe_transfer or _unobserved
+        self._observe_transfer = observe_transfer or nullcontext
         self._transfers = Transfers() if devices else None
         self._moves = copy or bool(devices)
         # By the number of the edge (in the chain that of its source) and the micro-batch.
@@ -194,10 +192,6 @@ class InProcess:
     def _arrive(self, tensors: Sequence[Tensor | None], receiver: int, key: tuple[int, int, bool]) -> None:
         assert self._transfers is not None
         self._transfers.receive(tensors, self._marks.pop(key), self._devices[receiver])
-
-
-def _unobserved(stage: int) -> AbstractContextManager[object]:
-    return nullcontext()
 
 
 class PortalTransport:

@@ -183,7 +183,7 @@ class Room:
 
     def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[Choice, ...]) -> StageMemory:
         moments = self._rows.moments(worker, remat)
-        again = {moment.stage for moment in moments if moment.step.recomputed}
+        again = {moment.step.action.stage for moment in moments if moment.step.recomputed}
         more = max(max((*each.first, *each.last)) for each in held)
         mine = [*zip(self._rows.homes[worker], held, strict=True)]
         placed = Worker(
@@ -300,10 +300,12 @@ class Rows:
         """
         row = self._row(worker, remat)
         if len(remat) == 1:
-            return tuple(Moment(self.homes[worker][0], step, (), ()) for step in steps(row, self.ahead))
-        found: dict[Moment, Moment] = {}
-        for _, moment in row_moments(row, self.ahead):
-            found.setdefault(moment._replace(step=moment.step._replace(when="")), moment)
+            return tuple(map(Moment, steps(row, self.ahead)))
+        found: dict[tuple[object, ...], Moment] = {}
+        for moment in row_moments(row, self.ahead):
+            action, _, counts = moment.step
+            key = (action.stage, moment.step.alike, counts, moment.others, moment.waiting)
+            found.setdefault(key, moment)
         return tuple(found.values())
 
     def _most_graphs(self, worker: int) -> tuple[tuple[int, ...], ...]:

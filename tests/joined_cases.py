@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import NAMED, Pipeline, Schedule, named, run_plain
-from gpipe_bench.pipeline.plan import auto
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.stage.trees import sizes
 
@@ -106,7 +105,9 @@ class Example:
 
     def problems(self, group: dist.ProcessGroup | None) -> list[str]:
         """What is wrong in this process."""
-        with mock.patch.multiple(auto, WARM_UP_STEPS=0, TIMED_STEPS=1):  # rows change after each step
+        with mock.patch.multiple(
+            "gpipe_bench.pipeline.plan.generate", WARM_UP_STEPS=0, TIMED_STEPS=1
+        ):  # rows change after each step
             return self._problems(group)
 
     def _problems(self, group: dist.ProcessGroup | None) -> list[str]:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench import models
 from gpipe_bench.pipeline import Pipeline, named
-from gpipe_bench.pipeline.plan.auto import Calibration
+from gpipe_bench.pipeline.plan.generate import Calibration
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 TRANSFORMER = {

@@ -257,9 +257,9 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="targets in reverse order",
-        place="pipeline/step.py::_targets",
-        old='return split(target, num_microbatches, "the target")',
-        new='return split(target.flip(0), num_microbatches, "the target")',
+        place="pipeline/step.py::Steps.take",
+        old='targets = split(target, plan.num_microbatches, "the target")',
+        new='targets = split(target.flip(0), plan.num_microbatches, "the target")',
         why="every micro-batch needs its own targets",
         tests=TRANSPARENT,
     ),
@@ -323,8 +323,8 @@ self.outputs = tuple(outputs)
     Mistake(
         name="one stage of a worker at a time",
         place="pipeline/memory/peaks.py::Worker.memory",
-        old="*others, _parts(",
-        new="_parts(",
+        old="placed.adds(step)[1], *others]",
+        new="placed.adds(step)[1]]",
         why="the other stages of a worker keep what they hold",
         tests=("tests/test_worker_memory.py::test_modelled_peaks_are_those_of_real_steps[never]",),
     ),

@@ -12,8 +12,14 @@ from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import SLOTS, Kind, Link, Pipeline, Schedule, named, replay, validate
-from gpipe_bench.pipeline.plan.auto import Calibration, automatic, link_s_of, times_of
-from gpipe_bench.pipeline.plan.generate import fused, most_alive_of
+from gpipe_bench.pipeline.plan.generate import (
+    Calibration,
+    automatic,
+    fused,
+    link_s_of,
+    most_alive_of,
+    times_of,
+)
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import ends_of
 from gpipe_bench.pipeline.plan.vee import shared_by, vee

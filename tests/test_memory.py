@@ -181,7 +181,7 @@ def counts(schedule: Schedule) -> dict[str, tuple[int, ...]]:
     """Of the first stage's telling actions: inputs held whole, graphs of others, receives posted for inputs
     and for gradients.
     """
-    found = {step.when[1:]: step.counts for step in steps_of(schedule.actions[0])}
+    found = {str(step.action)[1:]: step.counts for step in steps_of(schedule.actions[0])}
     return {when: (c.whole, c.graphs, c.inputs_ahead, c.gradients) for when, c in found.items()}
 
 
@@ -191,7 +191,7 @@ def test_gpipe_with_remat_as_in_the_picture() -> None:
     assert counts(gpipe(1, 3, "always")) == {
         "F2": (3, 0, 0, 0), "R2": (3, 0, 0, 1), "B2": (2, 0, 0, 0), "R1": (2, 0, 0, 1), "B1": (1, 0, 0, 0)
     }  # fmt: skip
-    found = {step.when[1:]: step for step in steps_of(gpipe(1, 3, "always").actions[0])}
+    found = {str(step.action)[1:]: step for step in steps_of(gpipe(1, 3, "always").actions[0])}
     assert [found[name].counts.after_backward for name in ("R2", "B2", "R1", "B1")] == [0, 0, 1, 1]
     assert all(step.recomputed for step in found.values())
 
@@ -229,12 +229,12 @@ def test_receives_posted_ahead_are_never_more_than_what_is_still_to_come(
     schedule = SCHEDULES[name](2, 4, remat)
     for row in schedule.actions:
         for step in steps_of(row, receive_ahead):
-            position = [str(action) for action in row].index(step.when)
+            position = [str(action) for action in row].index(str(step.action))
             inputs_left = sum(action.kind is Kind.F for action in row[position + 1 :])
             backwards_left = sum(action.kind is Kind.B for action in row[position + 1 :])
             assert step.counts.inputs_ahead == min(receive_ahead, inputs_left)
-            own = step.kind is Kind.R  # its own gradient is received while it recomputes
-            expected = 0 if step.kind is Kind.F else own + min(receive_ahead, backwards_left - own)
+            own = step.action.kind is Kind.R  # its own gradient is received while it recomputes
+            expected = 0 if step.action.kind is Kind.F else own + min(receive_ahead, backwards_left - own)
             assert step.counts.gradients == expected
 
 

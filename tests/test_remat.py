@@ -28,8 +28,8 @@ from gpipe_bench.pipeline import (
     to_csv,
     validate,
 )
-from gpipe_bench.pipeline.plan.auto import automatic
 from gpipe_bench.pipeline.plan.edges import rings_of
+from gpipe_bench.pipeline.plan.generate import automatic
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 7))

@@ -88,7 +88,7 @@ def test_receives_are_posted_in_the_order_in_which_messages_leave(name: str) -> 
         lane.order = [receivers[stage] for stage, _ in wanted]
         for receiver in receivers.values():
             receiver.begin({1: outline}, (1,) * 7, training=True)
-        lane.begin()
+        lane.post()
         for action in row:
             if action.stage not in receivers:
                 continue

@@ -10,7 +10,7 @@ is walked once, and `peaks` puts the bytes of stages in the place of the numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
@@ -35,19 +35,16 @@ class Counts(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An action of a stage, without sizes: what it does, whether its micro-batch is one whose forward runs
-    twice, and what it finds.
-    """
+    """An action without sizes: whether its micro-batch is one whose forward runs twice; what it finds."""
 
-    kind: Kind
+    action: Action
     recomputed: bool
     counts: Counts
-    when: str
 
     @property
     def alike(self) -> tuple[Kind, bool, int, int]:
         """Equal where the action adds the same to what is there."""
-        return self.kind, self.recomputed, self.counts.after_backward, self.counts.after_inputs
+        return self.action.kind, self.recomputed, self.counts.after_backward, self.counts.after_inputs
 
 
 Way = tuple[int, bool, int]
@@ -55,14 +52,14 @@ Way = tuple[int, bool, int]
 
 
 class Moment(NamedTuple):
-    """An action of a worker: its step, what the worker's other stages hold, and the messages that have come
-    and are not needed yet, if they are counted.
+    """An action of a worker: its step, what the worker's other stages hold, the messages that have come and
+    are not needed yet, if they are counted, and the bytes of those that have not left.
     """
 
-    stage: int
     step: Step
-    others: tuple[tuple[int, Counts], ...]
-    waiting: tuple[tuple[Way, int], ...]
+    others: tuple[tuple[int, Counts], ...] = ()
+    waiting: tuple[tuple[Way, int], ...] = ()
+    sent_bytes: int = 0
 
 
 class Walk:
@@ -124,7 +121,7 @@ class Walk:
             self._again_halves += again and kind is Kind.I
             self._after_backward = self._after_backward or int(kind is Kind.B)
             self._after_inputs = 1
-        return Step(kind, again, found, str(action))
+        return Step(action, again, found)
 
 
 @lru_cache(maxsize=1024)
@@ -142,15 +139,9 @@ def steps(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Step, ..
     return tuple(step for rivals in alike.values() for step in rivals)
 
 
-def row_moments(row: Sequence[Action], receive_ahead: int | None) -> Iterator[tuple[Action, Moment]]:
-    """Each action of a worker's row. Messages wait from one of its stages for another."""
-    mine = tuple(sorted({action.stage for action in row}))
-    return _moments(row, dict.fromkeys(mine, mine), receive_ahead, ())
-
-
 def moments(
     schedule: Schedule, receive_ahead: int | None, *, all_wait: bool = False, lines: Sequence[Edge] = ()
-) -> Iterator[tuple[Action, Moment]]:
+) -> Iterator[Moment]:
     """Each action of all workers.
 
     Args:
@@ -166,17 +157,21 @@ def moments(
             yield from row_moments(row, receive_ahead)
         return
     homes = {stage: schedule.stages_of(schedule.worker(stage)) for stage in range(schedule.num_stages)}
-    yield from _moments(execution_order(schedule), homes, receive_ahead, lines)
+    yield from row_moments(execution_order(schedule), receive_ahead, homes, lines)
 
 
-def _moments(
-    actions: Iterable[Action],
-    homes: Mapping[int, tuple[int, ...]],
+def row_moments(
+    actions: Sequence[Action],
     receive_ahead: int | None,
-    lines: Sequence[Edge],
-) -> Iterator[tuple[Action, Moment]]:
-    """`homes` are, for each stage whose messages count, all stages of its worker."""
-    actions = tuple(actions)
+    homes: Mapping[int, tuple[int, ...]] | None = None,
+    lines: Sequence[Edge] = (),
+) -> Iterator[Moment]:
+    """Each action of a worker's row, or of all workers in turn. `homes` are, for each stage whose messages
+    count, all stages of its worker; without them messages wait from a stage of the row for another.
+    """
+    if homes is None:
+        stages = tuple(sorted({action.stage for action in actions}))
+        homes = dict.fromkeys(stages, stages)
     rows: dict[int, list[Action]] = {stage: [] for stage in homes}
     for action in actions:
         rows[action.stage].append(action)
@@ -193,7 +188,7 @@ def _moments(
         step, mine = walks[stage].take(action), homes[stage]
         others = tuple([(other, resting[other]) for other in mine if other != stage])
         found = tuple([each for other in mine for each in waiting[other].items() if each[1]])
-        yield action, Moment(stage, step, others, found)
+        yield Moment(step, others, found)
         resting[stage] = walks[stage].rest
         if moves:
             target = stage - 1 if back else stage + 1

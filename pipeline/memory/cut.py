@@ -21,7 +21,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, derived
 def _common_steps(schedule: Schedule, receive_ahead: int) -> tuple[Step, ...]:
     """Of any stage of the schedule; a search asks for the same schedule, which is long, again and again."""
     patterns = {
-        tuple(step._replace(when="") for step in steps(row, receive_ahead)) for row in schedule.actions
+        tuple((step.alike, step.counts) for step in steps(row, receive_ahead)) for row in schedule.actions
     }
     if len(patterns) > 1:
         raise ValueError(
@@ -93,7 +93,7 @@ class StagePeaks:
         # A graph stands beside the gradients from the second backward of a step on.
         both = any(
             step.counts.after_backward
-            and (step.kind in (Kind.R, Kind.B) or (step.kind is Kind.F and not step.recomputed))
+            and step.action.kind in ((Kind.R, Kind.B) if step.recomputed else (Kind.F, Kind.R, Kind.B))
             for step in self._steps
         )
         return [

@@ -98,15 +98,16 @@ class StageMemory:
         return self.boundary + self.activations + self.transients
 
 
-Parts = tuple[int, int, int, int, int, int, int]
-"""Bytes by category, in the order of `StageMemory`."""
+class Parts(NamedTuple):
+    """Bytes by category, as in `StageMemory`."""
 
-
-def _parts(
-    *, parameters: int = 0, buffers: int = 0, gradients: int = 0, state: int = 0, boundary: int = 0,
-    activations: int = 0, transients: int = 0,
-) -> Parts:  # fmt: skip
-    return parameters, buffers, gradients, state, boundary, activations, transients
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    boundary: int = 0
+    activations: int = 0
+    transients: int = 0
 
 
 class Place(NamedTuple):
@@ -169,76 +170,71 @@ class Placed:
         elif stays:
             copied = stage.copied_input_bytes
         self._per_count = (
-            _parts(boundary=received),
-            _parts(boundary=kept, activations=stage.saved_bytes),
-            _parts(boundary=waits, activations=0 if halves is None else halves.saved_bytes),
-            _parts(transients=received),
-            _parts(transients=gradient),
-            _parts(buffers=stage.changing_buffer_bytes),
-            _parts(boundary=copied),
-            _parts(activations=again),
-            _parts(gradients=0 if self._is_whole else stage.gradient_bytes),
-            _parts(gradients=stage.gradient_bytes if self._is_whole else 0),
+            Parts(boundary=received),
+            Parts(boundary=kept, activations=stage.saved_bytes),
+            Parts(boundary=waits, activations=0 if halves is None else halves.saved_bytes),
+            Parts(transients=received),
+            Parts(transients=gradient),
+            Parts(buffers=stage.changing_buffer_bytes),
+            Parts(boundary=copied),
+            Parts(activations=again),
+            Parts(gradients=0 if self._is_whole else stage.gradient_bytes),
+            Parts(gradients=stage.gradient_bytes if self._is_whole else 0),
         )
         self._sizes = tuple(map(sum, self._per_count))
         # The mini-batch and its targets are the user's tensors: alive, whole, all the time.
         user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
-        self._fixed = _parts(
+        self._fixed = Parts(
             parameters=stage.parameter_bytes,
             buffers=stage.buffer_bytes,
-            state=rule.state_bytes(stage.trained_sizes),
+            optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
         self._fixed_bytes, self._rule = sum(self._fixed), rule
         self._own: dict[object, tuple[int, Parts]] = {}  # of actions that add the same
-        self._resting: dict[Counts, int] = {}
+        self._held: dict[Counts, int] = {}
 
-    def rest_bytes(self, counts: Counts) -> int:
-        """What it holds while another stage of its worker works."""
-        if counts not in self._resting:
-            self._resting[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
-        return self._resting[counts]
+    def bytes(self, counts: Counts) -> int:
+        """What it holds while another stage of its worker works; what an action `adds` comes on top."""
+        found = self._held.get(counts)
+        if found is None:
+            found = self._held[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
+        return found
 
-    def step_bytes(self, step: Step) -> int:
-        """Most bytes in an action; ValueError where the profiles know of no halves."""
-        held: int = sum(map(mul, step.counts, self._sizes))
-        return self._fixed_bytes + held + self._adds(step)[0]
-
-    def rest(self, counts: Counts) -> Parts:
-        """By category."""
+    def parts(self, counts: Counts) -> Parts:
+        """The same by category."""
         times = zip(counts, self._per_count, strict=True)
         return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
-
-    def step(self, step: Step) -> Parts:
-        """By category."""
-        return _sum([self.rest(step.counts), self._adds(step)[1]])
 
     def update(self) -> Parts:
         """In the optimizer's step."""
         stage = self._stage
         gradients = stage.gradient_bytes - stage.summed_gradient_bytes
         temporaries = self._rule.update_bytes(stage.trained_sizes)
-        return _sum([self._fixed, _parts(gradients=gradients, transients=temporaries)])
+        return _sum([self._fixed, Parts(gradients=gradients, transients=temporaries)])
 
-    def _adds(self, step: Step) -> tuple[int, Parts]:
-        """What an action adds to what is there."""
-        if self._halves is None and (step.kind in (Kind.I, Kind.W) or step.counts.halves):
+    def adds(self, step: Step) -> tuple[int, Parts]:
+        """What an action adds to what is there, in all and by category; ValueError where the profiles know of
+        no halves.
+        """
+        kind = step.action.kind
+        if self._halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
             raise ValueError(
-                f"{step.when} is half a backward, which the profiles of its stage say nothing of; profile "
+                f"{step.action} is half a backward, which the profiles of its stage say nothing of; profile "
                 "with Profiler(split_backward=True)"
             )
         if step.alike not in self._own:
             stage, found = self._stage, self._fullest(step)
             buffers, copied = 0, 0
-            if step.kind is Kind.R:
+            if kind is Kind.R:
                 buffers, copied = stage.changing_buffer_bytes, stage.copied_input_bytes
                 if not (self._is_apart or self._stays):
                     # The copy takes the place of what was received once it is made, before the first layer.
                     copied = max(copied - found.total, 0)
-            own = _parts(
+            own = Parts(
                 buffers=buffers,
                 gradients=found.gradients,
-                boundary=self._own_kept if step.kind in (Kind.B, Kind.I) else 0,
+                boundary=self._own_kept if kind in (Kind.B, Kind.I) else 0,
                 activations=found.activations,
                 transients=found.transients + copied,
             )
@@ -247,19 +243,19 @@ class Placed:
 
     def _fullest(self, step: Step) -> Bytes:
         """What the layers hold in an action."""
-        stage, halves, counts = self._stage, self._halves, step.counts
-        if step.kind is Kind.F:
+        stage, halves, counts, kind = self._stage, self._halves, step.counts, step.action.kind
+        if kind is Kind.F:
             return stage.free if step.recomputed else stage.forward
-        if step.kind is Kind.R:
+        if kind is Kind.R:
             return stage.forward if stage.again is None else stage.again
-        if step.kind is Kind.B or self._is_whole:  # I does all of a backward
-            if step.kind is Kind.W:
+        if kind is Kind.B or self._is_whole:  # I does all of a backward
+            if kind is Kind.W:
                 return Bytes()
             is_later = counts.after_inputs if self._is_whole else counts.after_backward
             found = stage.backward if is_later else stage.backward_first
             return found.without(stage.sent.received_bytes) if self._place.gradients_there else found
         assert halves is not None, "it was looked at"
-        if step.kind is Kind.I:
+        if kind is Kind.I:
             return halves.inputs
         # The copy of a user's input that a recomputation works on waits for W as what is received does.
         own = self._is_apart and not (step.recomputed and stage.copied_input_bytes)
@@ -267,7 +263,7 @@ class Placed:
 
 
 def _sum(all_parts: Iterable[Sequence[int]]) -> Parts:
-    return tuple(map(sum, zip(*all_parts, strict=True)))  # type: ignore[return-value]
+    return Parts(*map(sum, zip(*all_parts, strict=True)))
 
 
 class Worker:
@@ -296,18 +292,23 @@ class Worker:
 
     def bytes(self, moment: Moment) -> int:
         """Most bytes in an action."""
-        found = self._stages[moment.stage].step_bytes(moment.step) + self._waiting_bytes(moment)
-        return found + sum([self._stages[stage].rest_bytes(counts) for stage, counts in moment.others])
+        step, stages = moment.step, self._stages
+        placed = stages[step.action.stage]
+        found = placed.bytes(step.counts) + placed.adds(step)[0] + self._messages_bytes(moment)
+        return found + sum([stages[stage].bytes(counts) for stage, counts in moment.others])
 
     def memory(self, moment: Moment, more: int = 0) -> StageMemory:
-        """The same by category, with more messages."""
-        others = [self._stages[stage].rest(counts) for stage, counts in moment.others]
-        more += self._waiting_bytes(moment)
-        parts = _sum([self._stages[moment.stage].step(moment.step), *others, _parts(transients=more)])
-        return StageMemory(*parts, moment.step.when)
+        """The same by category, and so many bytes more."""
+        step, stages = moment.step, self._stages
+        others = [stages[stage].parts(counts) for stage, counts in moment.others]
+        placed = stages[step.action.stage]
+        parts = _sum([placed.parts(step.counts), placed.adds(step)[1], *others])
+        found = StageMemory(*parts, str(step.action))
+        return replace(found, transients=found.transients + self._messages_bytes(moment) + more)
 
-    def _waiting_bytes(self, moment: Moment) -> int:
-        found = 0
+    def _messages_bytes(self, moment: Moment) -> int:
+        """Of messages that wait, and of those that have not left."""
+        found = moment.sent_bytes
         for way, count in moment.waiting:
             stage, is_gradient, _ = way
             size = self._messages.get(way)

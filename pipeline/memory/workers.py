@@ -145,17 +145,18 @@ def memories(
     """
     workers = workers_of(stages, schedule, optimizer, receive_ahead, messages=messages)
     found = [worker.update() for worker in workers]
-    best: list[tuple[Moment, int] | None] = [None] * len(workers)
+    best: list[Moment | None] = [None] * len(workers)
     most = [each.peak for each in found]
-    for action, moment, more in _moments(stages, schedule, receive_ahead, lines):
+    for moment in _moments(stages, schedule, receive_ahead, lines):
+        action = moment.step.action
         number = schedule.worker(action.stage)
         if action in away:
             moment = _without(moment, away[action])
-        num_bytes = workers[number].bytes(moment) + more
+        num_bytes = workers[number].bytes(moment)
         if num_bytes > most[number]:
-            most[number], best[number] = num_bytes, (moment, more)
+            most[number], best[number] = num_bytes, moment
     return tuple(
-        memory if fullest is None else worker.memory(*fullest)
+        memory if fullest is None else worker.memory(fullest)
         for worker, memory, fullest in zip(workers, found, best, strict=True)
     )
 
@@ -166,7 +167,7 @@ def _without(moment: Moment, away: Mapping[int, int]) -> Moment:
     def less(stage: int, counts: Counts) -> Counts:
         return counts._replace(graphs=counts.graphs - away.get(stage, 0))
 
-    step = moment.step._replace(counts=less(moment.stage, moment.step.counts))
+    step = moment.step._replace(counts=less(moment.step.action.stage, moment.step.counts))
     others = tuple([(stage, less(stage, counts)) for stage, counts in moment.others])
     return moment._replace(step=step, others=others)
 
@@ -183,8 +184,8 @@ def action_bytes(
     """
     workers = workers_of(stages, schedule, optimizer, receive_ahead)
     return {
-        action: workers[schedule.worker(action.stage)].bytes(moment) + more
-        for action, moment, more in _moments(stages, schedule, receive_ahead)
+        moment.step.action: workers[schedule.worker(moment.step.action.stage)].bytes(moment)
+        for moment in _moments(stages, schedule, receive_ahead)
     }
 
 
@@ -223,15 +224,15 @@ def workers_of(
 
 def _moments(
     stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead, lines: Sequence[Edge] = ()
-) -> Iterator[tuple[Action, Moment, int]]:
+) -> Iterator[Moment]:
     """Each action, with what its worker has sent."""
     if not isinstance(receive_ahead, Transport):
-        for action, moment in moments(schedule, receive_ahead, all_wait=receive_ahead is None, lines=lines):
-            yield action, moment, 0
+        yield from moments(schedule, receive_ahead, all_wait=receive_ahead is None, lines=lines)
         return
     sends = [Sends(schedule, number, stages) for number in range(schedule.num_workers)]
-    for action, moment in moments(schedule, None):
-        yield action, moment, sends[schedule.worker(action.stage)].take(action, moment.step)
+    for moment in moments(schedule, None):
+        worker = schedule.worker(moment.step.action.stage)
+        yield moment._replace(sent_bytes=sends[worker].take(moment.step))
 
 
 def stage_memory(
@@ -266,7 +267,7 @@ def fullest_moment(
         recomputes=any(step.recomputed for step in found),
         stays=receive_ahead > 0,
     )
-    return Worker({0: placed}).fullest([Moment(0, step, (), ()) for step in found])
+    return Worker({found[0].action.stage: placed}).fullest(map(Moment, found))
 
 
 # Messages between processes
@@ -314,8 +315,9 @@ class Sends:
         self._with_graph: dict[tuple[int, int], _Message] = {}  # by stage and micro-batch
         self._held_bytes = 0
 
-    def take(self, action: Action, step: Step) -> int:
-        """What is held for messages in an action, beyond what its own moment says and graphs hold."""
+    def take(self, step: Step) -> int:
+        """What is held for messages in the next action, beyond what its own moment says and graphs hold."""
+        action = step.action
         key, kind = (action.stage, action.microbatch), action.kind
         found, sent = self._held_bytes, self._stages[action.stage].sent
         if kind is Kind.B or kind is Kind.I:

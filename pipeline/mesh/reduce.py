@@ -12,6 +12,7 @@ takes half a second to load, so it is loaded where it is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -294,8 +295,8 @@ class Buckets(Reduction):
                 for bucket in self._buckets
             ]
         for position, parameter in enumerate(self._parameters):
-            hook = self._came_in(position)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._came_in, position))
+            self._hooks.append(hook)
 
     def after(self, kind: Kind, m: int, *, last: bool) -> None:
         if not (last and self._sync):
@@ -344,25 +345,23 @@ class Buckets(Reduction):
         self._buckets = buckets_of(parts, order, self._bucket_bytes)
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.positions}
 
-    def _came_in(self, position: int) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            self._seen.append(position)
-            if self._times is None:
-                return
-            self._to_come[position] -= 1
-            number = self._number_of[position]
-            if self._to_come[position] == 0:
-                self._open[number] -= 1
-                while len(self._sent) < len(self._buckets) and not self._open[len(self._sent)]:
-                    self._send()
-            elif self._to_come[position] < 0 and number < len(self._sent):
-                raise RuntimeError(
-                    f"a parameter of stage {self._stage.index} got more gradients in a backward than in an "
-                    "earlier step, when the sum over replicas had begun; call Pipeline.refresh() on every "
-                    "rank before the first step in which it does"
-                )
-
-        return hook
+    def _came_in(self, position: int, _: Tensor) -> None:
+        """As a hook of a parameter: its gradient is there."""
+        self._seen.append(position)
+        if self._times is None:
+            return
+        self._to_come[position] -= 1
+        number = self._number_of[position]
+        if self._to_come[position] == 0:
+            self._open[number] -= 1
+            while len(self._sent) < len(self._buckets) and not self._open[len(self._sent)]:
+                self._send()
+        elif self._to_come[position] < 0 and number < len(self._sent):
+            raise RuntimeError(
+                f"a parameter of stage {self._stage.index} got more gradients in a backward than in an "
+                "earlier step, when the sum over replicas had begun; call Pipeline.refresh() on every rank "
+                "before the first step in which it does"
+            )
 
     def _unhook(self) -> None:
         for handle in self._hooks:
@@ -383,21 +382,17 @@ class Buckets(Reduction):
         is_missing = any(each is None for each in gradients)
         numbers = bucket.fill(gradients)
         del gradients  # their memory is free when the sum begins
-        for position, view in zip(bucket.positions, bucket.views, strict=True):
-            _give(self._parameters[position], view)
+        for position, gradient in zip(bucket.positions, bucket.views, strict=True):
+            parameter = self._parameters[position]
+            if is_divided(parameter):  # this process's part
+                like: Any = parameter if parameter.grad is None else parameter.grad
+                whole = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+                gradient = like.from_local(gradient, like.device_mesh, like.placements, **whole)
+            parameter.grad = gradient
         self._journal.begun(self._stage.index, number)
         work = self._collectives.sum(numbers)
         self._journal.watch(work, self._stage.index, number)
         self._sent.append((work, is_missing))
-
-
-def _give(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Makes `gradient` the `.grad` of a parameter, or this process's part of it."""
-    if is_divided(parameter):
-        like: Any = parameter if parameter.grad is None else parameter.grad
-        whole = {"shape": parameter.shape, "stride": parameter.stride()}
-        gradient = like.from_local(gradient, like.device_mesh, like.placements, run_check=False, **whole)
-    parameter.grad = gradient
 
 
 class Divided:

@@ -115,7 +115,11 @@ class Tracer(fx.Tracer):
         return lambda model: root_fn(model, **given), [self.root]
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and not self._is_buffer(a):
+        if (
+            isinstance(a, Tensor)
+            and not isinstance(a, nn.Parameter)
+            and not any(a is buffer for buffer in self._model.buffers())
+        ):
             name = next((name for name, tensor in self.constants.items() if tensor is a), None)
             if name is None:
                 name = f"constant {len(self.constants)}"
@@ -183,9 +187,6 @@ class Tracer(fx.Tracer):
             count[name] = count.get(name, 0) + 1
 
     # Whether the forward did more than to compute
-
-    def _is_buffer(self, tensor: Tensor) -> bool:
-        return any(tensor is buffer for buffer in self._model.buffers())
 
     def _check(self, module: nn.Module, before: dict[str, Any], drawn: Randomness) -> None:
         after = _state(module)

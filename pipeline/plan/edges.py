@@ -212,10 +212,6 @@ class _Queue:
     sent: int = 0
     posted: int = 0
 
-    @property
-    def holds_up(self) -> bool:
-        return self.unposted is not None and self.sent - self.posted > self.unposted
-
 
 def _queues(
     schedule: Schedule, portals: Sequence[Edge], kinds: tuple[Kind, ...], strict: Collection[int] = ()
@@ -350,7 +346,7 @@ def _run(
     def missing(worker: int) -> tuple[_Queue, int] | None:
         """The message that the next action of a worker waits for, if it waits."""
         for queue in by_sender.get(worker, ()):
-            if queue.holds_up:
+            if queue.unposted is not None and queue.sent - queue.posted > queue.unposted:
                 return queue, queue.posted
         for queue, index in arriving.get(rows[worker][position[worker]], ()):
             if index >= queue.posted or queue.messages[index][1].source not in rounds:

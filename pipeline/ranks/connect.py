@@ -468,19 +468,15 @@ def loss_chain(schedule: Schedule) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(schedule.worker, reversed(range(schedule.num_stages)))))
 
 
-def header_route(schedule: Schedule, rank: int) -> Route:
-    """The part of `rank` in passing on headers."""
-    return _along(header_chain(schedule), rank)
-
-
 def loss_route(schedule: Schedule, rank: int, *, accelerated: bool) -> Route:
     """The part of `rank` in telling the loss."""
     chain = loss_chain(schedule)
     if accelerated:
-        return _along(chain, rank)
+        return along(chain, rank)
     return Route(None, chain[1:]) if rank == chain[0] else Route(chain[0], ())
 
 
-def _along(chain: Sequence[int], rank: int) -> Route:
+def along(chain: Sequence[int], rank: int) -> Route:
+    """The part of `rank` in what each rank of a chain tells the next."""
     position = chain.index(rank)
     return Route(chain[position - 1] if position else None, tuple(chain[position + 1 : position + 2]))

@@ -129,43 +129,40 @@ class Control:
         frames = torch.frombuffer(whole, dtype=torch.uint8)
         size = _FRAME.num_bytes
         parts = [frames] if len(frames) == size else [frames[:size], frames[size:]]
-        self._sender(target).send(parts, _FRAME_TAG, action)
+        if target not in self._senders:
+            self._senders[target] = Sender(self._connection, target)
+        self._senders[target].send(parts, _FRAME_TAG, action)
 
     def receive(self, source: int, key: Hashable, action: Action | None = None) -> Any:
         """The next that rank `source` tells about `key`."""
-        unread = self._unread[source, key]
-        while not unread:
-            about, content = self._read(source, action)
-            self._unread[source, about].append(content)
-        return unread.popleft()
-
-    def _read(self, source: int, action: Action | None) -> tuple[Hashable, Any]:
         if source not in self._posted:
             self.expect(source)
-        posted = self._posted[source]
-        if len(posted) < FRAMES_AHEAD:
-            try:
-                self._post(source)
-            except PeerError:  # who has no more to say may be gone
-                if not posted:
-                    raise
-        buffer, work = posted.popleft()
-        self._connection.wait(work, action, source)
-        data = buffer.tensor.numpy().tobytes()
-        self._free[source].append(buffer)
-        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-        if end > len(data):
-            rest = Form((end - len(data),), (1,), torch.uint8)
-            data += self._receive_now(rest, source, _REST_TAG, action).numpy().tobytes()
-        found: tuple[Hashable, Any] = pickle.loads(data[_LENGTH_BYTES:end])
-        return found
+        unread, posted = self._unread[source, key], self._posted[source]
+        while not unread:
+            if len(posted) < FRAMES_AHEAD:
+                try:
+                    self._post(source)
+                except PeerError:  # who has no more to say may be gone
+                    if not posted:
+                        raise
+            buffer, work = posted.popleft()
+            self._connection.wait(work, action, source)
+            data = buffer.tensor.numpy().tobytes()
+            self._free[source].append(buffer)
+            end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+            if end > len(data):
+                rest = Form((end - len(data),), (1,), torch.uint8)
+                data += self._receive_now(rest, source, _REST_TAG, action).numpy().tobytes()
+            about, content = pickle.loads(data[_LENGTH_BYTES:end])
+            self._unread[source, about].append(content)
+        return unread.popleft()
 
     def send_tensors(self, target: int, key: Hashable, message: Message, *, bounded: bool) -> None:
         """Sends tensors of the CPU; `bounded` as in `Sender.send`."""
         outline = Outline(tuple([Form.of(tensor) for tensor in message.tensors]), message.structure)
         self.send(target, key, outline)
         tensors = conform(message.tensors, outline, _CPU, "shared arguments")
-        self._sender(target).send(tensors, _TENSORS_TAG, bounded=bounded)
+        self._senders[target].send(tensors, _TENSORS_TAG, bounded=bounded)
 
     def receive_tensors(self, source: int, key: Hashable) -> Message:
         """What is sent in that way."""
@@ -184,11 +181,6 @@ class Control:
                 self._post(source)
         for sender in self._senders.values():
             sender.finish()
-
-    def _sender(self, target: int) -> Sender:
-        if target not in self._senders:
-            self._senders[target] = Sender(self._connection, target)
-        return self._senders[target]
 
     def _receive_now(self, form: Form, source: int, tag: int, action: Action | None) -> Tensor:
         buffer = self._connection.buffer(form, source, _CPU)
@@ -221,10 +213,8 @@ class SharedArguments:
         self._sent: Message | None = None  # as it was then, and is elsewhere
         self._given: list[tuple[Tensor, int]] = []  # what was sent, and its versions
 
-    def announce(self, message: Message | None) -> Shared:
+    def announce(self, message: Message) -> Shared:
         """What the first rank says in the header, of the tensors and the structure that it is given."""
-        if message is None:
-            return Shared.NOTHING
         given, sent = self._given, self._sent
         self._given = [
             (tensor, -1 if tensor.is_inference() else tensor._version) for tensor in message.tensors
@@ -239,8 +229,6 @@ class SharedArguments:
 
     def pass_on(self, what: Shared, message: Message | None, *, bounded: bool) -> Message | None:
         """What is shared in this step, which only the first rank brings; sends it to the next one."""
-        if what is Shared.NOTHING:
-            return None
         if what is Shared.FOLLOWS:
             if message is None:
                 assert self._before is not None

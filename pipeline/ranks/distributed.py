@@ -32,8 +32,9 @@ from gpipe_bench.pipeline.ranks.connect import (
     MOST_TENSORS,
     Network,
     Session,
+    along,
     first_tag,
-    header_route,
+    header_chain,
     loss_route,
     network_of,
     open_connections,
@@ -56,7 +57,7 @@ from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.wire import Form, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes
-from gpipe_bench.pipeline.transport import Plan, rows_for
+from gpipe_bench.pipeline.transport import InProcess, Plan, rows_for
 
 _LOSS_TAG = 2**29
 
@@ -105,9 +106,9 @@ class PointToPoint:
         # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
         # sent.
         self._patient = self._bounded = False
-        self._own: dict[tuple[int, int, bool], Any] = {}  # sent by this rank to itself
+        self._own = InProcess()  # what this rank sends to itself
         self._control = Control(control)
-        self._header = header_route(schedule, self.rank)
+        self._header = along(header_chain(schedule), self.rank)
         self._behind = next(iter(self._header.targets), None)
         self._sharing = SharedArguments(self._control, self._header.source, self._behind)
         self._route = loss_route(schedule, self.rank, accelerated=ties.is_accelerated)
@@ -202,7 +203,8 @@ class PointToPoint:
             number, shared = -1, Shared.NOTHING
             if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
                 number = self._agreements.number(signature)
-                shared = self._sharing.announce(plan.shared)
+                if plan.shared is not None:
+                    shared = self._sharing.announce(plan.shared)
             header = Header(number, plan.examples, plan.num_microbatches, plan.training, int(shared))
         else:
             assert self._header.source is not None
@@ -211,10 +213,14 @@ class PointToPoint:
             self._control.send(self._behind, "step", tuple(header))
         number, examples, num_microbatches, self._training, told = header
         found = Plan(examples, num_microbatches, self._training)
-        schedule = rows_for(self._full, found, is_own=self._is_own)
+        schedule = self._full
+        if num_microbatches != schedule.num_microbatches:
+            schedule = rows_for(schedule, found, is_own=self._is_own)
         if schedule is not self._schedule:
             self._take_ends(schedule)
-        message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
+        message = None
+        if told != Shared.NOTHING:
+            message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
         agreement = self._agreements.find(number)
         self._patient = agreement is not None
         # Forwards alone have no rings that would say for certain that two workers who send to each other
@@ -223,14 +229,14 @@ class PointToPoint:
         if agreement is None:
             agreement = self._agreements.add(Agreement(sizes(examples, num_microbatches)))
         self._agreement = agreement
-        self._own.clear()
         if self._progress is not None:
             self._progress.calls = 0
         for direction, receiver in self._receivers.items():
             receiver.begin(agreement.outlines[direction], agreement.lengths, training=self._training)
         for lane in self._lanes:
+            lane.position = 0
             if self._training or not lane.back:
-                lane.begin()
+                lane.post()
         return found._replace(shared=message)
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
@@ -238,7 +244,7 @@ class PointToPoint:
         direction = edge.number, False
         sender = self._senders.get(direction)
         if sender is None:
-            self._own[edge.number, microbatch, False] = message
+            self._own.send(edge, microbatch, message)
             return
         length, target = self._agreement.lengths[microbatch], Action(edge.target, Kind.F, microbatch)
         outlines = self._agreement.outlines[direction]
@@ -271,10 +277,7 @@ class PointToPoint:
         direction = edge.number, False
         receiver = self._receivers.get(direction)
         if receiver is None:
-            message: Message = self._own.pop((edge.number, microbatch, False))
-            if edge.names:
-                message = message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
-            return message
+            return self._own.receive(edge, microbatch)
         length, source = self._agreement.lengths[microbatch], Action(edge.source, Kind.F, microbatch)
         outlines = self._agreement.outlines[direction]
         outline = outlines.get(length)
@@ -295,7 +298,7 @@ class PointToPoint:
         direction = edge.number, True
         sender = self._senders.get(direction)
         if sender is None:
-            self._own[edge.number, microbatch, True] = gradients
+            self._own.send_back(edge, microbatch, gradients)
             return
         length = self._agreement.lengths[microbatch]
         target = Action(edge.source, self._kinds[edge.source, microbatch], microbatch)
@@ -316,8 +319,7 @@ class PointToPoint:
         direction = edge.number, True
         receiver = self._receivers.get(direction)
         if receiver is None:
-            found: Gradients = self._own.pop((edge.number, microbatch, True))
-            return found
+            return self._own.receive_back(edge, microbatch)
         length = self._agreement.lengths[microbatch]
         source = Action(edge.target, self._kinds[edge.target, microbatch], microbatch)
         outlines = self._agreement.outlines[direction]
@@ -388,7 +390,8 @@ class PointToPoint:
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
-        self._ties.job.awaited.note()
+        if self._progress is not None:
+            self._ties.job.awaited.note()
         self._ties.job.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
 

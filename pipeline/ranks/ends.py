@@ -152,19 +152,14 @@ class Lane:
     def __init__(self, connection: Connection, source: int, progress: Progress | None, *, back: bool) -> None:
         self.connection, self.source, self.progress, self.back = connection, source, progress, back
         self.order: Sequence[Receiver] = ()
-        self._position = 0
-
-    def begin(self) -> None:
-        """Starts a step, when its receivers have begun."""
-        self._position = 0
-        self.post()
+        self.position = 0  # in it, of the next one to be posted
 
     def post(self) -> None:
         """Posts every receive that has its turn, a slot and a known outline, and whose time has come."""
-        order, position = self.order, self._position
+        order, position = self.order, self.position
         while position < len(order) and order[position].post_next():
             position += 1
-        self._position = position
+        self.position = position
         self.connection.flush(self.source)
 
 
@@ -186,29 +181,29 @@ class Receiver:
         self._after: Sequence[int] = ()  # calls of this rank before each receive
         self._outlines: dict[int, Outline] = {}
         self._lengths: tuple[int, ...] = ()
+        self._is_known = False  # whether there is an outline for each of the lengths
         self._training = True
 
     def begin(self, outlines: dict[int, Outline], lengths: tuple[int, ...], *, training: bool) -> None:
         """Starts a step, in which `outlines` tell what is known of messages by their numbers of examples."""
-        self._outlines, self._lengths, self._training = outlines, lengths, training
+        self._training = training
         self._posted.clear()
-        self._choose_ring()
+        if outlines is not self._outlines or not self._is_known:
+            self._outlines, self._lengths = outlines, lengths
+            self._is_known = all(length in outlines for length in lengths)
+            largest = max((outline.num_bytes for outline in outlines.values()), default=0)
+            ring = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
+            if ring is not self._ring:
+                for position in range(ring.num_slots, len(self._slots)):
+                    kept, self._slots[position] = self._slots[position], None
+                    if kept is not None:
+                        self._give_back(kept[1])
+                self._ring = ring
         # Without a backward nothing is kept, and a few receives ahead are enough.
         ahead = self._rings.ahead
         self._after = self._rings.after if training else self._rings.after_forward
         self._unposted = deque(self._ring.initial if training else self._ring.order[:ahead])
         self._later = deque(() if training else self._ring.order[ahead:])
-
-    def _choose_ring(self) -> None:
-        known = all(length in self._outlines for length in self._lengths)
-        largest = max((outline.num_bytes for outline in self._outlines.values()), default=0)
-        ring = self._rings.of(largest, SMALL_BYTES) if known else self._rings.tight
-        if ring is not self._ring:
-            for position in range(ring.num_slots, len(self._slots)):
-                kept, self._slots[position] = self._slots[position], None
-                if kept is not None:
-                    self._give_back(kept[1])
-            self._ring = ring
 
     def post_next(self) -> bool:
         """Posts the next receive, to be followed by a flush, if it may be."""

@@ -42,7 +42,7 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summ
 from gpipe_bench.pipeline.plan.schedule import Action
 from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import Awaited, Connection, backend, bound_waits
+from gpipe_bench.pipeline.ranks.wire import Awaited, Connection, backend, bound_waits, cleaned
 
 # A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
 SILENCE_S = 60.0
@@ -495,7 +495,7 @@ def peer_error_of(error: BaseException) -> PeerError | None:
 
 def missing(error: RuntimeError) -> PeerError:
     """What a collective's error says, of which nobody can tell from outside for whom it waited."""
-    what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    what = (what.partition("] ")[2] or what).partition(". This is typically")[0]
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    what = cleaned(next(lines, type(error).__name__))
     timed_out = "timed out" in what.lower() or "timeout" in what.lower()
     return PeerError(None, None, f"a collective failed: {what}", timed_out=timed_out)

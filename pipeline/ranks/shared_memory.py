@@ -27,7 +27,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,29 +215,21 @@ class Neighbour:
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Moves messages along until `condition` holds; `RuntimeError` after the timeout."""
-        self.progress()
-        self._progress_others(only_pending=True)
-        if condition():
-            return
-        deadline = time.monotonic() + self._timeout_s
+        deadline, has_polled = time.monotonic() + self._timeout_s, False
         while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self._poll.poll(left_s * 1e3):
-                raise RuntimeError(f"timed out after {self._timeout_s:g} s")
-            self._progress_others()
             self.progress()
+            for other in tuple(self._others):
+                if has_polled or other._pending:
+                    try:
+                        other.progress()
+                    except RuntimeError:  # its end is reported when something is wanted of it
+                        self._others.remove(other)
+                        self._poll.unregister(other._link)
             if condition():
                 return
-
-    def _progress_others(self, *, only_pending: bool = False) -> None:
-        for other in tuple(self._others):
-            if only_pending and not other._pending:
-                continue
-            try:
-                other.progress()
-            except RuntimeError:  # its end is reported when something is wanted of it
-                self._others.remove(other)
-                self._poll.unregister(other._link)
+            left_s, has_polled = deadline - time.monotonic(), True
+            if left_s <= 0 or not self._poll.poll(left_s * 1e3):
+                raise RuntimeError(f"timed out after {self._timeout_s:g} s")
 
     @property
     def is_busy(self) -> bool:
@@ -366,31 +359,28 @@ def wait_beside(work: Any, neighbours: Collection[Neighbour]) -> None:
         raise errors[0]
 
 
-class Arrival:
+class Arrival(NamedTuple):
     """A message to come."""
 
-    __slots__ = ("_key", "_neighbour")
-
-    def __init__(self, neighbour: Neighbour, key: Key) -> None:
-        self._neighbour, self._key = neighbour, key
+    neighbour: Neighbour
+    key: Key
 
     def wait(self) -> None:
         """Until the message is in its buffer."""
-        arrived, key = self._neighbour._arrived, self._key
+        arrived, key = self.neighbour._arrived, self.key
         if not arrived.get(key):
-            self._neighbour.wait_until(lambda: bool(arrived.get(key)))
+            self.neighbour.wait_until(lambda: bool(arrived.get(key)))
         arrived[key] -= 1
 
 
+@dataclass(slots=True, eq=False)
 class Departure:
     """A message on its way."""
 
-    __slots__ = ("_neighbour", "gone")
-
-    def __init__(self, neighbour: Neighbour) -> None:
-        self._neighbour, self.gone = neighbour, False
+    neighbour: Neighbour
+    gone: bool = False
 
     def wait(self) -> None:
         """Until the tensor that was sent may change."""
         if not self.gone:
-            self._neighbour.wait_until(lambda: self.gone)
+            self.neighbour.wait_until(lambda: self.gone)

@@ -13,15 +13,14 @@ together, that is one message there and one back for each further owner in a ste
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.stage.tied import Leaves, plus
 
@@ -81,15 +80,6 @@ def find_ties(
     )
 
 
-class Ranks(Protocol):
-    """What is asked of the transport."""
-
-    rank: int
-
-    def together(self) -> AbstractContextManager[Together]:
-        """For what ranks do outside of the schedule."""
-
-
 class TiedWeights:
     """One rank's part in keeping the copies of tied weights equal.
 
@@ -105,7 +95,7 @@ class TiedWeights:
     def __init__(
         self,
         ties: Iterable[Tie],
-        ranks: Ranks,
+        ranks: PointToPoint,
         model: nn.Module,
         leaves: Leaves,
         *,

@@ -335,10 +335,12 @@ def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerEr
         # The first line names a place in torch's source, the last one the reason.
         what = f"is not reached by NCCL: {lines[-1]}"
         return PeerError(action, peer, what, timed_out="timed out" in lines[-1].lower())
-    text = (
-        lines[0].partition("] ")[2] or lines[0]
-    )  # without the place in gloo's source, and without its advice
-    text = text.partition(". This is typically")[0]
+    text = cleaned(lines[0])
     if "timed out" in text.lower():
         return PeerError(action, peer, f"did not answer: {text}", timed_out=True)
     return PeerError(action, peer, f"disappeared: {text}", timed_out=False)
+
+
+def cleaned(line: str) -> str:
+    """A line of gloo's without the place in its source, and without its advice."""
+    return (line.partition("] ")[2] or line).partition(". This is typically")[0]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.portals import Carried
-from gpipe_bench.pipeline.stage.rng import Generators, layer_key, loss_may_draw, may_draw, mix
+from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Keywords, Structure, Tree, flatten, tensors_of, unflatten
 from gpipe_bench.pipeline.transfers import Mark, Transfers
@@ -102,7 +102,7 @@ class LayerRunner:
         )
         if self._portals is not None:
             self._calls = ((self._portals.enter, None, None), *self._calls, (self._portals.leave, None, None))
-        draws = targets != () and loss_fn is not None and loss_may_draw(loss_fn)
+        draws = targets != () and loss_fn is not None and may_draw(loss_fn)
         self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers)) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 

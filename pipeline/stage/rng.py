@@ -12,7 +12,7 @@ The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -59,15 +59,19 @@ _RANDOM_KINDS = (
 )
 
 
-def may_draw(layer: nn.Module) -> bool:
-    """Whether a layer as it is now may draw random numbers, in any mode and with any probability.
+def may_draw(layer: Callable[..., Any]) -> bool:
+    """Whether a layer or a loss as it is now may draw random numbers, in any mode and with any probability.
 
-    False only if it is built of modules of `torch.nn` alone, none of which can draw, and there are no hooks;
-    the forward of any other class could call anything.
+    False only for the losses of `torch.nn.functional`, and if it is built of modules of `torch.nn` alone,
+    none of which can draw, and there are no hooks; the forward of any other class could call anything.
     """
+    if not isinstance(layer, nn.Module):
+        name = getattr(layer, "__name__", "")
+        is_loss = name.endswith(("_loss", "cross_entropy"))
+        return not (is_loss and layer is getattr(nn.functional, name, None))
     if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
         return True
-    todo = [layer]
+    todo: list[nn.Module] = [layer]
     while todo:
         module = todo.pop()
         kind: Any = type(module)
@@ -82,15 +86,6 @@ def may_draw(layer: nn.Module) -> bool:
 @lru_cache(maxsize=256)
 def _kind_may_draw(kind: Any) -> bool:
     return issubclass(kind, _RANDOM_KINDS) or not kind.__module__.startswith("torch.nn.modules.")
-
-
-def loss_may_draw(loss_fn: Any) -> bool:
-    """The same of a loss: False for those of torch, modules and functions."""
-    if isinstance(loss_fn, nn.Module):
-        return may_draw(loss_fn)
-    name = getattr(loss_fn, "__name__", "")
-    is_known = name.endswith(("_loss", "cross_entropy")) and loss_fn is getattr(nn.functional, name, None)
-    return not is_known
 
 
 class Generators:

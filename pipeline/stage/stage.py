@@ -114,7 +114,8 @@ class Stage:
             leaves=leaves, first_microbatch=first_microbatch, portals=portals,
         )  # fmt: skip
         self._leaves, self._places = leaves, range(first_layer, first_layer + len(self.layers))
-        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite.
+        # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite. F
+        # and R each work on a copy of these, one more input while F runs, and from R to B.
         self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
         self._overwritten: dict[Hashable, tuple[int, ...]] = {}
         self._found_for: tuple[tuple[bool, ...], ...] = ()  # what is trained, and the layers' modes
@@ -271,15 +272,6 @@ class Stage:
         if self._leaves is None or not (leaves := self._leaves.of_layers(self._places)):
             return self.trainable
         return (*[p for p in self.trainable if not self._leaves.stands_for(p)], *leaves)
-
-    @property
-    def overwrites_input(self) -> bool:
-        """Whether the layers overwrite the stage's input, as found in the steps so far that recompute.
-
-        The forward and the recomputation of such a stage each work on a copy, so that one more input is alive
-        while F runs, and from R to B where what was received stays alive too.
-        """
-        return any(self._overwritten.values())
 
     @cached_property
     def output_name(self) -> str:

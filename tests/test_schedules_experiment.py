@@ -173,7 +173,7 @@ def test_smoke_is_a_part_of_short() -> None:
 
 def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None:
     """Of 11 and 19, with two graphs alive instead of one."""
-    from gpipe_bench.experiments.schedules.turns import put_off
+    from gpipe_bench.experiments.schedules.engines import put_off
 
     for number, slots in ((2, 9), (4, 17)):
         schedule = put_off(number)

@@ -111,9 +111,9 @@ class Choices:
         columns = {name: tuple(values[n] for n in places) for name, values in self.columns.items()}
         return Choices(self.names, tuple(self.settings[n] for n in places), columns)
 
-    def spread(self, column: str) -> Spread | None:
-        """The range of a column."""
-        return spread_of(self.settings, self.columns[column], self.names)
+    def spread(self, values: Sequence[float | None]) -> Spread | None:
+        """The range of a number for each combination."""
+        return spread_of(self.settings, values, self.names)
 
     def middle(self, values: Sequence[float | None]) -> float | None:
         """What stands for all: of the combinations with a number that of the one nearest to the middle of

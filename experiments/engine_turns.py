@@ -7,7 +7,7 @@ and the plain model, are also engines here: any factory by its name (`setup.reso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -86,15 +86,18 @@ def work(job: Job, rounds: int) -> Found:
     first = next(iter(job.engines))
     ours = engines[first]
     assert isinstance(ours, Ours)
-    # A plain model of layers that wait would wait for all stages in turn.
-    expected = {} if job.model == "waiting" else _reference(setups[first], batch, target, loss)
+    # Of all layers, since engines may have other stages here. A plain model of layers that wait would wait
+    # for all stages in turn.
+    whole = replace(setups[first], group=None)
+    expected = {} if job.model == "waiting" else reference(whole, batch, target, loss)
 
     def checked() -> dict[str, dict[str, Any]]:
         found = {}
         for name, engine in engines.items():
             if not is_idle(engine):
                 made_up = isinstance(engine, Bare) and engine.stage is not None
-                wanted = {} if made_up or not expected else _of_stages(expected, setups[name])
+                own = {} if made_up or not expected else named_parameters(setups[name])
+                wanted = {each: expected[each] for each in own}
                 found[name] = verify(name, engine, setups[name], batch, target, loss, wanted)
         return found
 
@@ -186,15 +189,6 @@ def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[fl
     count, (_, remat) = PARTITION_MICROBATCHES, next(iter(job.engines.values()))
     example = example_batch(job.model, job.microbatch_size * count, **job.options)
     return layer_seconds(layers, count, loss, *example, remat=remat)
-
-
-def _reference(setup: Setup, batch: Any, target: Any, loss: LossFn) -> dict[str, Tensor]:
-    """The gradients of all layers, since engines may have other stages here."""
-    return reference(replace(setup, group=None), batch, target, loss)
-
-
-def _of_stages(gradients: Mapping[str, Tensor], setup: Setup) -> dict[str, Tensor]:
-    return {name: gradients[name] for name in named_parameters(setup)}
 
 
 def built(name: str, setup: Setup) -> Engine | str:

@@ -16,10 +16,10 @@ what a verdict finds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_high
 
-from gpipe_bench.experiments.computed import computed, outcome, over, spreads_of
+from gpipe_bench.experiments.computed import answers, computed, outcome, over
 from gpipe_bench.experiments.schedules import beyond
 from gpipe_bench.experiments.schedules.beyond import FORMULAS, Row
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots, span
@@ -151,44 +151,30 @@ def run(key: dict[str, Scalar]) -> Outcome:
         RATES_V: of_vee, FORMULAS: beyond.formulas, ELSEWHERE: of_projects,
     }  # fmt: skip
     found = others.get(str(key["what"]), lambda: rates(str(key["model"])))
-    answers = [
-        computed(
-            row,
-            column,
-            value,
-            unit,
-            what,
-            over(OPEN, tried) if tried else None,
-            "modelled" if row in beyond.MODELLED else "replayed",
-        )
-        for row, column, value, unit, what, tried in found()
-    ]
-    return outcome(answers)
+    return outcome(
+        [
+            computed(
+                row, column, value, unit, what, over(OPEN, tried) if tried else None,
+                "modelled" if row in beyond.MODELLED else "replayed",
+            )
+            for row, column, value, unit, what, tried in found()
+        ]
+    )  # fmt: skip
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:
-    """An entry for every answer on record whose number was published."""
-    found = []
-    for record in of_case(records, "done", part=PART):
-        for quantity in record.quantities:
-            row, column = quantity.name, str(quantity.key["column"])
-            if row.endswith("all messages") or (row.endswith("of 1F1B-I") and column not in SPEED_COLUMNS):
-                continue  # nobody printed these, or they could not be had
-            found.append(
-                Answer(
-                    table=SPEEDS if "throughput of" in row else str(record.case["what"]),
-                    row=row,
-                    column=column,
-                    source="others",
-                    question="as published",
-                    quantity=quantity,
-                    spread=spreads_of(record).get((row, column)),
-                    not_comparable=WHOLE if row.endswith("over 1F1B, memory") else "",
-                    record=record,
-                    note=quantity.note,
-                )
-            )
-    return found
+    """An entry for every answer on record whose number was published, and could be had."""
+    return [
+        replace(
+            each,
+            table=SPEEDS if "throughput of" in each.row else each.table,
+            not_comparable=WHOLE if each.row.endswith("over 1F1B, memory") else "",
+        )
+        for record in of_case(records, "done", part=PART)
+        for each in answers(record, str(record.case["what"]), source="others", question="as published")
+        if not each.row.endswith("all messages")
+        and not (each.row.endswith("of 1F1B-I") and each.column not in SPEED_COLUMNS)
+    ]
 
 
 def rates(model: str) -> Iterator[Row]:

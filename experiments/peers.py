@@ -30,6 +30,7 @@ from gpipe_bench.experiments.side_by_side import (
     side_by_side,
     state_of,
     steps_of,
+    trust_of,
     verdict,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -362,8 +363,7 @@ def _trust(record: Record) -> str:
     if action is not None and action.value is not None:
         short = "" if action.value >= MIN_ACTION_MS else f", below {MIN_ACTION_MS:g} ms: overheads show"
         parts.append(f"shortest action {show(action.value, 'ms', 2)}{short}")
-    found = [record.quantity(name) for name in ("control", "used by others")]
-    return "; ".join([*parts, *(f"{each.name} {measured(each)}" for each in found if each is not None)])
+    return "; ".join([*parts, *trust_of(record)])
 
 
 def _notes(records: Sequence[Record]) -> str:

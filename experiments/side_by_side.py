@@ -191,6 +191,12 @@ def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
     return "", ""
 
 
+def trust_of(record: Record) -> list[str]:
+    """What its numbers can be trusted for: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
+    found = [record.quantity(name) for name in ("control", "used by others")]
+    return [f"{each.name} {measured(each)}" for each in found if each is not None]
+
+
 def verdict(quantity: Quantity, sign: Sign, bound: float, control: Quantity | None) -> str:
     """Whether the median meets its bound, in the quantity's unit, and whether that is certain: the whole
     interval says so and, of a ratio, the median lies beyond the noise floor, which is the further end of the

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, state_of, verdict
+from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, state_of, trust_of, verdict
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid
@@ -144,12 +144,11 @@ def _block(record: Record) -> str:
         first, *others = [_against(ratio, number, word, control) for ratio in over] or [["", "", "", ""]]
         lines += [[name, measured(step), *first], *(["", "", *each] for each in others)]
     what = "not re-materialized" if remat == "never" else "every micro-batch recomputed"
-    trust = [each for each in (control, record.quantity("used by others")) if each is not None]
     return Grid(
         title=f"Side by side on two processes, M = {number}, {what} (measured)",
         columns=["schedule", "ms per step [95 %]", "over", "ratio [95 %]", "target", "holds?"],
         lines=lines,
-        notes=["; ".join(f"{each.name} {measured(each)}" for each in trust), *([why] if why else [])],
+        notes=["; ".join(trust_of(record)), *([why] if why else [])],
     ).text()
 
 

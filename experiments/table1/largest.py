@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS
+from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, column
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.memory.profile import ModelProfile
@@ -36,6 +36,12 @@ class Setting:
     cap_gib: float = 0.0  # 0: the paper's
     compiled: bool = False  # layers as `torch.compile` would run them
     optimizer: str = "rmsprop"  # the paper's
+
+    @classmethod
+    def of(cls, half: str, name: str, precision: str, attention: str) -> Setting:
+        """That of a column of the table."""
+        size = column(half, name)
+        return cls(half, size.num_stages, size.is_naive, precision, attention)
 
     @property
     def cap_bytes(self) -> int:

@@ -7,9 +7,10 @@ recompute inside the backward. The machine should have nothing else to do:
     python -m experiments run peers
     python -m experiments run peers --engine my_engine:MyEngine,my_engine:Another
 
-All engines get the same layers, partition, batch, micro-batches and precision; before and after the timing
-each is checked for what it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only
-ratios of one round are judged. torchgpipe runs in one process, where ours is set against it on one core.
+All engines get the same layers, batch, micro-batches and precision, and the same partition but for one that
+is made for several stages in each process (`placement`); before and after the timing each is checked for what
+it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only ratios of one round are
+judged. torchgpipe runs in one process, where ours is set against it on one core.
 
 The user's engines are tried first, each in processes of its own with a limit of time: one that raises, hangs
 or leaves wrong gradients is a row with its error, and the others are measured without it.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.unknowns import Value, load_unknowns, steps_from_middle
-from gpipe_bench.harness.verdict import Answer, Part, Question, Spread
+from gpipe_bench.harness.verdict import Answer, Part, Spread
 
 STRIDE = "control-stride"
 SECONDS = {STRIDE: 40.0, TABLE: 10.0}
@@ -86,9 +87,17 @@ def outcome(answers: Sequence[Computed]) -> Outcome:
     return Outcome(tuple(each.quantity for each in answers), {"spreads": spreads})
 
 
-def spreads_of(record: Record) -> dict[tuple[str, str], Spread]:
-    """The ranges that a record keeps, by row and column."""
-    return {(each["row"], each["column"]): Spread.from_data(each) for each in record.details["spreads"]}
+def answers(record: Record, table: str, **more: Any) -> list[Answer]:
+    """An entry for every number on record, by its row and column, with the range that the record keeps."""
+    spreads = {(each["row"], each["column"]): Spread.from_data(each) for each in record.details["spreads"]}
+    places = [(quantity, quantity.name, str(quantity.key["column"])) for quantity in record.quantities]
+    return [
+        Answer(
+            table=table, row=row, column=column, quantity=quantity, spread=spreads.get((row, column)),
+            record=record, note=quantity.note, **more,
+        )
+        for quantity, row, column in places
+    ]  # fmt: skip
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:
@@ -96,18 +105,9 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     found = []
     for record in of_case(records, "done"):
-        question: Question = "as published" if record.case["part"] == "as published" else "here"
-        table, spreads = str(record.case["table"]), spreads_of(record)
-        for quantity in record.quantities:
-            row, column = quantity.name, str(quantity.key["column"])
-            found.append(
-                Answer(
-                    table=table, row=row, column=column, question=question, quantity=quantity,
-                    spread=spreads.get((row, column)), allowed=admitted(paper[table, row, column]),
-                    record=record, note=quantity.note,
-                )
-            )  # fmt: skip
-    return found
+        question = "as published" if record.case["part"] == "as published" else "here"
+        found += answers(record, str(record.case["table"]), question=question)
+    return [replace(each, allowed=admitted(paper[each.place])) for each in found]
 
 
 # The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D

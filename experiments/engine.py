@@ -132,9 +132,10 @@ def job_of(
     device: str = "cpu",
 ) -> Job:
     """What the processes of a case do."""
-    from gpipe_bench.experiments.engine_turns import BARE, OVER_NETWORK, PLAIN, PLAIN_ALONE, Job
+    from gpipe_bench.experiments.engine_turns import BARE, PLAIN, PLAIN_ALONE, Job
 
-    ours = {"ours": (OVER_NETWORK if transport == "gloo" else "ours", remat)}
+    over_network = "gpipe_bench.experiments.engines.known:OverNetwork"
+    ours = {"ours": (over_network if transport == "gloo" else "ours", remat)}
     bare, torchs = {"bare layers": (BARE, "never")}, {"ScheduleGPipe": ("torch-gpipe", remat)}
     make = partial(Job, num_stages=num_stages, num_microbatches=num_microbatches, device=device)
     match part:

@@ -1,14 +1,14 @@
 """What each process of a case does in which engines take turns: build all, check all, time, check again.
 
-All work on the very same layers, cut at the same places, on the same mini-batch, so that nothing but the
-engine differs. What an engine's own cost is measured against, the bare layers and the plain model, are also
-engines here: any factory by its name (`setup.resolve`).
+All work on the very same layers and the same mini-batch, cut at the same places where they have as many
+stages, so that nothing but the engine differs. What an engine's own cost is measured against, the bare layers
+and the plain model, are also engines here: any factory by its name (`setup.resolve`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
@@ -20,14 +20,23 @@ from torch import distributed as dist
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
 from gpipe_bench.experiments.engines.isolated import Tell
 from gpipe_bench.experiments.engines.known import Ours
-from gpipe_bench.experiments.engines.setup import Engine, LossFn, NoStepError, Setup, build, clear
+from gpipe_bench.experiments.engines.setup import (
+    Engine,
+    LossFn,
+    NoStepError,
+    Setup,
+    build,
+    clear,
+    placement_of,
+)
 from gpipe_bench.experiments.side_by_side import Found, take_turns
 from gpipe_bench.experiments.timed.replay import samples_of
 from gpipe_bench.experiments.timed.steps import layer_seconds
+from gpipe_bench.experiments.waiting import Waiting
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
-from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 WIDTH = 8  # of a layer that computes next to nothing
@@ -37,9 +46,9 @@ PARTITION_MICROBATCHES = 4  # of the step that times single layers
 class Job(NamedTuple):
     """One case as its processes see it.
 
-    `engines` maps each variant's name to its engine and its `remat`; one of them is "ours". `model` is one of
-    `gpipe_bench.models` or of `MADE_UP`, with its options. Stages are of equally many layers unless they are
-    `cut_by_time`.
+    `engines` maps each variant's name to its engine and its `remat`; the first is one of ours. `model` is one
+    of `gpipe_bench.models` or of `MADE_UP`, with its options. Stages are of equally many layers unless they
+    are `cut_by_time`.
     """
 
     model: str
@@ -63,28 +72,32 @@ class Job(NamedTuple):
 def work(job: Job, rounds: int) -> Found:
     """What one process does for a case. RuntimeError where an engine does something else than it should."""
     layers, batch, target, loss = trained(job)
-    spans = _cut(job, layers, loss)
+    layers_s = _seconds(job, layers, loss)
     setups: dict[str, Setup] = {}
     engines: dict[str, Engine] = {}
     refused: dict[str, str] = {}
-    for name, (engine, remat) in job.engines.items():
-        setup = setup_of(job, layers, spans, remat)
+    for name, (engine, _) in job.engines.items():
+        setup = setup_of(job, layers, layers_s, name)
         found = built(engine, setup)
         if isinstance(found, str):
             refused[name] = found
         else:
             engines[name], setups[name] = found, setup
-    ours = engines["ours"]
+    first = next(iter(job.engines))
+    ours = engines[first]
     assert isinstance(ours, Ours)
-    # A plain model of layers that wait would wait for all stages in turn.
-    expected = {} if job.model == "waiting" else reference(setups["ours"], batch, target, loss)
+    # Of all layers, since engines may have other stages here. A plain model of layers that wait would wait
+    # for all stages in turn.
+    whole = replace(setups[first], group=None)
+    expected = {} if job.model == "waiting" else reference(whole, batch, target, loss)
 
     def checked() -> dict[str, dict[str, Any]]:
         found = {}
         for name, engine in engines.items():
             if not is_idle(engine):
                 made_up = isinstance(engine, Bare) and engine.stage is not None
-                wanted = {} if made_up else expected
+                own = {} if made_up or not expected else named_parameters(setups[name])
+                wanted = {each: expected[each] for each in own}
                 found[name] = verify(name, engine, setups[name], batch, target, loss, wanted)
         return found
 
@@ -102,7 +115,9 @@ def work(job: Job, rounds: int) -> Found:
         if step is not None and job.with_peaks
     }  # behind the timing, which must not meet what this leaves behind
     details = {
-        "checks": checks, "refused": refused, "partition": spans, "actions_s": actions_s, "peak_bytes": peaks,
+        "checks": checks, "refused": refused, "partition": setups[first].partition, "actions_s": actions_s,
+        "peak_bytes": peaks,
+        "made": {name: each.made for name, each in engines.items() if isinstance(each, Ours) and each.made},
     }  # fmt: skip
     return measured._replace(details=details)
 
@@ -133,11 +148,10 @@ def tried(tell: Tell, job: Job, name: str) -> None:
     RuntimeError where it does something else; nothing if it can't run this.
     """
     layers, batch, target, loss = trained(job)
-    engine_name, remat = job.engines[name]
-    setup = setup_of(job, layers, partition([1.0] * len(layers), job.num_stages), remat)
+    setup = setup_of(job, layers, [1.0] * len(layers), name)
     expected = reference(setup, batch, target, loss)
     tell("the plain model's gradients are known")
-    engine = built(engine_name, setup)
+    engine = built(job.engines[name][0], setup)
     if not isinstance(engine, str):
         verify(name, engine, setup, batch, target, loss, expected)
 
@@ -156,19 +170,25 @@ def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
     return layers, batch.to(device), target.to(device), loss
 
 
-def setup_of(job: Job, layers: Sequence[nn.Module], spans: Partition, remat: str) -> Setup:
-    """What an engine is built from in this process."""
-    group = None if job.in_process else dist.group.WORLD
-    return Setup(layers, spans, job.num_microbatches, remat, devices.current(job.device), group)
+def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], name: str) -> Setup:
+    """What a variant is built from in this process: as many stages as the case has, or as its engine is made
+    for.
+    """
+    engine, remat = job.engines[name]
+    place = () if job.in_process else placement_of(engine)
+    return Setup(
+        layers, partition(layers_s, len(place) or job.num_stages), job.num_microbatches, remat,
+        devices.current(job.device), None if job.in_process else dist.group.WORLD, place,
+    )  # fmt: skip
 
 
-def _cut(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Partition:
-    layers_s: Sequence[float] = [1.0] * len(layers)
-    if job.cut_by_time:
-        count, (_, remat) = PARTITION_MICROBATCHES, job.engines["ours"]
-        example = example_batch(job.model, job.microbatch_size * count, **job.options)
-        layers_s = layer_seconds(layers, count, loss, *example, remat=remat)
-    return partition(layers_s, job.num_stages)
+def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[float]:
+    """By which the layers are cut."""
+    if not job.cut_by_time:
+        return [1.0] * len(layers)
+    count, (_, remat) = PARTITION_MICROBATCHES, next(iter(job.engines.values()))
+    example = example_batch(job.model, job.microbatch_size * count, **job.options)
+    return layer_seconds(layers, count, loss, *example, remat=remat)
 
 
 def built(name: str, setup: Setup) -> Engine | str:
@@ -212,17 +232,8 @@ def mean_actions_s(timeline: Timeline) -> dict[str, float]:
 
 # What an engine's own cost is measured against
 
-OVER_NETWORK, BARE, PLAIN, PLAIN_ALONE = (
-    f"{__name__}:{name}" for name in ("OverNetwork", "Bare", "Plain", "PlainAlone")
-)
+BARE, PLAIN, PLAIN_ALONE = (f"{__name__}:{name}" for name in ("Bare", "Plain", "PlainAlone"))
 """Names of the factories below, for `Job.engines`."""
-
-
-class OverNetwork(Ours):
-    """This project's engine without memory that neighbours on one host share."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, share_memory=False)
 
 
 class _MicroBatches:
@@ -302,36 +313,8 @@ class Bare(_MicroBatches):
             (loss_fn(self.model(inputs), wanted) / self.count).backward()  # type: ignore[no-untyped-call]
 
 
-class _Wait(torch.autograd.Function):
-    """Waits in both directions as a device would compute, using hardly any core: there is one addition."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, wait_s: float) -> Tensor:
-        ctx.wait_s = wait_s
-        time.sleep(wait_s)
-        return value + weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(ctx.wait_s)
-        return gradient, gradient, None
-
-
-class Waiting(nn.Module):
-    """A layer that takes `wait_s` for every action. Micro-batches of one example: (1, d) -> (1, d)."""
-
-    def __init__(self, wait_s: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, WIDTH))
-        self.wait_s = wait_s
-
-    def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = _Wait.apply(value, self.weight, self.wait_s)  # type: ignore[no-untyped-call]
-        return result
-
-
 MADE_UP: dict[str, Callable[..., list[nn.Module]]] = {
-    "waiting": lambda num_layers, wait_s: [Waiting(wait_s) for _ in range(num_layers)],
+    "waiting": lambda num_layers, wait_s: [Waiting(WIDTH, wait_s, wait_s) for _ in range(num_layers)],
     "linear": lambda num_layers: [nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)],
 }
 """Models that compute next to nothing: builders of their layers."""

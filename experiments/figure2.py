@@ -249,12 +249,10 @@ def peak(model: str, num_stages: int, num_microbatches: int) -> dict[str, int]:
 
 
 class Shape(NamedTuple):
-    """What matters of a model here; bytes are those of one example, and of float32 parameters."""
+    """What matters of a model here, by layer; bytes are those of one example in float32."""
 
-    num_parameters: int
-    gradient_bytes: int
-    flops: tuple[int, ...]  # of the forward, per layer
-    parameters: tuple[int, ...]  # per layer
+    flops: tuple[int, ...]  # of the forward
+    parameters: tuple[int, ...]
     output_bytes: tuple[int, ...]  # what the layer hands on
     output_gradient_bytes: tuple[int, ...]  # what comes back for it: nothing for integers
 
@@ -273,7 +271,7 @@ def _run_traffic(key: dict[str, Any]) -> Outcome:
     found = shape(key["model"], _zoo()[key["model"], key["size"]])
     batch_size = BATCH_SIZES.get(key["model"], IMAGES)
     quantities = [
-        _quantity("parameters", found.num_parameters, "parameters"),
+        _quantity("parameters", sum(found.parameters), "parameters"),
         _quantity("mini-batch", batch_size, "examples"),
     ]
     stages = [k for k in TRAFFIC_STAGES if k <= len(found.flops)]  # the smallest Transformer has five layers
@@ -293,47 +291,19 @@ def _run_traffic(key: dict[str, Any]) -> Outcome:
 
 
 def shape(name: str, options: Mapping[str, Any]) -> Shape:
-    """The model's shape, built without memory for its parameters; each distinct layer runs once."""
-    import torch
-    from torch import Tensor
-    from torch.utils.flop_counter import FlopCounterMode
+    """The model's shape; nothing of its size is allocated. Whatever computes the attention, its operations
+    are those of the written one.
+    """
+    from gpipe_bench.experiments.predicted.sizes import FullSize
 
-    from gpipe_bench.models import MODELS, example_batch
-    from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-    from gpipe_bench.pipeline.signature import signature
-
-    def detached(value: Any) -> Any:
-        """The same without a graph. A tensor that stands twice stays one."""
-        seen: dict[int, Tensor] = {}
-        tensors = tuple(
-            seen.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
-            for tensor in as_tuple(value)
-        )
-        return tensors[0] if isinstance(value, Tensor) else tensors
-
-    with torch.device("meta"):
-        model = MODELS[name](**options)
-    value, _ = example_batch(name, 1, device="meta", **options)
-    known: dict[object, tuple[int, Any]] = {}
-    flops, outputs = [], []
-    for layer in model:
-        key = (signature(layer), Boundary.of(value))
-        if key not in known:
-            with FlopCounterMode(display=False) as counter:
-                value = detached(layer(value))
-            known[key] = (counter.get_total_flops(), value)
-        count, value = known[key]
-        flops.append(count)
-        outputs.append(Boundary.of(value))
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    distinct = [[output.tensors[place] for place in output.distinct] for output in outputs]
+    written_out = {"attention": "explicit"} if name.startswith("transformer") else {}
+    full = FullSize(name, {**options, **written_out})
+    every = range(len(full.layers))
     return Shape(
-        num_parameters=sum(parameter.numel() for parameter in trainable),
-        gradient_bytes=sum(parameter.numel() * parameter.itemsize for parameter in trainable),
-        flops=tuple(flops),
-        parameters=tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in model),
-        output_bytes=tuple(output.num_bytes for output in outputs),
-        output_gradient_bytes=tuple(sum(t.num_bytes for t in each if t.requires_grad) for each in distinct),
+        tuple(full.flops(1)),
+        full.parameters,
+        tuple(full.sent_bytes(layer, 1, "float32") for layer in every),
+        tuple(full.returned_bytes(layer, 1, "float32") for layer in every),
     )
 
 
@@ -341,15 +311,15 @@ def traffic(found: Shape, num_stages: int, costs: Sequence[float] | None = None)
     """A pipeline of `num_stages` stages of equal costs, by default of forward FLOPs, as far as cuts allow,
     and as many replicas.
 
-    Ring all-reduce: each of K devices sends 2 (K - 1) / K of the gradient bytes. Raises ValueError for more
-    stages than layers.
+    Ring all-reduce: each of K devices sends 2 (K - 1) / K of the bytes of the gradients. Raises ValueError
+    for more stages than layers.
     """
     stages = partition(found.flops if costs is None else costs, num_stages)
     ends = [stage.stop - 1 for stage in stages[:-1]]
     forward = [found.output_bytes[end] for end in ends] + [0]  # the last stage sends no activations
     backward = [0] + [found.output_gradient_bytes[end] for end in ends]  # and the first no gradients
     sent = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
-    everyone = 2 * (num_stages - 1) * found.gradient_bytes
+    everyone = 2 * (num_stages - 1) * 4 * sum(found.parameters)
     return Traffic(max(sent), sum(sent), everyone // num_stages, everyone)
 
 

@@ -30,7 +30,7 @@ from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 PART = "on GPUs"
@@ -112,15 +112,23 @@ def work(job: Job, rounds: int) -> Found:
     from gpipe_bench.experiments.engines.setup import Setup
     from gpipe_bench.experiments.side_by_side import take_turns
     from gpipe_bench.experiments.timed import link
+    from gpipe_bench.experiments.timed.layers import alone
+    from gpipe_bench.experiments.timed.steps import boundary_bytes, mean_over_processes
     from gpipe_bench.pipeline import devices
+    from gpipe_bench.pipeline.stage.trees import change, split
 
     device, workload, loss = devices.current(job.device), job.workload, job.workload.loss()
     joined = link.measured(device)
     layers = list(workload.build("meta"))
     num_parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     batch, target = workload.example(workload.batch_size, device)
-    layers_s, sent, returned = _layers(job, layers, batch, target)
-    stages = _cut(layers_s, job.num_stages)
+    first, wanted = (split(each, job.num_microbatches)[0] for each in (batch, target))
+    seconds = alone(layers, loss, first, wanted, device)
+    layers_s = mean_over_processes([sum(each.values()) for each in seconds])
+    stages = partition(layers_s, job.num_stages)
+    sent, returned = boundary_bytes(
+        layers, stages, change(first, lambda tensor: tensor.to("meta"), "the mini-batch")
+    )
     for layer in stages[dist.get_rank()]:
         materialized(layers[layer], device)
     own = [layers[layer] for layer in stages[dist.get_rank()]]
@@ -143,44 +151,10 @@ def work(job: Job, rounds: int) -> Found:
     details = {
         "link": joined, "partition": stages, "refused": refused, "checks": checks, "peaks": peaks,
         "timeline": timeline, "layers_s": layers_s, "num_parameters": num_parameters,
-        "sent": [sent[span.stop - 1] for span in stages[:-1]],
-        "returned": [returned[span.stop - 1] for span in stages[:-1]],
+        "sent": sent, "returned": returned,
         "update_s": _update_s(own, device), "device": devices.name(device),
     }  # fmt: skip
     return found._replace(details=details)
-
-
-def _layers(
-    job: Job, layers: Sequence[Any], batch: Any, target: Any
-) -> tuple[tuple[float, ...], list[int], list[int]]:
-    """Seconds of every layer on a micro-batch, the mean over the processes; bytes behind each, of distinct
-    tensors and of those that need a gradient.
-    """
-    import torch
-
-    from gpipe_bench.experiments.timed.layers import alone
-    from gpipe_bench.experiments.timed.steps import mean_over_processes
-    from gpipe_bench.pipeline import devices
-    from gpipe_bench.pipeline.stage.trees import change, flatten, split
-
-    first, wanted = (split(each, job.num_microbatches)[0] for each in (batch, target))
-    device = devices.current(job.device)
-    seconds = alone(layers, job.workload.loss(), first, wanted, device)
-    sent, returned = [], []
-    value = change(first, lambda tensor: tensor.to("meta"), "the mini-batch")
-    with torch.no_grad():
-        for layer in layers:
-            value = layer(value)
-            tensors, _ = flatten(value)
-            sent.append(sum(tensor.nbytes for tensor in tensors))
-            returned.append(sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point()))
-    return mean_over_processes([sum(each.values()) for each in seconds]), sent, returned
-
-
-def _cut(layers_s: Sequence[float], num_stages: int) -> Partition:
-    from gpipe_bench.pipeline.plan.partition import partition
-
-    return partition(layers_s, num_stages)
 
 
 def _peak(step: Any, layers: Sequence[Any], device: Any) -> tuple[int, int]:
@@ -278,7 +252,7 @@ def _of_timeline(
     """The bubble of our latest step, and the same actions laid out over the measured link."""
     timed = TimedActions(
         first["partition"], job.num_microbatches, REMAT, samples_of([timeline]), (), 0.0,
-        tuple(first["sent"]), tuple(first["returned"]),
+        first["sent"], first["returned"],
     )  # fmt: skip
     laid_out = lay_out(timed, first["link"])
     quantities = [

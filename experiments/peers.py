@@ -7,9 +7,10 @@ recompute inside the backward. The machine should have nothing else to do:
     python -m experiments run peers
     python -m experiments run peers --engine my_engine:MyEngine,my_engine:Another
 
-All engines get the same layers, partition, batch, micro-batches and precision; before and after the timing
-each is checked for what it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only
-ratios of one round are judged. torchgpipe runs in one process, where ours is set against it on one core.
+All engines get the same layers, batch, micro-batches and precision, and the same partition but for one that
+is made for several stages in each process (`placement`); before and after the timing each is checked for what
+it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only ratios of one round are
+judged. torchgpipe runs in one process, where ours is set against it on one core.
 
 The user's engines are tried first, each in processes of its own with a limit of time: one that raises, hangs
 or leaves wrong gradients is a row with its error, and the others are measured without it.
@@ -30,6 +31,7 @@ from gpipe_bench.experiments.side_by_side import (
     side_by_side,
     state_of,
     steps_of,
+    trust_of,
     verdict,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -362,8 +364,7 @@ def _trust(record: Record) -> str:
     if action is not None and action.value is not None:
         short = "" if action.value >= MIN_ACTION_MS else f", below {MIN_ACTION_MS:g} ms: overheads show"
         parts.append(f"shortest action {show(action.value, 'ms', 2)}{short}")
-    found = [record.quantity(name) for name in ("control", "used by others")]
-    return "; ".join([*parts, *(f"{each.name} {measured(each)}" for each in found if each is not None)])
+    return "; ".join([*parts, *trust_of(record)])
 
 
 def _notes(records: Sequence[Record]) -> str:

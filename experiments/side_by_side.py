@@ -115,12 +115,15 @@ def side_by_side(
         found = take(rounds)
         times = slowest([each.times for each in found])
         outcome = numbers(times, found)
-        quantities = (*outcome.quantities, *_conditions(found, times[control]))
+        ratios = against_itself(times, control)
+        quantities = (
+            *outcome.quantities,
+            *conditions_of(found, ratios, "our first sample of a round / second"),
+        )
         details = {
             "rounds": rounds,
             **outcome.details,
-            "pinned_cores": [each.conditions["pinned_cores"] for each in found],
-            "threads": [each.conditions["threads"] for each in found],
+            **facts_of(found),
             "cpu_s": [each.usage.cpu_s for each in found],
             **void_of(quantities),
         }
@@ -133,19 +136,21 @@ def side_by_side(
     return replace(second, details={**second.details, "before": first.details["void"]})
 
 
-def _conditions(found: Sequence[Found], samples: Sequence[float]) -> list[Quantity]:
-    """What the numbers of a case can be trusted for: the control, and what else ran meanwhile."""
+def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) -> list[Quantity]:
+    """What the numbers of a case can be trusted for: the control's ratios, and what else ran meanwhile."""
     return [
-        from_samples(
-            "control", against_itself({"": samples}, ""), "ratio",
-            note="our first sample of a round / second",
-        ),
+        from_samples("control", ratios, "ratio", note=note),
         Quantity(
             name="used by others", value=used_by_others([each.usage for each in found]), unit="ratio",
             provenance="measured", higher_is_better=False,
             note="share of the machine's cores that other programs used meanwhile",
         ),
     ]  # fmt: skip
+
+
+def facts_of(found: Sequence[Found]) -> dict[str, Any]:
+    """For a record's details: how the processes were set up."""
+    return {name: [each.conditions[name] for each in found] for name in ("pinned_cores", "threads")}
 
 
 def steps_of(times: Times) -> list[Quantity]:
@@ -184,6 +189,12 @@ def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
     if before:
         return "", f"measured again with {MORE_ROUNDS} times the rounds, because at first {before}"
     return "", ""
+
+
+def trust_of(record: Record) -> list[str]:
+    """What its numbers can be trusted for: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
+    found = [record.quantity(name) for name in ("control", "used by others")]
+    return [f"{each.name} {measured(each)}" for each in found if each is not None]
 
 
 def verdict(quantity: Quantity, sign: Sign, bound: float, control: Quantity | None) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from records import quantity, ran, record
 
-from gpipe_bench.experiments.schedules import beyond, laid_out, published, residuals
+from gpipe_bench.experiments.engine_turns import Job, work
+from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published, residuals
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT, Point, figures, frontier
+from gpipe_bench.experiments.side_by_side import side_by_side
+from gpipe_bench.experiments.timed.steps import run_processes
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.paper import load_paper
@@ -34,7 +39,7 @@ def test_the_cost_of_zb_h2_is_a_span_and_not_the_makespan() -> None:
     setting = published.SETTINGS[3]
     timeline = setting.laid_out(named("zb-h2", setting.num_workers, setting.num_microbatches))
     assert f"{setting.rate(timeline.makespan_s):.4f}" == "0.1003"
-    assert f"{setting.rate(published.span_ms(timeline)):.4f}" == "0.0698"
+    assert f"{setting.rate(laid_out.span(timeline)):.4f}" == "0.0698"
 
 
 def test_a_searched_schedule_is_no_longer_than_the_written_one_and_keeps_to_its_memory() -> None:
@@ -173,7 +178,7 @@ def test_smoke_is_a_part_of_short() -> None:
 
 def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None:
     """Of 11 and 19, with two graphs alive instead of one."""
-    from gpipe_bench.experiments.schedules.turns import put_off
+    from gpipe_bench.experiments.schedules.engines import put_off
 
     for number, slots in ((2, 9), (4, 17)):
         schedule = put_off(number)
@@ -181,6 +186,26 @@ def test_gpipe_with_its_weights_put_off_takes_nine_and_seventeen_slots() -> None
         assert laid_out.in_slots(schedule).makespan_s == slots
         assert laid_out.in_slots(named("gpipe", 2, number, remat="always")).makespan_s == slots + 2
         assert laid_out.alive_by_worker(schedule) == [2, 2]
+
+
+def test_schedules_take_turns_as_engines_and_each_does_all_of_its_work() -> None:
+    """One stage in each process, two in a loop and in a V, torch's rows, and rows for measured times."""
+    names = ("1f1b", "interleaved zero bubble", "zb-v", "zb-v, generated", "torch's zb-v")
+    engines = {name: (beside.variants("never")[name], "never") for name in names}
+    job = Job("transformer-lm", beside.OPTIONS["smoke"], 1, 2, 2, engines, cut_by_time=True)
+    found = side_by_side(
+        partial(run_processes, work, 2, job), partial(beside.numbers, job), 1, control="1f1b", again=False
+    )
+    assert found.details["refused"] == {}
+    for checks in found.details["checks"]:
+        counts = {name: (each["forwards"], each["backwards"]) for name, each in checks.items()}
+        assert counts == dict.fromkeys(names, (2, 2))
+        assert max(each["gradient error"] for each in checks.values()) < 1e-5
+    (made,) = found.details["made"].values()
+    assert set(made["actions_ms"]) == {f"{stage}{kind}" for stage in range(4) for kind in "FIW"}
+    assert "0F1" in made["generated"]
+    over = [each.key["against"] for each in found.quantities if each.name == "step over"]
+    assert over == ["1f1b", "1f1b", "1f1b", "torch's zb-v"]
 
 
 def test_nothing_beats_a_schedule_on_the_frontier() -> None:

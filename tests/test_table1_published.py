@@ -15,12 +15,11 @@ from gpipe_bench.experiments.table1.as_published import (
     counted,
     cuts_of,
     largest,
-    last_that,
     needed,
     quadratic,
     stages_of,
 )
-from gpipe_bench.experiments.table1.largest import Setting, place_anyhow
+from gpipe_bench.experiments.table1.largest import Setting, last_that, place_anyhow
 from gpipe_bench.experiments.table1.settings import (
     Combination,
     allowed,

@@ -15,8 +15,9 @@ import importlib.util
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,20 +36,30 @@ from gpipe_bench.pipeline.stage.trees import num_examples, tensors_of
 
 
 class Ours:
-    """This project's engine with the GPipe schedule; every kind of `remat`, in processes or in one.
-
-    `share_memory=False` sends everything over the network also between neighbours on one host.
+    """This project's engine with the GPipe schedule; every kind of `remat`, in processes or in one. `made` is
+    what it has found out for itself, for a record.
     """
 
-    def __init__(self, setup: Setup, *, schedule: str = "gpipe", share_memory: bool = True) -> None:
-        self.pipeline = Pipeline(
+    schedule, share_memory = "gpipe", True
+    made: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, setup: Setup) -> None:
+        self.pipeline = self.running(setup, self.rows(setup))
+
+    def rows(self, setup: Setup) -> Schedule | str:
+        """What it runs, or the name of that."""
+        return self.schedule
+
+    def running(self, setup: Setup, schedule: Schedule | str) -> Pipeline:
+        """A pipeline of the setup's stages."""
+        return Pipeline(
             setup.layers,
             partition=setup.partition,
             num_microbatches=setup.num_microbatches,
             schedule=schedule,
             remat=setup.remat,
             group=setup.group,
-            share_memory=share_memory,
+            share_memory=self.share_memory,
         )
 
     def step(self, batch: Any, target: Any, loss_fn: LossFn) -> Tensor:
@@ -71,8 +82,13 @@ class Ours:
 class Ours1F1B(Ours):
     """This project's engine with the 1F1B schedule, which keeps fewer micro-batches alive."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, schedule="1f1b")
+    schedule = "1f1b"
+
+
+class OverNetwork(Ours):
+    """This project's engine without memory that neighbours on one host share."""
+
+    share_memory = False
 
 
 class Torchgpipe:

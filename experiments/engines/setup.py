@@ -185,6 +185,12 @@ def build(name: str, setup: Setup) -> Engine:
     return engine
 
 
+def placement_of(name: str) -> tuple[int, ...]:
+    """The process of each stage that an engine is made for; empty where it has one stage in each."""
+    place: tuple[int, ...] = getattr(resolve(name), "placement", None) or ()
+    return place if len(place) > max(place, default=0) + 1 else ()
+
+
 def check_step(name: str) -> None:
     """NoStepError if the engine can't take a step: it is built from two tiny layers to see.
 

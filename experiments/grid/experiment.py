@@ -18,9 +18,9 @@ from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.accelerators import CAP_GIB
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.verdict import Answer, Comparison, Part, Spread
 
@@ -111,11 +111,7 @@ def _scaling(one: Record, many: Record, title: str) -> Answer:
 def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     parts = [text_table(comparisons)] if comparisons else []
     found = (_traffic(records), _steps(records), *_accelerators(records))
-    return "\n\n".join([*parts, *(_text(*each) for each in found if each[-1])])
-
-
-def _text(title: str, columns: list[str], lines: list[list[str]]) -> str:
-    return Grid(title=title, columns=columns, lines=lines, right=numbers(columns)).text()
+    return "\n\n".join([*parts, *filter(None, (table_text(*each) for each in found))])
 
 
 def _values(record: Record) -> dict[Any, Any]:

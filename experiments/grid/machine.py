@@ -18,12 +18,11 @@ stages, whose sums take a fixed time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Provenance, Quantity
@@ -34,9 +33,6 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.collectives import data_parallel
-
-if TYPE_CHECKING:
-    import torch
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
 STEPS, WAITING = "steps", "waiting stages"
@@ -104,6 +100,7 @@ FORWARD_S, BACKWARD_S, SUM_S = 0.02, 0.04, 0.04
 BUCKET_BYTES = 4 * 2**20
 SUM_BYTES = (2**16, 2**24)
 """A sum that is all latency, and one that is all bytes."""
+NUM_SUMS = 9  # of which the first two do not count
 
 
 def cases(profile: str, device: str = "cpu") -> list[Case]:
@@ -326,7 +323,7 @@ def wait(case: Waits) -> tuple[float, Timeline]:
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gpipe_bench.experiments.schedules.turns import Waiting, slow_sums
+    from gpipe_bench.experiments.waiting import Waiting, slow_sums
     from gpipe_bench.pipeline import Pipeline
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
@@ -400,19 +397,13 @@ def timed_steps(
     import torch
     from torch import distributed as dist
 
-    from gpipe_bench.pipeline import devices
+    from gpipe_bench.planner.timing import time_step
 
-    device = pipeline.stages[0].device
+    step, device = partial(pipeline.step, batch, target, loss), pipeline.stages[0].device
     while True:
-        dist.barrier()
-        devices.synchronize(device)
-        start_s = time.perf_counter()
-        pipeline.step(batch, target, loss)
-        devices.synchronize(device)
-        step_s = torch.tensor(time.perf_counter() - start_s)
+        step_s = torch.tensor(time_step(step, [pipeline], device=device))
         dist.all_reduce(step_s, dist.ReduceOp.MAX)
         yield float(step_s), pipeline.gather_timeline()
-        pipeline.zero_grad()
 
 
 def work(job: Job) -> Ran:
@@ -424,6 +415,7 @@ def work(job: Job) -> Ran:
     from gpipe_bench.experiments.timed.link import measured as measured_link
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline, devices
+    from gpipe_bench.planner.timing import time_step
 
     torch.manual_seed(job.seed)
     options, device = SIZES[job.size], devices.current(job.device)
@@ -436,10 +428,10 @@ def work(job: Job) -> Ran:
     pipeline = Pipeline(
         layers, mesh=mesh, num_microbatches=MICROBATCHES, remat="never", bucket_bytes=BUCKET_BYTES
     )
-    sums_s = [
-        _median_s(partial(dist.all_reduce, torch.zeros(size // 4, device=device)), device)
-        for size in SUM_BYTES
-    ]
+    sums_s = []
+    for size in SUM_BYTES:
+        summed = partial(dist.all_reduce, torch.zeros(size // 4, device=device))
+        sums_s.append(median([time_step(summed, (), device=device) for _ in range(NUM_SUMS)][2:]))
     messages = LINKS["loopback"] if job.device == "cpu" else measured_link(device)
     steps_s, actions_s = list[float](), list[dict[tuple[int, str, int], float]]()
     steps = timed_steps(pipeline, batch, target, loss)
@@ -452,23 +444,6 @@ def work(job: Job) -> Ran:
     gradient_bytes = [[sizes[layer] for layer in span] for span in cut]
     boundary_bytes = 4 * share // MICROBATCHES * options["seq_len"] * options["d_model"]
     return Ran(steps_s, actions_s, gradient_bytes, boundary_bytes, sums_s, messages)
-
-
-def _median_s(collective: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
-    """Of a sum over all processes, which all call."""
-    from torch import distributed as dist
-
-    from gpipe_bench.pipeline import devices
-
-    found = []
-    for _ in range(repeats):
-        dist.barrier()
-        devices.synchronize(device)
-        start_s = time.perf_counter()
-        collective()
-        devices.synchronize(device)
-        found.append(time.perf_counter() - start_s)
-    return median(found[2:])
 
 
 def link_of(sums_s: Sequence[float], source: str) -> Link:

@@ -21,7 +21,7 @@ from gpipe_bench.experiments.plan.rules import (
     regret,
 )
 from gpipe_bench.experiments.report.drawing import COLORS, picture
-from gpipe_bench.experiments.side_by_side import measured
+from gpipe_bench.experiments.side_by_side import measured, trust_of
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
@@ -110,9 +110,6 @@ def _model(record: Record) -> Grid:
     own = steps.compared(record)
     summary = f"{order_of(own):.2f}, regret {_percent(regret(own))}" if len(own) > 1 else ""
     drift = ", ".join(f"{each.value:.2f}" for each in record.quantities if each.name == "drift")
-    others = [
-        f"{what} {measured(known[what,])}" for what in ("control", "used by others") if (what,) in known
-    ]
     return Grid(
         title=f"{details['title']}, {details['scale']}, mini-batch of {details['batch_size']}, two processes",
         columns=["rank", "configuration", "predicted (ms)", "measured (ms) [95 %]", "error", "by the clock"],
@@ -120,7 +117,7 @@ def _model(record: Record) -> Grid:
         notes=[
             f"{len(ranking)} planned in {costs['plan_s']:.1f} s after {costs['probes_s']:.0f} s of probes; "
             + (f"rank correlation {summary}" if summary else "nothing to compare"),
-            "; ".join([*others, f"drift {drift}"]),
+            "; ".join([*trust_of(record), f"drift {drift}"]),
             *([f"void: {details['void']}; measure again"] if details.get("void") else []),
         ],
     )

@@ -18,13 +18,13 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.plan.rules import CHOSEN, MOST_DRIFT, OTHERS, Compared
-from gpipe_bench.experiments.side_by_side import void_of
+from gpipe_bench.experiments.side_by_side import Found, conditions_of, facts_of, void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, Scalar
-from gpipe_bench.harness.rounds import Usage, against_itself, turns, used_by_others
+from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
@@ -145,29 +145,6 @@ REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
 """The same of two replicas of the whole model, which is one stage each; in 1F1B they hold the least."""
 
 
-class Ran(NamedTuple):
-    """One candidate in one process: seconds of its steps, two in each round, with the optimizer's step of
-    this process's layers, and how many times as long as in the probes the reference took around each.
-    """
-
-    step_s: list[float]
-    speeds: list[float]
-
-
-class Found(NamedTuple):
-    """What one process found; plan and costs are the same in all."""
-
-    costs: Costs
-    ranking: list[Prediction]
-    places: list[int]  # of those that ran, in the ranking
-    ran: list[Ran]
-    probes_s: float  # seconds that the probes took
-    plan_s: float  # and the plan
-    drift: float  # the reference in the rounds over that in the probes
-    usage: Usage
-    conditions: dict[str, str]
-
-
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.timed.steps import run_processes
 
@@ -210,17 +187,15 @@ def work(planned: Planned, seed: int, device: str) -> Found:
     used = Usage.now().since(start)
     for each in runs.values():
         each.pipeline.close()
-    return Found(
-        replace(costs, profiles=None),
-        ranking,
-        [place for place, _ in chosen],
-        [each.ran() for each in runs.values()],
-        probes_s,
-        plan_s,
-        median(bench.references[first:]) / bench.reference_s,
-        used,
-        conditions(),
-    )
+    details = {
+        "costs": replace(costs, profiles=None), "ranking": ranking,  # the same in all processes
+        "places": [place for place, _ in chosen],  # of those that ran, in the ranking
+        "speeds": {name: each.speeds() for name, each in runs.items()},
+        "probes_s": probes_s, "plan_s": plan_s,
+        "drift": median(bench.references[first:]) / bench.reference_s,  # in the rounds over the probes
+    }  # fmt: skip
+    times = {name: [seconds for _, seconds in each.taken] for name, each in runs.items()}
+    return Found(times, used, conditions(), details)
 
 
 class _Run:
@@ -241,7 +216,7 @@ class _Run:
         self.trained = bench.trained if layers is bench.layers else Trained(layers, bench.job.optimizer)
         worker = bench.rank % candidate.num_workers
         self._mine = [layer for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
-        self._taken: list[tuple[int, float]] = []
+        self.taken: list[tuple[int, float]] = []
 
     def step(self) -> float:
         """One step and the optimizer's, in seconds of this process."""
@@ -254,11 +229,11 @@ class _Run:
 
     def take(self) -> None:
         """A step that counts, between two references."""
-        self._taken.append((len(self.bench.references) - 1, self.step()))
+        self.taken.append((len(self.bench.references) - 1, self.step()))
 
-    def ran(self) -> Ran:
-        speeds = [self.bench.speed(before, self.bench.reference_s) for before, _ in self._taken]
-        return Ran([seconds for _, seconds in self._taken], speeds)
+    def speeds(self) -> list[float]:
+        """How many times as long as in the probes the reference took around each step."""
+        return [self.bench.speed(before, self.bench.reference_s) for before, _ in self.taken]
 
 
 def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, Any]:
@@ -373,17 +348,17 @@ def title(candidate: Candidate) -> str:
 
 def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
     """What the processes of a case found, as numbers."""
-    first = found[0]
-    request = request_of(first.costs, planned)
+    first = found[0].details
+    costs, ranking = first["costs"], first["ranking"]
+    request, clock = request_of(costs, planned), slowest([each.times for each in found])
     quantities: list[Quantity] = []
     steps: dict[str, list[float]] = {}
-    for place, number in enumerate(first.places):
-        prediction = first.ranking[number]
-        ran = [each.ran[place] for each in found]
+    for number in first["places"]:
+        prediction = ranking[number]
         name = title(prediction.candidate)
         key: dict[str, Scalar] = {"configuration": name}
-        steps[name] = at_reference_s(prediction, first.costs, request, ran)
-        clock = [max(samples) for samples in zip(*(each.step_s for each in ran), strict=True)]
+        speeds = [each.details["speeds"][name] for each in found]
+        steps[name] = at_reference_s(prediction, costs, request, clock[name], speeds)
         quantities += [
             Quantity(
                 name=PREDICTED, key=key, value=1e3 * prediction.step_s, low=1e3 * prediction.low_s,
@@ -394,44 +369,39 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
                 STEP, [1e3 * each for each in steps[name]], "ms", key=key, higher_is_better=False,
                 note="at the speed that the machine had when the layers were timed",
             ),
-            from_samples(BY_THE_CLOCK, [1e3 * each for each in clock], "ms", key=key, higher_is_better=False),
+            from_samples(
+                BY_THE_CLOCK, [1e3 * each for each in clock[name]], "ms", key=key, higher_is_better=False
+            ),
         ]  # fmt: skip
+    ratios = [ratio for name in steps for ratio in against_itself(steps, name)]
+    drifts = [each.details["drift"] for each in found]
     quantities += [
-        from_samples(
-            "control", [ratio for name in steps for ratio in against_itself(steps, name)], "ratio",
-            note="first sample of a round / second, of all configurations",
-        ),
-        Quantity(
-            name="used by others", value=used_by_others([each.usage for each in found]), unit="ratio",
-            provenance="measured", higher_is_better=False,
-            note="share of the machine's cores that other programs used meanwhile",
-        ),
+        *conditions_of(found, ratios, "first sample of a round / second, of all configurations"),
         *(
             Quantity(
-                name="drift", key={"process": number}, value=each.drift, unit="ratio", provenance="measured",
+                name="drift", key={"process": number}, value=drift, unit="ratio", provenance="measured",
                 note="the reference step while the plan ran, over the same while the layers were timed",
             )
-            for number, each in enumerate(found)
+            for number, drift in enumerate(drifts)
         ),
     ]  # fmt: skip
-    costs = {name: each for name, each in first.costs.to_data().items() if name != "jitter"}
-    ranking = [
+    of_costs = {name: each for name, each in costs.to_data().items() if name != "jitter"}
+    rows = [
         {"name": title(each.candidate), "cut": [len(stage) for stage in each.candidate.cut],
          "step_ms": 1e3 * each.step_s, "low_ms": 1e3 * each.low_s, "high_ms": 1e3 * each.high_s}
-        for each in first.ranking
+        for each in ranking
     ]  # fmt: skip
     details: dict[str, Any] = {
         "title": planned.title,
         "scale": planned.scale,
         "batch_size": planned.batch_size,
         "chosen": min(planned.chosen, len(steps)),
-        "plan": {"ranking": ranking, "places": first.places},
-        "costs": {**costs, "probes_s": first.probes_s, "plan_s": first.plan_s},
-        "pinned_cores": [each.conditions["pinned_cores"] for each in found],
-        "threads": [each.conditions["threads"] for each in found],
+        "plan": {"ranking": rows, "places": first["places"]},
+        "costs": of_costs | {name: first[name] for name in ("probes_s", "plan_s")},
+        **facts_of(found),
         **void_of(quantities),
     }
-    off = [each.drift for each in found if not 1 / MOST_DRIFT <= each.drift <= MOST_DRIFT]
+    off = [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]
     if off:
         details["void"] = (
             f"a core's speed drifted by a factor of {off[0]:.2f} between the probes and the steps"
@@ -439,19 +409,23 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
     return Outcome(tuple(quantities), details)
 
 
-def at_reference_s(prediction: Prediction, costs: Costs, request: Request, ran: Sequence[Ran]) -> list[float]:
-    """The steps of all processes at the speed that the machine had when the layers were timed.
+def at_reference_s(
+    prediction: Prediction,
+    costs: Costs,
+    request: Request,
+    steps_s: Sequence[float],
+    speeds: Sequence[Sequence[float]],
+) -> list[float]:
+    """The steps of the slowest process at the speed that the machine had when the layers were timed.
 
-    A worker that was slower around a step makes the replayed step longer by so much, and the step that ran is
-    made shorter by as much.
+    A worker that was slower around a step, by its `speeds`, makes the replayed step longer by so much, and
+    the step that ran is made shorter by as much.
     """
     layout = Layout(prediction.candidate, costs, request)
     plain_s = float(layout.timeline().makespan_s)
-    speeds = zip(*(each.speeds for each in ran), strict=True)
-    steps_s = zip(*(each.step_s for each in ran), strict=True)
     return [
-        max(step_s) * plain_s / float(layout.timeline(around).makespan_s)
-        for step_s, around in zip(steps_s, speeds, strict=True)
+        step_s * plain_s / float(layout.timeline(around).makespan_s)
+        for step_s, around in zip(steps_s, zip(*speeds, strict=True), strict=True)
     ]
 
 

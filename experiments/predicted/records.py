@@ -19,12 +19,12 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.timed.claims import SMOKE, admitted, prediction_interval
+from gpipe_bench.experiments.timed.claims import SMOKE, admitted, prediction_interval, table_text
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
-from gpipe_bench.harness.report.grid import Grid, fill, numbers
+from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import Answer, Part, Spread
 
@@ -284,7 +284,7 @@ def _grid(record: Record) -> str:
     title = f"As published: {record.details['title']} at the paper's size, predicted\n{middle}"
     headers = ["", "paper", "middle", "range", "combinations", "widest alone"]
     notes = textwrap.wrap(record.details["note"], 100, initial_indent="  ", subsequent_indent="  ")
-    return Grid(title=title, columns=headers, lines=lines, notes=notes, right=numbers(headers)).text()
+    return table_text(title, headers, lines, *notes)
 
 
 def widest(spread: Spread) -> str:

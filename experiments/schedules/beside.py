@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, state_of, verdict
+from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, state_of, trust_of, verdict
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, ratios
 from gpipe_bench.harness.stats import from_samples
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.engine_turns import Job
 
 PART = "side by side"
 NUM_WORKERS = 2
@@ -40,9 +43,21 @@ ROUNDS: dict[tuple[str, int], dict[str, int]] = {
 }
 SECONDS = {"smoke": 10.0, "short": 90.0, "full": 500.0}
 
-OURS = ("1f1b", "zb-h1", "interleaved", "interleaved zero bubble", "zb-v", "zb-v, generated")
-THEIRS = {f"torch's {name}": name for name in ("1f1b", "interleaved", "interleaved zero bubble", "zb-v")}
-RECOMPUTED = ("gpipe", "gpipe, W put off", "generated")
+_OURS, _KNOWN = "gpipe_bench.experiments.schedules.engines", "gpipe_bench.experiments.engines.known"
+OURS = {
+    "1f1b": "ours-1f1b", "zb-h1": f"{_OURS}:ZBH1", "interleaved": f"{_OURS}:Interleaved",
+    "interleaved zero bubble": f"{_OURS}:Borrowed", "zb-v": f"{_OURS}:ZBV",
+    "zb-v, generated": f"{_OURS}:GeneratedV",
+}  # fmt: skip
+TORCHS = {
+    "torch's 1f1b": "torch-1f1b", "torch's interleaved": f"{_KNOWN}:TorchInterleaved",
+    "torch's interleaved zero bubble": f"{_KNOWN}:TorchZeroBubble", "torch's zb-v": f"{_KNOWN}:TorchZBV",
+}  # fmt: skip
+RECOMPUTED = {
+    "gpipe": "ours", "gpipe, W put off": f"{_OURS}:PutOff", "generated": f"{_OURS}:Generated",
+}  # fmt: skip
+"""Engines by what results call them."""
+THEIRS = {name: name.removeprefix("torch's ") for name in TORCHS}
 TARGETS: dict[tuple[str, str], dict[int, float]] = {
     ("zb-h1", "1f1b"): {2: 0.90, 4: 0.95, 8: 1.00},
     ("interleaved", "1f1b"): {2: 0.90, 4: 0.95, 8: 0.98},
@@ -62,26 +77,32 @@ def keys(profile: str) -> list[tuple[dict[str, Scalar], float]]:
     ]
 
 
-def variants(remat: str) -> tuple[str, ...]:
+def variants(remat: str) -> dict[str, str]:
     """Who takes turns; the first is the base and the control."""
-    return (*OURS, *THEIRS) if remat == "never" else RECOMPUTED
+    return OURS | TORCHS if remat == "never" else RECOMPUTED
 
 
 def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.schedules.turns import Job, work
+    from gpipe_bench.experiments.engine_turns import Job, work
     from gpipe_bench.experiments.timed.steps import run_processes
 
     remat, number = str(key["remat"]), int(str(key["num_microbatches"]))
-    names = variants(remat)
-    job = Job(names, OPTIONS[options.profile], SIZE[options.profile], number, remat)
+    engines = {name: (engine, remat) for name, engine in variants(remat).items()}
+    job = Job(
+        "transformer-lm", OPTIONS[options.profile], SIZE[options.profile], NUM_WORKERS, number, engines,
+        cut_by_time=True,
+    )  # fmt: skip
     return side_by_side(
-        partial(run_processes, work, NUM_WORKERS, job), partial(numbers, names[0]),
-        ROUNDS[remat, number][options.profile], control=names[0], again=options.profile != "smoke",
+        partial(run_processes, work, NUM_WORKERS, job), partial(numbers, job),
+        ROUNDS[remat, number][options.profile], control=next(iter(engines)), again=options.profile != "smoke",
     )  # fmt: skip
 
 
-def numbers(base: str, times: Times, found: Sequence[Found]) -> Outcome:
+def numbers(job: Job, times: Times, found: Sequence[Found]) -> Outcome:
     """What the processes of a case found."""
+    from gpipe_bench.experiments.engine_turns import details_of
+
+    base = next(iter(times))
     steps = [
         from_samples("step", [1e3 * s for s in samples], "ms", key={"arm": name}, higher_is_better=False)
         for name, samples in times.items()
@@ -95,8 +116,7 @@ def numbers(base: str, times: Times, found: Sequence[Found]) -> Outcome:
         )
         for name, against in pairs
     ]  # fmt: skip
-    first = found[0].details
-    details = {**first, "errors": [each.details["errors"] for each in found]}
+    details = details_of(job, found) | {"made": found[0].details["made"]}
     return Outcome((*steps, *over), details)
 
 
@@ -124,12 +144,11 @@ def _block(record: Record) -> str:
         first, *others = [_against(ratio, number, word, control) for ratio in over] or [["", "", "", ""]]
         lines += [[name, measured(step), *first], *(["", "", *each] for each in others)]
     what = "not re-materialized" if remat == "never" else "every micro-batch recomputed"
-    trust = [each for each in (control, record.quantity("used by others")) if each is not None]
     return Grid(
         title=f"Side by side on two processes, M = {number}, {what} (measured)",
         columns=["schedule", "ms per step [95 %]", "over", "ratio [95 %]", "target", "holds?"],
         lines=lines,
-        notes=["; ".join(f"{each.name} {measured(each)}" for each in trust), *([why] if why else [])],
+        notes=["; ".join(trust_of(record)), *([why] if why else [])],
     ).text()
 
 

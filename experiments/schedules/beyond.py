@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from statistics import median_high
 from typing import Any
 
-from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
+from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots, span
+from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import named, seq1f1b
-from gpipe_bench.pipeline.plan.offload import Offload, at_once, away, longest
+from gpipe_bench.pipeline.plan.offload import at_once, away, longest
 from gpipe_bench.pipeline.plan.offload import in_slots as of_slots
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -72,7 +73,7 @@ def formulas() -> Iterator[Row]:
         kept = max(alive_by_worker(schedule)) / 2
         yield f"activations of {title}", column, kept, "micro-batches", "counted on the fullest worker", ()
         what = "the longest span of a worker, equal costs"
-        rate = 1 - 3 * number / _span(in_slots(schedule))
+        rate = 1 - 3 * number / span(in_slots(schedule))
         yield f"bubble rate of {title}", column, rate, "ratio", what, ()
     kept = max(alive_by_worker(made("interleaved")))
     what = "counted on the fullest worker"
@@ -87,20 +88,20 @@ def of_others() -> Iterator[Row]:
     """What was measured with schedules that are not run here."""
     speeds, kept = zip(*(_chunked(*each) for each in SIZES), strict=True)
     column, what = "Seq1F1B, up to 64K tokens", "closed form; what is not stated is a range"
-    yield "seq1f1b over 1F1B, throughput", column, _middle(speeds), "ratio", what, speeds
+    yield "seq1f1b over 1F1B, throughput", column, median_high(speeds), "ratio", what, speeds
     what = "closed form: chunks alive on the first worker, over 1F1B's micro-batches"
-    yield "seq1f1b over 1F1B, memory", column, _middle(kept), "ratio", what, kept
+    yield "seq1f1b over 1F1B, memory", column, median_high(kept), "ratio", what, kept
     for column, workers in MINDSPEED.items():
         speeds = tuple(_chunked(workers, times, 4)[0] for times in (1, 2, 4, 8))
         what = "closed form, over numbers of micro-batches"
-        yield "seq1f1b over 1F1B, throughput", column, _middle(speeds), "ratio", what, speeds
+        yield "seq1f1b over 1F1B, throughput", column, median_high(speeds), "ratio", what, speeds
     schedule = made("1f1b")
     plain_s = in_slots(schedule).makespan_s
     for (hidden, length), k in zip(LAYERS, PRINTED_KS, strict=True):
         lost = []
         for engines in (1, 2):
             copies = at_once(schedule, range(NUM_WORKERS), _copy_slots(schedule, k), engines)
-            lost.append(100 * (1 - plain_s / _in_slots(schedule, copies).makespan_s))
+            lost.append(100 * (1 - plain_s / in_slots(schedule, copies).makespan_s))
         what = "k as printed, all copied at once; one engine for both ways, or two"
         column = f"PipeOffload, h={hidden}, s={length}"
         yield "throughput lost by 1F1B, all copied", column, sum(lost) / 2, "%", what, lost
@@ -111,15 +112,6 @@ def _chunked(num_workers: int, times: int, chunks: int) -> tuple[float, float]:
     number = times * num_workers
     faster = (number + num_workers - 1) / (number + (num_workers - 1) / chunks)
     return faster, (num_workers - 1 + chunks) / (chunks * num_workers)
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _span(timeline: Timeline) -> float:
-    rows = [timeline.of_worker(worker) for worker in range(timeline.num_workers)]
-    return max(row[-1].end_s - row[0].start_s for row in rows)
 
 
 # The table
@@ -137,12 +129,6 @@ def _copy_slots(schedule: Schedule, k: float) -> list[float]:
     return [1.5 * k * schedule.num_workers / schedule.num_stages] * schedule.num_stages
 
 
-def _in_slots(schedule: Schedule, copies: Offload | None = None) -> Timeline:
-    """In slots of a worker's share, with copies."""
-    share = schedule.num_workers / schedule.num_stages
-    return replay(schedule, {kind: slots * share for kind, slots in SLOTS.items()}, offload=copies)
-
-
 def run() -> Outcome:
     """Steps in slots, graphs and GiB of the fullest worker: with chunks, and with copies by either rule."""
     quantities = []
@@ -153,7 +139,7 @@ def run() -> Outcome:
         quantities += _quantities({"schedule": "seq1f1b", "chunks": chunks}, step, alive)
     for name in COPIED:
         schedule, peak = made(name), _peaks(name)
-        plain = _in_slots(schedule)
+        plain = in_slots(schedule)
         quantities += _of_copies({"schedule": name, "copied": "nothing"}, plain, peak)
         for k in KS:
             slots = _copy_slots(schedule, k)
@@ -166,7 +152,7 @@ def run() -> Outcome:
                 ways["what waits longest, in slots"] = of_slots(schedule, longest(plain, 1), slots, plain)
             for way, copies in ways.items():
                 key: dict[str, Scalar] = {"schedule": name, "copied": way, "k": k}
-                quantities += _of_copies(key, _in_slots(schedule, copies), peak)
+                quantities += _of_copies(key, in_slots(schedule, copies), peak)
     return Outcome(tuple(quantities), {"model": MODEL, "tokens": TOKENS})
 
 
@@ -230,42 +216,40 @@ def tables(records: Sequence[Record]) -> list[str]:
     for record in of_case(records, "done", part=PART):
         values: dict[Any, Any] = {(q.name, *sorted(q.key.items())): q.value for q in record.quantities}
 
-        def line(
-            label: list[str], key: dict[str, Scalar], values: dict[Any, Any] = values, gib: bool = True
-        ) -> list[str]:
-            names = ("step in slots", "graphs alive", *(["peak memory"] if gib else []))
-            cells = [values.get((name, *sorted(key.items()))) for name in names]
-            return label + ["-" if cell is None else f"{cell:.4g}" for cell in cells]
+        def cells(key: dict[str, Scalar], *names: str, values: dict[Any, Any] = values) -> list[str]:
+            found = [values.get((name, *sorted(key.items()))) for name in ("step in slots", *names)]
+            return ["-" if each is None else f"{each:.4g}" for each in found]
+
+        def copied(name: str, way: str, k: float | None = None) -> list[str]:
+            key: dict[str, Scalar] = {"schedule": name, "copied": way} | ({} if k is None else {"k": k})
+            return [name, way, "" if k is None else f"{k:g}", *cells(key, "graphs alive", "peak memory")]
 
         size = f"K = {NUM_WORKERS}, M = {NUM_MICROBATCHES}"
-        columns = ["chunks", "slots", "graphs"]
         found.append(
-            Grid(
-                title=f"Seq1F1B, {size}: chunks of sequences (replayed at equal costs; not run)",
-                columns=columns, right=numbers(columns),
-                lines=[
-                    line([str(n)], {"schedule": "seq1f1b", "chunks": n}, gib=False) for n in (1, *CHUNKS)
+            table_text(
+                f"Seq1F1B, {size}: chunks of sequences (replayed at equal costs; not run)",
+                ["chunks", "slots", "graphs"],
+                [
+                    [str(n), *cells({"schedule": "seq1f1b", "chunks": n}, "graphs alive")]
+                    for n in (1, *CHUNKS)
                 ],
-                notes=["One chunk is 1F1B. Keys and values that later chunks need come on top."],
-            ).text()
-        )  # fmt: skip
-        columns = ["schedule", "copied", "k", "slots", "graphs", "GiB"]
+                "One chunk is 1F1B. Keys and values that later chunks need come on top.",
+            )
+        )
         lines = []
         for name in COPIED:
-            lines.append(line([name, "nothing", ""], {"schedule": name, "copied": "nothing"}))
             ways = ["all, at once", "all, in slots", "what waits longest, in slots"]
-            for way, k in product(ways[: 3 if name != "1f1b" else 2], KS):
-                lines.append(line([name, way, f"{k:g}"], {"schedule": name, "copied": way, "k": k}))
+            lines.append(copied(name, "nothing"))
+            lines += [copied(name, way, k) for way in ways[: 3 if name != "1f1b" else 2] for k in KS]
         found.append(
-            Grid(
-                title=f"Activations with the host, {size} (replayed at equal costs; not run)",
-                columns=columns, right=numbers(columns), lines=lines,
-                notes=[
-                    "k: a layer's activations to the host and back over its forward and backward.",
-                    f"GiB: modelled, {record.details['model']} in bfloat16, {record.details['tokens']} "
-                    "tokens per micro-batch, Adam; the fullest worker.",
-                    "In slots nothing takes longer: what does not fit in between stays.",
-                ],
-            ).text()
-        )  # fmt: skip
+            table_text(
+                f"Activations with the host, {size} (replayed at equal costs; not run)",
+                ["schedule", "copied", "k", "slots", "graphs", "GiB"],
+                lines,
+                "k: a layer's activations to the host and back over its forward and backward.",
+                f"GiB: modelled, {record.details['model']} in bfloat16, {record.details['tokens']} "
+                "tokens per micro-batch, Adam; the fullest worker.",
+                "In slots nothing takes longer: what does not fit in between stays.",
+            )
+        )
     return found

@@ -24,6 +24,7 @@ from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.generate import generate, most_alive_of
 from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.offload import Offload
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
@@ -120,10 +121,16 @@ def schedule_of(
     return min(found, key=lambda schedule: replay(schedule, seconds).makespan_s)
 
 
-def in_slots(schedule: Schedule) -> Timeline:
-    """Replayed in slots of a worker's whole share."""
+def in_slots(schedule: Schedule, copies: Offload | None = None) -> Timeline:
+    """Replayed in slots of a worker's whole share, with copies to the host if there are any."""
     share = schedule.num_workers / schedule.num_stages
-    return replay(schedule, {kind: slots * share for kind, slots in SLOTS.items()})
+    return replay(schedule, {kind: slots * share for kind, slots in SLOTS.items()}, offload=copies)
+
+
+def span(timeline: Timeline) -> float:
+    """The longest time of a worker from its first action to its last."""
+    ends = (timeline.of_worker(worker) for worker in range(timeline.num_workers))
+    return max(events[-1].end_s - events[0].start_s for events in ends)
 
 
 def alive_by_worker(schedule: Schedule) -> list[int]:

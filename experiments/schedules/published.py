@@ -16,12 +16,13 @@ what a verdict finds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_high
 
-from gpipe_bench.experiments.computed import computed, outcome, over, spreads_of
+from gpipe_bench.experiments.computed import answers, computed, outcome, over
 from gpipe_bench.experiments.schedules import beyond
 from gpipe_bench.experiments.schedules.beyond import FORMULAS, Row
-from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
+from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots, span
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Record, Scalar, of_case
 from gpipe_bench.harness.verdict import Answer
@@ -150,44 +151,30 @@ def run(key: dict[str, Scalar]) -> Outcome:
         RATES_V: of_vee, FORMULAS: beyond.formulas, ELSEWHERE: of_projects,
     }  # fmt: skip
     found = others.get(str(key["what"]), lambda: rates(str(key["model"])))
-    answers = [
-        computed(
-            row,
-            column,
-            value,
-            unit,
-            what,
-            over(OPEN, tried) if tried else None,
-            "modelled" if row in beyond.MODELLED else "replayed",
-        )
-        for row, column, value, unit, what, tried in found()
-    ]
-    return outcome(answers)
+    return outcome(
+        [
+            computed(
+                row, column, value, unit, what, over(OPEN, tried) if tried else None,
+                "modelled" if row in beyond.MODELLED else "replayed",
+            )
+            for row, column, value, unit, what, tried in found()
+        ]
+    )  # fmt: skip
 
 
 def cells(records: Sequence[Record]) -> list[Answer]:
-    """An entry for every answer on record whose number was published."""
-    found = []
-    for record in of_case(records, "done", part=PART):
-        for quantity in record.quantities:
-            row, column = quantity.name, str(quantity.key["column"])
-            if row.endswith("all messages") or (row.endswith("of 1F1B-I") and column not in SPEED_COLUMNS):
-                continue  # nobody printed these, or they could not be had
-            found.append(
-                Answer(
-                    table=SPEEDS if "throughput of" in row else str(record.case["what"]),
-                    row=row,
-                    column=column,
-                    source="others",
-                    question="as published",
-                    quantity=quantity,
-                    spread=spreads_of(record).get((row, column)),
-                    not_comparable=WHOLE if row.endswith("over 1F1B, memory") else "",
-                    record=record,
-                    note=quantity.note,
-                )
-            )
-    return found
+    """An entry for every answer on record whose number was published, and could be had."""
+    return [
+        replace(
+            each,
+            table=SPEEDS if "throughput of" in each.row else each.table,
+            not_comparable=WHOLE if each.row.endswith("over 1F1B, memory") else "",
+        )
+        for record in of_case(records, "done", part=PART)
+        for each in answers(record, str(record.case["what"]), source="others", question="as published")
+        if not each.row.endswith("all messages")
+        and not (each.row.endswith("of 1F1B-I") and each.column not in SPEED_COLUMNS)
+    ]
 
 
 def rates(model: str) -> Iterator[Row]:
@@ -216,7 +203,7 @@ def of_vee() -> Iterator[Row]:
     for setting in HALVES:
         for name, parts in (("1F1B", 0.5), ("ZB-V", 1.0)):
             schedule = named(name.lower(), setting.num_workers, setting.num_microbatches)
-            rate = setting.rate(span_ms(setting.laid_out(schedule, parts)) / 2)
+            rate = setting.rate(span(setting.laid_out(schedule, parts)) / 2)
             yield f"bubble rate of {name}", setting.column, rate, "ratio", NOTES[name], ()
 
 
@@ -226,13 +213,7 @@ def cost_ms(name: str, setting: Setting) -> float:
         return interleaved_ms(setting) - setting.num_workers * setting.message_ms
     if name in ("ZB-1p", "ZB-2p"):
         return searched_ms(setting, 1 if name == "ZB-1p" else 2)
-    return span_ms(setting.laid_out(named(name.lower(), setting.num_workers, setting.num_microbatches)))
-
-
-def span_ms(timeline: Timeline) -> float:
-    """The longest time of a worker from its first action to its last: the paper's cost."""
-    ends = (timeline.of_worker(worker) for worker in range(timeline.num_workers))
-    return max(events[-1].end_s - events[0].start_s for events in ends)
+    return span(setting.laid_out(named(name.lower(), setting.num_workers, setting.num_microbatches)))
 
 
 def interleaved_ms(setting: Setting) -> float:
@@ -253,7 +234,7 @@ def searched_ms(setting: Setting, share: int) -> float:
     """
     num_workers, number = setting.num_workers, setting.num_microbatches
     place, times, room = tuple(range(num_workers)), setting.times_ms(), share * num_workers
-    best = span_ms(setting.laid_out(generate(place, number, times, setting.link, most_alive=room)))
+    best = span(setting.laid_out(generate(place, number, times, setting.link, most_alive=room)))
     messages = [setting.message_ms] * (num_workers - 1)
     each = {kind: [ms] * num_workers for kind, ms in times.items()}
     work = Work(place, number, "never", True, each, messages, messages)
@@ -267,7 +248,7 @@ def searched_ms(setting: Setting, share: int) -> float:
             except StuckError:
                 continue
             if held(found, setting) <= room:
-                best = min(best, span_ms(setting.laid_out(found)))
+                best = min(best, span(setting.laid_out(found)))
     return best
 
 
@@ -288,7 +269,7 @@ def with_few_microbatches(setting: Setting, num_microbatches: int) -> float:
     place = tuple(range(setting.num_workers))
     best = generate(place, num_microbatches, setting.times_ms(), setting.link)
     one = named("1f1b", setting.num_workers, num_microbatches)
-    return span_ms(setting.laid_out(one)) / span_ms(setting.laid_out(best))
+    return span(setting.laid_out(one)) / span(setting.laid_out(best))
 
 
 OLMO, TITAN, PRIMUS = "OLMo-core, K=4, M=8", "torchtitan, 405B, K=8", "Primus, Llama2-7B, K=8"
@@ -317,10 +298,10 @@ def of_projects() -> Iterator[Row]:
         turns = TURNS if name == "interleaved" else (None,)
         speeds, memories = zip(*(_over_1f1b(name, m, v) for m in numbers for v in turns), strict=True)
         what = "equal costs, free messages; what is not stated is a range"
-        yield f"{name} over 1F1B, throughput", column, _middle(speeds), "ratio", what, speeds
+        yield f"{name} over 1F1B, throughput", column, median_high(speeds), "ratio", what, speeds
         if column == PRIMUS:
             what = "graphs alive on the fullest worker, over 1F1B's"
-            yield f"{name} over 1F1B, memory", column, _middle(memories), "ratio", what, memories
+            yield f"{name} over 1F1B, memory", column, median_high(memories), "ratio", what, memories
     yield from beyond.of_others()
 
 
@@ -331,7 +312,3 @@ def _over_1f1b(name: str, num_microbatches: int, turns: int | None) -> tuple[flo
     alive = max(alive_by_worker(other)) / (other.num_stages // NUM_WORKERS)
     faster = in_slots(one).makespan_s / in_slots(other).makespan_s
     return faster, alive / min(NUM_WORKERS, num_microbatches)
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -184,23 +184,19 @@ def quantities_of(
 def tables(records: Sequence[Record]) -> list[str]:
     """What choosing the recomputations saves, a table for each model."""
     columns = ["schedule, K", *WAYS, "at least", "saved of one word", "of per stage"]
-    return [
-        Grid(
-            title=(
-                f"{record.details['title']} on {record.details['accelerator']}s of "
-                f"{record.details['cap_gib']} GiB, mini-batch {record.details['batch_size']}, "
-                f"M = {record.details['num_microbatches']}: what is recomputed\n"
-                "  ms of a step (GiB of the fullest worker), replayed with modelled times at "
-                f"{record.details['shares_of_peak'][1]:.0%} of the peak;\n"
-                "  saved: for shares of the peak from "
-                f"{record.details['shares_of_peak'][0]:.0%} to {record.details['shares_of_peak'][2]:.0%}"
-            ),
-            columns=columns,
-            lines=[_line(record, name, number) for number in WORKERS for name in SCHEDULES],
-            right=numbers(columns),
-        ).text()
-        for record in of_case(records, "done", part=PART)
-    ]
+    found = []
+    for record in of_case(records, "done", part=PART):
+        facts = record.details
+        least, middle, most = facts["shares_of_peak"]
+        title = (
+            f"{facts['title']} on {facts['accelerator']}s of {facts['cap_gib']} GiB, mini-batch "
+            f"{facts['batch_size']}, M = {facts['num_microbatches']}: what is recomputed\n"
+            "  ms of a step (GiB of the fullest worker), replayed with modelled times at "
+            f"{middle:.0%} of the peak;\n  saved: for shares of the peak from {least:.0%} to {most:.0%}"
+        )
+        lines = [_line(record, name, number) for number in WORKERS for name in SCHEDULES]
+        found.append(table_text(title, columns, lines))
+    return found
 
 
 def _line(record: Record, name: str, num_workers: int) -> list[str]:

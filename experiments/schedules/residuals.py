@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpipe_bench.experiments.schedules.beyond import evenly
+from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import loop, named
 from gpipe_bench.pipeline.plan.portals import edges_of
 
@@ -106,16 +106,12 @@ def tables(records: Sequence[Record]) -> list[str]:
             for way in WAYS
         ]
         options = record.details["options"]
-        found.append(
-            Grid(
-                title=(
-                    f"Attention residuals, {options['num_layers']} layers in blocks of "
-                    f"{options['layers_per_block']}, one sequence of {options['seq_len']} tokens per "
-                    "micro-batch\n  MiB (modelled): activations sent per micro-batch with one stage a worker "
-                    "and with two in a loop, over all\n  ways and over the busiest; fullest worker under "
-                    "1F1B, M = 2K, Adam, by re-materialization"
-                ),
-                columns=columns, lines=lines, right=numbers(columns),
-            ).text()
-        )  # fmt: skip
+        title = (
+            f"Attention residuals, {options['num_layers']} layers in blocks of "
+            f"{options['layers_per_block']}, one sequence of {options['seq_len']} tokens per "
+            "micro-batch\n  MiB (modelled): activations sent per micro-batch with one stage a worker "
+            "and with two in a loop, over all\n  ways and over the busiest; fullest worker under "
+            "1F1B, M = 2K, Adam, by re-materialization"
+        )
+        found.append(table_text(title, columns, lines))
     return found

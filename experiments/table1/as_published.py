@@ -30,7 +30,7 @@ from gpipe_bench.experiments.paper_profiles import (
     stacked,
     transformer,
 )
-from gpipe_bench.experiments.table1.largest import last_that
+from gpipe_bench.experiments.table1.largest import Size, largest_size
 from gpipe_bench.experiments.table1.settings import (
     CAP,
     OWN_OF_MODEL,
@@ -323,15 +323,6 @@ FIXED: dict[str, Combination] = {
 """Settings that hardly move a capacity, as in `HALVES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """The model with most parameters that fits; `num_filters` is 0 for the Transformer."""
-
-    num_parameters: int
-    num_layers: int
-    num_filters: int
-
-
 @cache
 def choices(half: str) -> dict[str, tuple[Value, ...]]:
     """The values of each setting that a capacity depends on, both ends of a range.
@@ -361,33 +352,19 @@ def capacity_combinations(half: str) -> tuple[Combination, ...]:
     )
 
 
-def largest(half: str, column: Column, settings: Combination) -> Largest | None:
+def largest(half: str, column: Column, settings: Combination) -> Size | None:
     """The largest model of a column under some settings."""
     settings = {**settings, **FIXED[half]}
-    if half == "transformer":
-        # The embedding and the softmax are layers too.
-        smallest = max(column.num_stages - 2, 1)
-        count = last_that(partial(_fits, half, column, settings, 0), smallest, column.num_layers)
-        return None if count is None else _sized(half, count, 0)
-    step, best = int(settings["filters_step"]), None
-    for depth in unknown(half)["num_layers"].allowed:
-        guess, start = column.num_filters // step, 1
-        if best is not None:  # only what would beat it
-            start = 1 + (last_that(partial(_beaten, half, best, int(depth), step), 1, guess) or 0)
-        count = last_that(partial(_fits_width, half, column, settings, int(depth), step), start, guess)
-        best = best if count is None else _sized(half, int(depth), count * step)
-    return best
+    return largest_size(
+        half,
+        partial(_fits, half, column, settings),
+        partial(num_parameters, half),
+        step=int(settings.get("filters_step", 1)), guess=(column.num_layers, column.num_filters),
+        least=max(column.num_stages - 2, 1),  # the embedding and the softmax are layers too
+    )  # fmt: skip
 
 
-def _beaten(half: str, best: Largest, depth: int, step: int, count: int) -> bool:
-    return _sized(half, depth, count * step).num_parameters <= best.num_parameters
-
-
-def _fits_width(half: str, column: Column, settings: Combination, depth: int, step: int, count: int) -> bool:
-    return _fits(half, column, settings, count * step, depth)
-
-
-def _fits(half: str, column: Column, settings: Combination, num_filters: int, num_layers: int) -> bool:
+def _fits(half: str, column: Column, settings: Combination, num_layers: int, num_filters: int) -> bool:
     """Whether every accelerator has the memory that its stage needs. A model that is too small for the rule
     to give every accelerator a layer is not too large.
     """
@@ -406,9 +383,9 @@ def _stages(half: str, column: Column, settings: tuple[tuple[str, Value], ...]) 
 
 
 @cache
-def _sized(half: str, num_layers: int, num_filters: int) -> Largest:
-    model = model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN})
-    return Largest(model.num_parameters, num_layers, num_filters)
+def num_parameters(half: str, num_layers: int, num_filters: int) -> int:
+    """Of a model by its size."""
+    return model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN}).num_parameters
 
 
 def hypotheses(half: str) -> Outcome:

@@ -14,7 +14,6 @@ from gpipe_bench.experiments.table1.settings import (
     parameter_choices,
     possible,
     ranged,
-    spread_of,
 )
 from gpipe_bench.experiments.timed.claims import TABLE, word
 from gpipe_bench.harness.compare import compare
@@ -36,6 +35,7 @@ CAPACITY = (
     "ours is the largest model on the grid of what may have been tried, at the paper's number of "
     "micro-batches and cut by its rule, in the memory that an accelerator may have had"
 )
+QUOTIENT = "ours is the quotient of the largest models that fit, both under the same settings"
 ANY_COUNT = "maximum parameters, any number of micro-batches"
 """A row of ours: what this engine can do."""
 CONTEXT = (
@@ -64,7 +64,8 @@ def _parameters(records: Sequence[Record], half: str, column: str, row: str, eac
     """An exact count, or so many bytes for each; a range where the model's own options are not stated."""
     record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
     prediction = hypothesis_record(records, half)
-    spread = parameter_choices(prediction).spread(column) if prediction is not None else None
+    choices = parameter_choices(prediction) if prediction is not None else None
+    spread = choices.spread(choices.columns[column]) if choices is not None else None
     return Answer(
         table=HALVES[half].table,
         row=row,
@@ -90,21 +91,23 @@ def _times(spread: Spread | None, factor: int) -> Spread | None:
 
 def _activations(records: Sequence[Record], half: str, column: str) -> Answer:
     row, record = "peak activation memory", hypothesis_record(records, half)
-    entry = Answer(table=HALVES[half].table, row=row, column=column, question="as published")
+    entry = Answer(
+        table=HALVES[half].table, row=row, column=column, question="as published",
+        record=find(records, part="hypotheses", half=half),
+    )  # fmt: skip
     if record is None:
-        return _without(records, "hypotheses", half, entry)
+        return entry
     every = activation_choices(record)
     choices = every.of(possible(record))
     values = choices.columns[column]
-    spread = choices.spread(column)
+    spread = choices.spread(values)
     if spread is None:
-        return _without(records, "hypotheses", half, entry)
+        return entry
     alone = record.details["columns"][column]["fits"].count("1")
     return replace(
         entry,
         quantity=ranged(row, "bytes", choices.middle(values)),
         spread=spread,
-        record=record,
         others_tried=len(every.settings) - len(values),  # under which the models do not fit
         note=(
             f"{ACTIVATIONS} under which the paper's models fit ({len(values):,} of "
@@ -115,29 +118,24 @@ def _activations(records: Sequence[Record], half: str, column: str) -> Answer:
 
 def _capacity(records: Sequence[Record], half: str, column: str) -> Answer:
     row, record = "maximum parameters", capacity_record(records, half)
-    entry = Answer(table=HALVES[half].table, row=row, column=column, question="as published")
+    entry = Answer(
+        table=HALVES[half].table, row=row, column=column, question="as published",
+        record=find(records, part="capacity", half=half),
+    )  # fmt: skip
     if record is None:
-        return _without(records, "capacity", half, entry)
+        return entry
     choices = capacity_choices(record)
-    values, spread = choices.columns[column], choices.spread(column)
+    values = choices.columns[column]
+    spread = choices.spread(values)
     if spread is None:
-        return _without(records, "capacity", half, entry)
+        return entry
     if not spread.high:
-        return replace(entry, record=record, status="out_of_memory",
-            reason="nothing fits under any combination", note=CAPACITY,
-        )  # fmt: skip
-    return replace(
-        entry,
-        quantity=ranged(row, "parameters", choices.middle(values)),
-        spread=spread,
-        record=record,
-        note=CAPACITY + _nothing(values),
-    )
-
-
-def _nothing(values: Sequence[float | None]) -> str:
+        why = "nothing fits under any combination"
+        return replace(entry, status="out_of_memory", reason=why, note=CAPACITY)
     none = sum(not value for value in values)
-    return f"; under {none} of {len(values)} combinations nothing fits" if none else ""
+    nothing = f"; under {none} of {len(values)} combinations nothing fits" if none else ""
+    quantity = ranged(row, "parameters", choices.middle(values))
+    return replace(entry, quantity=quantity, spread=spread, note=CAPACITY + nothing)
 
 
 def _any_count(records: Sequence[Record], half: str, column: str) -> Answer:
@@ -154,46 +152,29 @@ def _any_count(records: Sequence[Record], half: str, column: str) -> Answer:
     )
 
 
-def _without(records: Sequence[Record], part: str, half: str, entry: Answer) -> Answer:
-    """A prediction that has no record, or one without a number."""
-    record = find(records, part=part, half=half)
-    return replace(
-        entry,
-        record=record,
-    )
-
-
 def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Answer:
     """How many times larger what fits is, both under the same settings."""
     entry = Answer(table="claims", row=row, column=f"{over} / {under}", question="as published")
     record = capacity_record(records, half)
     if record is None:
-        return _without(records, "capacity", half, entry)
+        return replace(entry, record=find(records, part="capacity", half=half))
     choices = capacity_choices(record)
     values = choices.quotient(over, under)
-    spread = spread_of(choices.settings, values, choices.names)
+    spread = choices.spread(values)
     none = sum(value is None for value in values)
-    note = "ours is the quotient of the largest models that fit, both under the same settings"
+    note = QUOTIENT
     if none:
         note += f"; under {none} of {len(values)} combinations nothing fits in {under}, so there is none"
-    return replace(
-        entry,
-        quantity=ranged(row, "ratio", choices.middle(values)) if spread is not None else None,
-        spread=spread,
-        note=note,
-        not_comparable="" if spread is not None else f"nothing fits in {under} under any combination",
-    )
+    if spread is None:
+        return replace(entry, note=note, not_comparable=f"nothing fits in {under} under any combination")
+    return replace(entry, quantity=ranged(row, "ratio", choices.middle(values)), spread=spread, note=note)
 
 
 def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Answer:
     """The quotient of the exact counts of the models that the paper names."""
     prediction = hypothesis_record(records, half)
     choices = parameter_choices(prediction) if prediction is not None else None
-    spread = (
-        spread_of(choices.settings, choices.quotient(over, under), choices.names)
-        if choices is not None
-        else None
-    )
+    spread = choices.spread(choices.quotient(over, under)) if choices is not None else None
     counts = []
     for column in (over, under):
         record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
@@ -210,10 +191,6 @@ def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: 
     )
 
 
-NOTE = (
-    "ours is the quotient of the largest models that fit, both under the same settings, over the number of "
-    "accelerators"
-)
 SENTENCES = (
     ("Transformer-L: largest model, per accelerator", "transformer", 128),
     ("AmoebaNet-D: largest model, per accelerator", "amoebanet", 8),
@@ -231,7 +208,7 @@ def sentences(records: Sequence[Record]) -> list[Answer]:
         choices = capacity_choices(record)
         quotients = choices.quotient(f"pipeline-{most}", "pipeline-1")
         values = [None if value is None else value / most for value in quotients]
-        spread = spread_of(choices.settings, values, choices.names)
+        spread = choices.spread(values)
         if spread is None:
             continue
         found.append(
@@ -244,7 +221,7 @@ def sentences(records: Sequence[Record]) -> list[Answer]:
                 spread=spread,
                 allowed=at_least(word("near_linear_share")) if half == "transformer" else None,
                 record=record,
-                note=NOTE,
+                note=f"{QUOTIENT}, over the number of accelerators",
             )
         )
     return found

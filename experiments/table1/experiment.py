@@ -143,7 +143,7 @@ def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
     from gpipe_bench.experiments.table1.largest import Setting, place_anyhow, place_best
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
-    setting = Setting(key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"])
+    setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
     given = 1 if size.is_naive else half.num_microbatches
     placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
     best = placed if is_smoke else place_best(setting, size.num_layers, size.num_filters)
@@ -171,8 +171,8 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
     """The largest model of the family that fits on as many accelerators of the same memory."""
     from gpipe_bench.experiments.table1.largest import Setting, largest
 
-    half, size = HALVES[key["half"]], column(key["half"], key["column"])
-    setting = Setting(key["half"], size.num_stages, size.is_naive, key["precision"], key["attention"])
+    half = HALVES[key["half"]]
+    setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
     try:
         found = largest(setting)
     except ValueError as error:  # nothing fits: that is the answer, not a mistake

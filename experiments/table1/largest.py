@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.paper_profiles import Reading, amoebanet, transformer
-from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS
+from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, column
 from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.memory.profile import ModelProfile
@@ -36,6 +36,12 @@ class Setting:
     cap_gib: float = 0.0  # 0: the paper's
     compiled: bool = False  # layers as `torch.compile` would run them
     optimizer: str = "rmsprop"  # the paper's
+
+    @classmethod
+    def of(cls, half: str, name: str, precision: str, attention: str) -> Setting:
+        """That of a column of the table."""
+        size = column(half, name)
+        return cls(half, size.num_stages, size.is_naive, precision, attention)
 
     @property
     def cap_bytes(self) -> int:
@@ -158,30 +164,63 @@ def place_best(setting: Setting, num_layers: int, num_filters: int) -> Placement
     return best
 
 
+class Size(NamedTuple):
+    """Of a model; `num_filters` is 0 for the Transformer."""
+
+    num_parameters: int
+    num_layers: int
+    num_filters: int
+
+
+def largest_size(
+    half: str,
+    fits: Callable[[int, int], bool],
+    count: Callable[[int, int], int],
+    *,
+    step: int,
+    guess: tuple[int, int],
+    least: int = 1,
+) -> Size | None:
+    """The size with most parameters of a family that fits; None where none does.
+
+    Args:
+        half: the family
+        fits, count: whether layers and filters fit, and their parameters
+        step: of the filters
+        guess: layers and filters near the answer, which costs few looks if it is good
+        least: layers of the smallest Transformer
+    """
+    if half == "transformer":
+        num_layers = last_that(lambda layers: fits(layers, 0), least, guess[0])
+        return None if num_layers is None else Size(count(num_layers, 0), num_layers, 0)
+    near = guess[1] // step
+
+    def of_depth(depth: int, parameters: int) -> Size | None:
+        """With more than so many parameters."""
+        beaten = last_that(lambda steps: count(depth, steps * step) <= parameters, 1, near)
+        steps = last_that(lambda steps: fits(depth, steps * step), 1 + (beaten or 0), near)
+        return None if steps is None else Size(count(depth, steps * step), depth, steps * step)
+
+    best: Size | None = None
+    for depth in PAPER_NUM_LAYERS:
+        best = of_depth(depth, best.num_parameters if best else 0) or best
+    return best
+
+
 def largest(setting: Setting) -> Placement:
     """The model with most parameters that fits. Raises ValueError if the smallest one does not."""
     most = setting.microbatch_counts()[-1]
-    best: tuple[int, int, int] | None = None  # parameters, layers, filters
-    if setting.half == "transformer":
-        # The embedding and the softmax are layers too.
-        smallest = max(setting.num_stages - 2, 1)
-        num_layers = last_that(lambda count: fits(setting, count, 0, most), smallest, smallest)
-        if num_layers is not None:
-            best = (setting.profile(num_layers, 0, most).num_parameters, num_layers, 0)
-    else:
-        for depth in PAPER_NUM_LAYERS:
-            start = _first_above(setting, depth, most, best[0] if best else 0)
-            steps = last_that(
-                lambda step, depth=depth: fits(setting, depth, step * FILTERS_STEP, most),  # type: ignore[misc]
-                start,
-                start,
-            )
-            if steps is not None:
-                filters = steps * FILTERS_STEP
-                best = (setting.profile(depth, filters, most).num_parameters, depth, filters)
+    # The embedding and the softmax are layers too.
+    least = max(setting.num_stages - 2, 1)
+    best = largest_size(
+        setting.half,
+        lambda num_layers, num_filters: fits(setting, num_layers, num_filters, most),
+        lambda num_layers, num_filters: setting.profile(num_layers, num_filters, most).num_parameters,
+        step=FILTERS_STEP, guess=(least, FILTERS_STEP), least=least,
+    )  # fmt: skip
     if best is None:
         raise ValueError(_nothing_fits(setting, most))
-    _, num_layers, num_filters = best
+    num_layers, num_filters = best.num_layers, best.num_filters
     fewest = next(
         count for count in setting.microbatch_counts() if fits(setting, num_layers, num_filters, count)
     )
@@ -204,17 +243,6 @@ def _nothing_fits(setting: Setting, num_microbatches: int) -> str:
         f"{smallest.peak_bytes / GIB:.2f} GiB on stage {worst} at {smallest.stages[worst].when}; raise the "
         f"cap to {needed} GiB, or use more stages"
     )
-
-
-def _first_above(setting: Setting, depth: int, num_microbatches: int, parameters: int) -> int:
-    """The smallest width, in steps, that would beat the best model so far."""
-
-    def beaten(step: int) -> bool:
-        filters = step * FILTERS_STEP
-        return setting.profile(depth, filters, num_microbatches).num_parameters <= parameters
-
-    last = last_that(beaten, 1, 1)
-    return 1 if last is None else last + 1
 
 
 def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | None:

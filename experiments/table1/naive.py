@@ -21,14 +21,15 @@ from gpipe_bench.experiments.table1.as_published import (
     GRADIENT_BYTES,
     counted,
     largest,
+    num_parameters,
     stages_of,
 )
-from gpipe_bench.experiments.table1.largest import last_that
+from gpipe_bench.experiments.table1.largest import Size, largest_size
 from gpipe_bench.experiments.table1.settings import CAP, OWN_OF_MODEL, Combination, allowed, unknown
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.unknowns import Reason, load_unknowns
-from gpipe_bench.models.paper import HALVES, PAPER_NUM_LAYERS, column
+from gpipe_bench.models.paper import HALVES, column
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 PRODUCTS_ONLY = "products only"
@@ -74,18 +75,21 @@ def _tried(half: str, reason: Reason) -> dict[str, Any]:
     found = []
     for each in _product(grid):
         if counts_products:
-            found.append(_largest(half, each))
+            best = largest_size(
+                half, partial(_fits, half, each), partial(num_parameters, half),
+                step=int(each.get("filters_step", 1)), guess=(size.num_layers, size.num_filters),
+            )  # fmt: skip
         else:
             best = largest(half, size, {**COMPLETED, **each, "kept_by": kept_by})
-            found.append((best.num_parameters, best.num_layers, best.num_filters) if best else (0, 0, 0))
+        found.append(best or Size(0, 0, 0))
     return {
         "name": reason.name,
         "settings": {name: list(values) for name, values in choices.items()},
         "bytes": activations,
         "capacity": {
             "settings": {name: list(values) for name, values in grid.items()},
-            "parameters": [parameters for parameters, _, _ in found],
-            "sizes": [[num_layers, num_filters] for _, num_layers, num_filters in found],
+            "parameters": [each.num_parameters for each in found],
+            "sizes": [[each.num_layers, each.num_filters] for each in found],
         },
     }
 
@@ -125,28 +129,7 @@ def _full(half: str, num_layers: int, num_filters: int, settings: Combination) -
     return FullSize(HALVES[half].model, {**options, "aux_head": settings.get("auxiliary_head", True)})
 
 
-def _largest(half: str, settings: Combination) -> tuple[int, int, int]:
-    """Parameters, layers and filters of the largest model that fits; zeros where none does."""
-
-    def fits(num_layers: int, num_filters: int) -> bool:
-        parameters = sum(_full(half, num_layers, num_filters, settings).parameters)
-        needed = BYTES_PER_PARAMETER * parameters + _kept(half, num_layers, num_filters, settings)
-        return needed + _gradients(half, num_layers, num_filters, settings) <= float(settings[CAP])
-
-    size = column(half, "naive-1")
-    if half == "transformer":
-        count = last_that(lambda layers: fits(layers, 0), 1, size.num_layers)
-        sizes = [] if count is None else [(count, 0)]
-    else:
-        step = int(settings["filters_step"])
-
-        def of_width(depth: int, count: int) -> bool:
-            return fits(depth, count * step)
-
-        counts = {
-            depth: last_that(partial(of_width, depth), 1, size.num_filters // step)
-            for depth in PAPER_NUM_LAYERS
-        }
-        sizes = [(depth, count * step) for depth, count in counts.items() if count is not None]
-    found = [(sum(_full(half, *size, settings).parameters), *size) for size in sizes]
-    return max(found, default=(0, 0, 0))
+def _fits(half: str, settings: Combination, num_layers: int, num_filters: int) -> bool:
+    of_model = (half, num_layers, num_filters, settings)
+    parameters = BYTES_PER_PARAMETER * num_parameters(half, num_layers, num_filters)
+    return parameters + _kept(*of_model) + _gradients(*of_model) <= float(settings[CAP])

@@ -35,7 +35,7 @@ from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Provenance, Quantity
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.models.paper import GIB, HALVES, Column, column
+from gpipe_bench.models.paper import GIB, HALVES, column
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
@@ -52,6 +52,7 @@ from gpipe_bench.pipeline.step import prepare, run
 from gpipe_bench.pipeline.transport import InProcess
 
 MOST_SMALLER = 2  # sizes below the modelled largest that are tried
+ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
 NUM_STEPS = 2  # the optimizer's state exists from the second step on
 
 
@@ -234,8 +235,7 @@ def run_column(half: str, name: str, precision: str = "float32") -> Outcome:
 
     That a stage finds no room is a result: with the models without GPipe it is what the table is about.
     """
-    size: Column = column(half, name)
-    setting = setting_of(half, size, precision)
+    size, setting = column(half, name), Setting.of(half, name, precision, ATTENTION[half])
     placement = place_anyhow(setting, size.num_layers, size.num_filters, setting.microbatch_counts()[-1])
     found = under_cap(setting, placement)
     return Outcome(_peaks_of(found["stages"]), found)
@@ -247,7 +247,7 @@ def run_largest(half: str, name: str) -> Outcome:
     The modelled largest should fit, and one that is a layer deeper (AmoebaNet: a step wider) should not.
     What is larger is tried first. ValueError where no model fits by the memory model.
     """
-    setting = setting_of(half, column(half, name))
+    setting = Setting.of(half, name, "float32", ATTENTION[half])
     modelled, microbatches = largest(setting), setting.microbatch_counts()[-1]
     # A layer less leaves the fullest of several stages as it is; one less in each does not.
     less = setting.num_stages if half == "transformer" else 1
@@ -274,12 +274,6 @@ def run_largest(half: str, name: str) -> Outcome:
         for how, count in counts.items()
     ]  # fmt: skip
     return Outcome((*quantities, *_peaks_of(last["stages"])), {**last, "tried": tried})
-
-
-def setting_of(half: str, size: Column, precision: str = "float32") -> Setting:
-    """Of a column on a GPU."""
-    attention = "fused" if half == "transformer" else "none"
-    return Setting(half, size.num_stages, size.is_naive, precision, attention)
 
 
 def under_cap(setting: Setting, placement: Placement, *, until_full: bool = False) -> dict[str, Any]:

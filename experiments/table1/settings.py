@@ -111,9 +111,9 @@ class Choices:
         columns = {name: tuple(values[n] for n in places) for name, values in self.columns.items()}
         return Choices(self.names, tuple(self.settings[n] for n in places), columns)
 
-    def spread(self, column: str) -> Spread | None:
-        """The range of a column."""
-        return spread_of(self.settings, self.columns[column], self.names)
+    def spread(self, values: Sequence[float | None]) -> Spread | None:
+        """The range of a number for each combination."""
+        return spread_of(self.settings, values, self.names)
 
     def middle(self, values: Sequence[float | None]) -> float | None:
         """What stands for all: of the combinations with a number that of the one nearest to the middle of
@@ -287,23 +287,16 @@ def walks(records: Sequence[Record]) -> list[Walk]:
     the sizes of the largest models under every combination of their search, with the activations of the
     paper's models under the same settings.
     """
-    units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
     found = []
     for half in HALVES:
-        table, memory, largest = (
-            HALVES[half].table,
-            hypothesis_record(records, half),
-            capacity_record(records, half),
-        )
+        table = HALVES[half].table
+        memory, largest = hypothesis_record(records, half), capacity_record(records, half)
         activations: dict[Key, dict[tuple[tuple[str, Value], ...], float | None]] = {}
         if memory is not None:
             choices = activation_choices(memory)
-            for column, values in choices.columns.items():
-                key = (table, ROW, column)
-                numbers = [None if value is None else convert(value, "bytes", units[key]) for value in values]
+            every, places = _in_units(half, choices), possible(memory)
+            for key, numbers in every.items():
                 activations[key] = dict(zip(map(_frozen, choices.settings), numbers, strict=True))
-            every = {key: [*numbers.values()] for key, numbers in activations.items()}
-            places = possible(memory)
             fitting = {key: [values[n] for n in places] for key, values in every.items()}
             found += [
                 Walk(f"{table}, {WHETHER_IT_FITS}", choices.settings, every),
@@ -332,20 +325,27 @@ def walks(records: Sequence[Record]) -> list[Walk]:
     return found
 
 
-def _values(half: str, choices: Choices) -> dict[tuple[Value, ...], dict[Key, float]]:
-    """The numbers of one half in the paper's units, by the values of its settings."""
+def _in_units(half: str, choices: Choices) -> dict[Key, list[float | None]]:
+    """Activations of one half in the paper's units."""
     table = HALVES[half].table
     units = {cell.key: cell.unit for cell in load_paper() if cell.source == "paper"}
-    keys = {column: (table, ROW, column) for column in choices.columns}
-    found: dict[tuple[Value, ...], dict[Key, float]] = {}
-    for index, settings in enumerate(choices.settings):
-        numbers = {}
-        for column, values in choices.columns.items():
-            value = values[index]
-            if value is not None:
-                numbers[keys[column]] = convert(value, "bytes", units[keys[column]])
-        found[tuple(settings.values())] = numbers
-    return found
+    return {
+        (table, ROW, column): [
+            None if value is None else convert(value, "bytes", units[table, ROW, column]) for value in values
+        ]
+        for column, values in choices.columns.items()
+    }
+
+
+def _values(half: str, choices: Choices) -> dict[tuple[Value, ...], dict[Key, float]]:
+    """The same by the values of its settings."""
+    every = _in_units(half, choices)
+    return {
+        tuple(settings.values()): {
+            key: value for key, values in every.items() if (value := values[index]) is not None
+        }
+        for index, settings in enumerate(choices.settings)
+    }
 
 
 def _named(settings: Mapping[str, Value], base: Mapping[str, Value]) -> str:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import psutil
 from torch import distributed as dist
 
-from gpipe_bench.experiments.engines.known import Ours
+from gpipe_bench.experiments.engines.known import OverNetwork
 from gpipe_bench.experiments.engines.setup import Setup
 from gpipe_bench.experiments.timed.link import bandwidth, latency_s
 from gpipe_bench.experiments.timed.replay import TimedActions, check_ran, samples_of
@@ -301,13 +301,13 @@ def steps_at_rates(job: Job, multiples: tuple[float | None, ...]) -> LinkFound:
     batch, target = job.workload.example(configuration.batch_size, seed=job.seed)
     program = gpipe(2, num_microbatches, remat)
 
-    def engine(group: Any) -> Ours:
-        return Ours(Setup(layers, first.partition, num_microbatches, remat, CPU, group), share_memory=False)
+    def engine(group: Any) -> OverNetwork:
+        return OverNetwork(Setup(layers, first.partition, num_microbatches, remat, CPU, group))
 
     alone, shared = engine(None), engine(dist.group.WORLD)
     rates = _rates(first, multiples)
 
-    def step(of: Ours, stage: int | None) -> float:
+    def step(of: OverNetwork, stage: int | None) -> float:
         step_s = time_step(partial(of.step, batch, target, compute_loss), layers)
         check_ran(of.timeline, program, stage)
         return step_s

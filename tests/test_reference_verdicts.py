@@ -43,10 +43,9 @@ def test_a_number_just_beyond_what_a_verdict_names_would_have_changed_it(name):
     found = shown(name)
     if found is None:
         pytest.skip(f"{name} has no reference records")
-    judged = {c.key: c for c in found.comparisons if c.verdict in JUDGED and c.ours is not None}
-    for entry in found.entries:
-        comparison = judged.get(entry.key)
-        if comparison is None:
+    for comparison in found.comparisons:
+        entry = comparison.entry
+        if comparison.verdict not in JUDGED or comparison.ours is None:
             continue
         cell = PUBLISHED[entry.source, *entry.place]
         edges = [(comparison.fails_below, -1, "above"), (comparison.fails_above, 1, "below")]

@@ -35,7 +35,7 @@ from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.record import Scalar
 from gpipe_bench.harness.report.grid import Grid, fill, numbers
 from gpipe_bench.harness.unknowns import Text
-from gpipe_bench.harness.verdict import SLIVER, Allowed, Answer, Spread, accounts, printed
+from gpipe_bench.harness.verdict import SLIVER, Answer, Spread, accounts, admitted
 
 Key = tuple[str, str, str]
 """Table, row and column of paper.csv."""
@@ -64,12 +64,12 @@ class Hypothesis:
         """Its name, and whether it was found after looking."""
         return self.name + (" (found after looking)" if self.after_looking else "")
 
-    def share(self, cell: PaperNumber, allowed: Allowed | None = None) -> float:
+    def share(self, cell: PaperNumber) -> float:
         """The share of its settings that account for a number of the paper, in the unit of that."""
         spread = self.spreads.get(cell.key)
         if spread is None or not spread.values:
-            return float(cell.key in self.values and accounts(self.values[cell.key], cell, allowed))
-        known = allowed or printed(cell)
+            return float(cell.key in self.values and accounts(self.values[cell.key], cell))
+        known = admitted(cell)
         return spread.share_within(known.low, known.high) if cell.comparable else 0.0
 
     @property
@@ -152,9 +152,8 @@ def with_reasons(
         tried = [each for each in hypotheses if entry.place in each.values or entry.place in each.spreads]
         if cell is None or not tried or (entry.source, entry.question) != ("paper", "as published"):
             return entry
-        allowed = entry.allowed or printed(cell)
         # what was not found after looking stands first
-        holding = [each for each in tried if each.share(cell, allowed) >= SLIVER]
+        holding = [each for each in tried if each.share(cell) >= SLIVER]
         said = [each.label for each in sorted(holding, key=lambda each: each.after_looking)]
         others = sum(each.tried for each in tried if each.after_looking or not entry.tried)
         return replace(

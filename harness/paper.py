@@ -28,6 +28,8 @@ OURS = ("paper", "theory")
 """Sources of numbers that count; all other numbers are somebody else's, of the kind `external`."""
 TO_ANSWER = ("result", "claim", "identity")
 """Kinds of which a missing number of ours is worth a line; the others are context."""
+SENTENCES = "claims-text"
+"""The table of the paper's sentences."""
 SETTING = "a setting of the paper, not a result"
 
 

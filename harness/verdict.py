@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity, Record, Status
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.unknowns import Unknown
+from gpipe_bench.harness.unknowns import Unknown, load_unknowns
 
 Verdict = Literal[
     "reproduced", "identity", "undecided", "above", "below", "not judged", "not comparable", "not run"
@@ -78,7 +78,7 @@ class Answer(Place):
     Args:
         quantity: our number, with its 95 % interval
         spread: how far it may be off, where that is more than the quantity's own interval
-        allowed: what the paper's words allow, where they stand for a number that they do not give
+        allowed: what the paper allows, where that is not what its digits or words admit (`admitted`)
         record: the one that the number comes from, None where it is computed from several
         not_comparable: why the two numbers can't be held against each other; empty where they can
         context: why our number stands beside the paper's and is not judged; empty where it is judged
@@ -256,12 +256,12 @@ def judge(
     )
 
 
-def accounts(value: float, cell: PaperNumber, allowed: Allowed | None = None) -> bool:
+def accounts(value: float, cell: PaperNumber) -> bool:
     """Whether a setting that gives `value`, in the cell's unit, accounts for the paper's number.
 
     That is so where the verdict on this value alone would be `reproduced`: there is one criterion.
     """
-    return cell.comparable and _verdict(cell.kind, allowed or printed(cell), value, value) in HOLDS
+    return cell.comparable and _verdict(cell.kind, admitted(cell), value, value) in HOLDS
 
 
 def why(explained_by: str, tried: int, named: Sequence[str] = ()) -> str:
@@ -303,7 +303,7 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
         return {**held, "verdict": "not judged", "reason": ours.context}
     if barred := ours.not_comparable if cell.comparable else cell.erratum:
         return {**held, "verdict": "not comparable", "reason": barred}
-    allowed = (ours.allowed or printed(cell)).scaled(tolerance, cell.target)
+    allowed = (ours.allowed or admitted(cell)).scaled(tolerance, cell.target)
     met = None
     if ours.spread is not None and ours.spread.values:
         # the ends of a bound are open, so all that may be meant counts as met
@@ -540,33 +540,51 @@ def printed(cell: PaperNumber) -> Allowed:
     return Allowed(low, high, low, high, words)
 
 
-def at_most(limit: Unknown) -> Allowed:
-    """A sentence that something is small, of a limit that it does not give."""
-    low, high, words = _limit("at most", limit)
-    return Allowed(-math.inf, low, -math.inf, high, words)
+Way = Literal["at most", "at least", "within a factor", "about, as near as"]
+
+WORDS: Mapping[str, tuple[Way, str]] = {
+    "throughput without pipelining, over the accelerators": ("within a factor", "relatively_constant_ratio"),
+    "Transformer-48: share of a linear speed-up at M >> K": ("at least", "near_linear_share"),
+    "AmoebaNet-D (4, 512): share of a linear speed-up": ("at least", "near_linear_share"),
+    "Transformer-L: largest model, per accelerator": ("at least", "near_linear_share"),
+    "bubble at M >= 4K": ("at most", "negligible_share"),
+    "extra time by recomputation": ("about, as near as", "about"),
+    "a layer after a reduction over one before it, AmoebaNet-D (18, 256)": ("about, as near as", "about"),
+    "correlation of top-1 accuracy and size": ("at least", "strong_correlation"),
+    "activation memory over the original's": ("about, as near as", "about"),
+    "normalized throughput by the text": ("about, as near as", "about"),
+    "speed-up from 2 to 8 without a fast link over that with one": ("about, as near as", "about"),
+}
+"""By the row of a sentence, how its words limit a number, and the unknown that says how far they reach."""
 
 
-def at_least(limit: Unknown) -> Allowed:
-    """A sentence that something is large enough, of a limit that it does not give."""
-    low, high, words = _limit("at least", limit)
-    return Allowed(high, math.inf, low, math.inf, words)
+def admitted(cell: PaperNumber) -> Allowed:
+    """What agrees with a published number: by its digits, or where a sentence stands for it by its words."""
+    if cell.source != "paper" or cell.row not in WORDS:
+        return printed(cell)
+    way, setting = WORDS[cell.row]
+    return worded(cell, way, load_unknowns().find("claims", setting))
 
 
-def within_factor(limit: Unknown) -> Allowed:
-    """A sentence that a ratio is near one: by at most a factor that it does not give, either way."""
-    low, high, words = _limit("within a factor", limit)
-    return Allowed(1 / low, low, 1 / high, high, words)
-
-
-def about(cell: PaperNumber, limit: Unknown) -> Allowed:
-    """ "About 25 %": the printed number, as near as the word may mean, a share of it."""
-    low, high, words = _limit("about, as near as", limit)
-    near, far = (max(cell.target_rounding, share * abs(cell.target)) for share in (low, high))
-    return Allowed(cell.target - near, cell.target + near, cell.target - far, cell.target + far, words)
-
-
-def _limit(what: str, limit: Unknown) -> tuple[float, float, str]:
+def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
+    """What the words of a sentence admit, of a limit that they do not give: a number that is small or large
+    enough, a ratio that is near one, or the printed number, as near as the word may mean, a share of it.
+    """
     if limit.range is None:
         raise ValueError(f"{limit.setting} has no range, so it can't be a limit")
     low, high = limit.range
-    return low, high, f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"
+    words = f"{way} {low:g} to {high:g}: {limit.setting} of the unknowns"
+    match way:
+        case "at most":
+            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
+            return Allowed(-math.inf, low, -math.inf, high, words)
+        case "at least":
+            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
+            return Allowed(high, math.inf, low, math.inf, words)
+        case "within a factor":
+            return Allowed(1 / low, low, 1 / high, high, words)
+        case "about, as near as":
+            near, far = (max(cell.target_rounding, share * abs(cell.target)) for share in (low, high))
+            return Allowed(
+                cell.target - near, cell.target + near, cell.target - far, cell.target + far, words
+            )

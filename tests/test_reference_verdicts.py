@@ -11,7 +11,7 @@ from gpipe_bench.experiments.report.readings import select_records, shown_of
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import DIFFERS, JUDGED, judge
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED, WORDS, admitted, judge
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
 
@@ -25,7 +25,7 @@ def shown(name):
 def moved(cell, entry, to):
     """The same as if the paper had printed another number, words that name a limit moved along."""
     by, off = to - cell.target, cell.target_rounding
-    words = entry.allowed
+    words = entry.allowed or (admitted(cell) if cell.row in WORDS else None)
     if words is not None:
         words = replace(
             words, low=words.low + by, high=words.high + by,

@@ -19,7 +19,7 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.timed.claims import SMOKE, admitted, prediction_interval
+from gpipe_bench.experiments.timed.claims import SMOKE, prediction_interval
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.paper import PaperNumber, load_paper
@@ -122,7 +122,6 @@ def predicted_numbers(record: Record) -> list[Number]:
 
 def as_published(records: Sequence[Record]) -> list[Answer]:
     """Our prediction for every number of the paper that the records predict."""
-    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     found = []
     for record in of_case(records, "done", part=PART):
         error = prediction_error(record)
@@ -139,7 +138,6 @@ def as_published(records: Sequence[Record]) -> list[Answer]:
                 Answer(
                     table=cell[0], row=cell[1], column=cell[2], question="as published", quantity=quantity,
                     spread=spread,
-                    allowed=admitted(paper[cell]) if cell in paper else None,
                     record=record,
                     not_comparable=SMOKE if record.profile == "smoke" else "" if error else NO_ERROR,
                     note=f"{note} {record.details['note']}".strip(),

@@ -28,8 +28,9 @@ from gpipe_bench.experiments.predicted.records import (
 )
 from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims, cuts, real_steps
-from gpipe_bench.experiments.timed.replay import results
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import cut_cases
+from gpipe_bench.experiments.timed.results import real_cases, results, run_real
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
@@ -65,7 +66,7 @@ def cases(options: RunOptions) -> list[Case]:
     steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
     if options.device == "cuda":  # first what a minute on one GPU decides
         steps.insert(0, Case({"part": RECOMPUTATION, "model": "resnet101"}, 40.0))
-    others = real_steps.cases(VERSION1, REAL_ESTIMATES_S, options) + cuts.cases(["amoebanet"])
+    others = real_cases(VERSION1, REAL_ESTIMATES_S, options) + cut_cases(["amoebanet"])
     return steps + others + predictions.cases("figure3", options)
 
 
@@ -78,16 +79,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
     sizes = VERSION1[name]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case cuts.PART:
+        case "cuts":
             from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
 
             paper = paper_size("figure3", name, options)
             return cuts_of_the_paper(f"figure3-{name}", workload, paper, STAGES[1:])
         case part if part == RECOMPUTATION:
             return with_and_without(workload, name, options)
-        case real_steps.PART:
+        case "replay error":
             size = max(1, workload.batch_size // 2)
-            return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)
+            return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     stages = STAGES[:2] if options.profile == "smoke" else STAGES
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)

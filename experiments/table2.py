@@ -37,8 +37,9 @@ from gpipe_bench.experiments.predicted.records import (
 )
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims, cuts, layers, real_steps
-from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
+from gpipe_bench.experiments.timed import claims, layers
+from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, lay_out, take_apart
+from gpipe_bench.experiments.timed.results import real_cases, results, run_real
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
@@ -92,7 +93,7 @@ def cases(options: RunOptions) -> list[Case]:
     shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in TABLE2]
     if smoke or options.engine not in (None, "ours"):
         shared = []
-    others = real_steps.cases(TABLE2, REAL_ESTIMATES_S, options) + cuts.cases([*TABLE2])
+    others = real_cases(TABLE2, REAL_ESTIMATES_S, options) + cut_cases([*TABLE2])
     return _on_gpus(options) + steps + shared + others + predictions.cases("table2", options)
 
 
@@ -112,7 +113,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     sizes, stages = TABLE2[str(case.key["model"])], STAGES[options.profile]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case cuts.PART:
+        case "cuts":
             model = str(case.key["model"])
             from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
 
@@ -122,8 +123,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return on_gpus.run(workload, case.key, options.engine or "ours", options.profile, options.device)
         case layers.PART:
             return layers.run(workload, int(str(case.key["examples"])), options.device)
-        case real_steps.PART:
-            return real_steps.run(workload, MICROBATCHES[options.profile], options)
+        case "replay error":
+            return run_real(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:  # of four processes on a few cores, which the paper's size would keep for hours
         return run_on_shared_cores(sizes["short"])

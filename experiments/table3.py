@@ -35,22 +35,26 @@ from gpipe_bench.experiments.predicted.records import (
     walks,
 )
 from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.experiments.timed import claims, real_steps
+from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import (
     HIDDEN,
-    Found,
-    Rates,
     TimedActions,
     balanced,
-    by_turn,
-    conditions_of,
     hidden_from,
-    joined,
     lay_out,
-    normalised,
-    replay_error,
     same_share,
     slowdowns,
+)
+from gpipe_bench.experiments.timed.results import (
+    Found,
+    Rates,
+    by_turn,
+    conditions_of,
+    joined,
+    normalised,
+    real_cases,
+    replay_error,
+    run_real,
 )
 from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
@@ -104,7 +108,7 @@ def cases(options: RunOptions) -> list[Case]:
             for name in TABLE3
             if options.profile != "smoke" or part != "link" or name == SMOKE_LINK
         ]
-        + real_steps.cases(TABLE3, REAL_ESTIMATES_S, options)
+        + real_cases(TABLE3, REAL_ESTIMATES_S, options)
         + predictions.cases("table3", options)
     )
 
@@ -129,8 +133,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
             quantities, details = replayed(plan, measure(job), estimate_of(paper))
             facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
-        case real_steps.PART:
-            return real_steps.run(sizes[options.profile], REAL_MICROBATCHES, options, microbatch_size=1)
+        case "replay error":
+            return run_real(sizes[options.profile], REAL_MICROBATCHES, options, microbatch_size=1)
         case _:
             return _run_link(sizes, options)
     return Outcome(tuple(quantities), {**facts, **details})

@@ -27,15 +27,9 @@ from gpipe_bench.experiments.predicted.records import (
 )
 from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims, cuts, real_steps
-from gpipe_bench.experiments.timed.replay import (
-    TimedActions,
-    by_turn,
-    joined,
-    link_of,
-    results,
-    take_apart,
-)
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, take_apart
+from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, real_cases, results, run_real
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find
@@ -70,7 +64,7 @@ SETUP = (
 
 def cases(options: RunOptions) -> list[Case]:
     steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
-    others = real_steps.cases(VERSION1, REAL_ESTIMATES_S, options) + cuts.cases(JUDGED)
+    others = real_cases(VERSION1, REAL_ESTIMATES_S, options) + cut_cases(JUDGED)
     return steps + others + predictions.cases("table4", options)
 
 
@@ -82,14 +76,14 @@ def run(case: Case, options: RunOptions) -> Outcome:
     sizes = VERSION1[str(case.key["model"])]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case cuts.PART:
+        case "cuts":
             from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
 
             paper = paper_size("figure3", "resnet101", options)
             return cuts_of_the_paper("breakdown-v5", workload, paper, STAGES)
-        case real_steps.PART:
+        case "replay error":
             size = max(1, workload.batch_size // 2)
-            return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)
+            return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     examples, real = TIMED_MICROBATCHES * max(1, workload.batch_size // 2), num_devices(options.device)
     plan = tuple(
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1, counts=COUNTS)

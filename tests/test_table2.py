@@ -13,7 +13,7 @@ from gpipe_bench.experiments import figure3, table2, table4
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table2 import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.timed import steps as timed_steps
-from gpipe_bench.experiments.timed.replay import results
+from gpipe_bench.experiments.timed.results import results
 from gpipe_bench.experiments.timed.workloads import Configuration
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions

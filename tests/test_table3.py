@@ -19,7 +19,8 @@ from gpipe_bench.experiments.table3 import (
     shares_of_peak,
 )
 from gpipe_bench.experiments.timed import slow_link
-from gpipe_bench.experiments.timed.replay import Steps, lay_out, slowdowns
+from gpipe_bench.experiments.timed.replay import lay_out, slowdowns
+from gpipe_bench.experiments.timed.results import Steps
 from gpipe_bench.experiments.timed.slow_link import LinkFound, Measured
 from gpipe_bench.experiments.timed.workloads import TABLE3, Configuration
 from gpipe_bench.harness.compare import compare

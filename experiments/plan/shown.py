@@ -26,7 +26,6 @@ from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.verdict import Comparison
-from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -308,8 +307,8 @@ def _draw_predicted(models: dict[str, list[Compared]]) -> Figure:
             if points or not replicas:
                 axes.plot(
                     [1e3 * each.predicted_s for each in points], [1e3 * each.measured_s for each in points],
-                    linestyle="none", marker="s" if replicas else "o", markersize=5, color=COLORS[Kind.B],
-                    markerfacecolor=COLORS[Kind.B] if chosen else "white",
+                    linestyle="none", marker="s" if replicas else "o", markersize=5, color=COLORS["B"],
+                    markerfacecolor=COLORS["B"] if chosen else "white",
                     label=("the plan's best" if chosen else "others") + ", replicas" * replicas,
                 )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=line, ylim=line)

@@ -13,28 +13,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.experiment import Drawing, Plot
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from gpipe_bench.pipeline.plan.timeline import Timeline
+
 # Distinguishable in grey print and for colour-blind readers: forward light, backward dark.
-COLORS: dict[Kind, str] = {
-    Kind.F: "#9ecae1",
-    Kind.R: "#fdd49e",
-    Kind.B: "#3182bd",
-    Kind.I: "#3182bd",
-    Kind.W: "#756bb1",
-}
-NAMES: dict[Kind, str] = {
-    Kind.F: "forward",
-    Kind.R: "recompute",
-    Kind.B: "backward",
-    Kind.I: "backward, inputs",
-    Kind.W: "backward, weights",
-}
+COLORS = {"F": "#9ecae1", "R": "#fdd49e", "B": "#3182bd", "I": "#3182bd", "W": "#756bb1"}
+NAMES = {
+    "F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights",
+}  # fmt: skip
+"""By kind of action, in order."""
 WORK_COLORS: dict[str, str] = {"setup": "#bdbdbd", "update": "#636363"}
 # A box narrower than this share of the picture has no room for the number of its micro-batch.
 NARROWEST_LABEL = 0.012
@@ -68,13 +59,14 @@ def picture(
 
 def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
     """The chart of a timeline that a record keeps."""
-    return picture(
-        name=name,
-        caption=title,
-        alt="Gantt chart of one step; the same timeline is an interactive chart in this report.",
-        draw=lambda: gantt(Timeline.from_data(data), title),
-        of_timelines=True,
-    )
+
+    def draw() -> Figure:
+        from gpipe_bench.pipeline.plan.timeline import Timeline
+
+        return gantt(Timeline.from_data(data), title)
+
+    alt = "Gantt chart of one step; the same timeline is an interactive chart in this report."
+    return picture(name=name, caption=title, alt=alt, draw=draw, of_timelines=True)
 
 
 def gantt(timeline: Timeline, title: str = "") -> Figure:
@@ -105,13 +97,13 @@ def paint(axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float 
     for event in timeline.events:
         start, length = event.start_s / unit_s, event.duration_s / unit_s
         kind, stage = event.action.kind, event.action.stage
-        hatch = "////" if kind is Kind.R else None
+        hatch = "////" if kind == "R" else None
         lane = (stage - 0.42, 0.84)
         axes.broken_barh([(start, length)], lane, facecolors=COLORS[kind], hatch=hatch, **edge)
         if length > room:
             axes.text(
                 start + length / 2, stage, str(event.action.microbatch), ha="center", va="center", fontsize=7,
-                color="black" if kind in (Kind.F, Kind.R) else "white",
+                color="black" if kind in ("F", "R") else "white",
             )  # fmt: skip
     for span in timeline.work:
         at = (span.start_s / unit_s, span.duration_s / unit_s)
@@ -127,11 +119,11 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     shown = list(timelines)
-    kinds = sorted({event.action.kind for each in shown for event in each.events}, key=list(Kind).index)
+    kinds = sorted({event.action.kind for each in shown for event in each.events}, key=[*NAMES].index)
     handles = [
         Patch(
             facecolor=COLORS[kind], edgecolor="white", linewidth=0.6, label=NAMES[kind],
-            hatch="////" if kind is Kind.R else None,
+            hatch="////" if kind == "R" else None,
         )
         for kind in kinds
     ]  # fmt: skip

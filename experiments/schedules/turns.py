@@ -39,7 +39,7 @@ from gpipe_bench.experiments.engines.checks import gradient_error, reference
 from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
 from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear
 from gpipe_bench.experiments.side_by_side import Found, measured, take_turns
-from gpipe_bench.experiments.timed.replay import samples_of
+from gpipe_bench.experiments.timed.results import samples_of
 from gpipe_bench.experiments.timed.steps import layer_seconds, run_processes
 from gpipe_bench.harness.rounds import against_itself, ratios, slowest
 from gpipe_bench.harness.stats import from_samples

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from gpipe_bench.experiments.timed.cuts import MISSING, SETTINGS, Cuts
-from gpipe_bench.experiments.timed.replay import TimedActions, lay_out
+from gpipe_bench.experiments.timed.replay import CUT_BY, NO_CUTS, Cuts, TimedActions, lay_out
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import Grid, numbers
@@ -171,7 +170,7 @@ def sentence_over_cuts(
         return []
     cuts = Cuts.of(records, str(record.case["model"]))
     if cuts is None:
-        return sentence(records, record, row, column, measured, note, not_comparable=MISSING)
+        return sentence(records, record, row, column, measured, note, not_comparable=NO_CUTS)
     values = [float(each.value) for each in of if each is not None and each.value is not None]
     moved = {
         setting: formula(*(value * factor for value, factor in zip(values, factors, strict=True)))
@@ -181,7 +180,7 @@ def sentence_over_cuts(
     scale = middle / float(measured.value)
     quantity = derived(column, lambda *given: scale * formula(*given), *of, unit=unit)
     said = f"cut by {next(iter(moved))}, and by measured seconds {measured.value:.3g}"
-    ends = [(" and ".join(SETTINGS), min(moved.values()) / middle, max(moved.values()) / middle)]
+    ends = [(" and ".join(CUT_BY), min(moved.values()) / middle, max(moved.values()) / middle)]
     return sentence(records, record, row, column, quantity, f"{note}; {said}", more=ends, settings=len(moved))
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
     as_published,
@@ -26,8 +25,8 @@ from gpipe_bench.experiments.predicted.records import (
     timed,
     walks,
 )
-from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.experiments.report.drawing import kept_timelines, picture
 from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import cut_cases
 from gpipe_bench.experiments.timed.results import real_cases, results, run_real

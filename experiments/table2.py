@@ -24,7 +24,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments import on_gpus
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import SENTENCES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
@@ -35,8 +34,8 @@ from gpipe_bench.experiments.predicted.records import (
     prediction_text,
     walks,
 )
-from gpipe_bench.experiments.report.drawing import gantt_plot, picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.experiments.timed import claims, layers
 from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, lay_out, take_apart
 from gpipe_bench.experiments.timed.results import real_cases, results, run_real

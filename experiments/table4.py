@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
     as_published,
@@ -25,8 +24,8 @@ from gpipe_bench.experiments.predicted.records import (
     timed,
     walks,
 )
-from gpipe_bench.experiments.report.drawing import gantt_plot, picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, take_apart
 from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, real_cases, results, run_real

@@ -10,7 +10,6 @@ import pytest
 from command_line import call
 from records import record
 
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.peers import (
     ALWAYS,
     EXPERIMENT,
@@ -22,6 +21,7 @@ from gpipe_bench.experiments.peers import (
     own_engines,
     tables,
 )
+from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.side_by_side import Found, side_by_side
 from gpipe_bench.harness.experiment import Outcome, RunOptions

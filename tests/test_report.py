@@ -36,8 +36,9 @@ from gpipe_bench.experiments.report.build import (
     speed,
     table_infos,
 )
+from gpipe_bench.experiments.report.drawing import kept_timelines, timelines
 from gpipe_bench.experiments.report.figures import draw, drawn
-from gpipe_bench.experiments.report.timelines import charts_of, kept_timelines, ticks, timelines
+from gpipe_bench.experiments.report.timelines import charts_of, ticks
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import PaperTable, load_paper

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.accelerators import CAP_GIB
-from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
+from gpipe_bench.experiments.report.drawing import kept_timelines, picture
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers

@@ -1,4 +1,4 @@
-"""What the drawings of several experiments share: a theme, and a timeline as a Gantt chart.
+"""What the drawings of several experiments share: a theme, timelines that records keep, and a Gantt chart.
 
 The theme is entered while a plot is drawn and left again, so that none changes another. The chart has stages
 from top to bottom and time from left to right, and shows at a glance what a table of seconds hides: where a
@@ -8,11 +8,12 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.experiment import Drawing, Plot
+from gpipe_bench.harness.experiment import Drawing, KeptTimeline, Plot
+from gpipe_bench.harness.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,6 +56,42 @@ def picture(
         name=name, caption=caption, alt=alt, draw=draw,
         suffixes=("png",), style=paper_style, of_timelines=of_timelines,
     )  # fmt: skip
+
+
+def kept_timelines(records: Sequence[Record]) -> list[KeptTimeline]:
+    """Every timeline of the finished records, wherever they keep it: what most experiments show."""
+    return [
+        KeptTimeline(
+            record=record,
+            data=data,
+            title=title(record),
+            where=tuple(word for word in where if word not in ("timeline", "timelines", "cells")),
+        )
+        for record in records
+        if record.status == "done"
+        for where, data in timelines(record.details)
+    ]
+
+
+def timelines(
+    details: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Every timeline (`Timeline.to_data`) inside the details of a record, with the keys that lead to it."""
+    if isinstance(details, Mapping) and details.keys() >= {"num_stages", "events", "provenance"}:
+        yield path, details
+    elif isinstance(details, Mapping | list):
+        inside = details.items() if isinstance(details, Mapping) else enumerate(details)
+        for key, value in inside:
+            yield from timelines(value, (*path, str(key)))
+
+
+def title(record: Record) -> str:
+    """The record's own title, or the case in words."""
+    known = record.details.get("title")
+    if not isinstance(known, str):
+        return record.label
+    rest = [f"{key} {value}" for key, value in record.case.items() if key not in ("model", "part")]
+    return ", ".join([known, *rest])
 
 
 def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:

@@ -224,12 +224,18 @@ def judge(
     quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
     unit = quantity.unit if cell is None else cell.unit
 
-    def here(value: float | int | None) -> float | int | None:
-        return None if value is None else convert(value, quantity.unit, unit)
-
-    value = here(quantity.value)
+    value, low, high = (
+        None if number is None else convert(number, quantity.unit, unit)
+        for number in (quantity.value, quantity.low, quantity.high)
+    )
     held = _held(cell, ours, tolerance)
     differs = held["verdict"] in DIFFERS
+    notes = [*([] if cell is None else [cell.erratum, cell.note]), ours.note]
+    if differs and value is not None:  # the sizes of the differences stand in the table
+        reason = why(ours.explained_by, ours.tried, ours.named)
+        notes.append(reason[0].upper() + reason[1:])
+    elif held["verdict"] in ("not comparable", "not run", "below") and held["reason"] != NO_RECORD:
+        notes.append(held["reason"])  # "not run" says it all
     known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
     if cell is not None:
         same = ("kind", "printed", "corrected_printed", "hardware", "location")
@@ -240,8 +246,8 @@ def judge(
         ours=value,
         unit=unit,
         provenance=quantity.provenance if value is not None else "",
-        low=here(quantity.low),
-        high=here(quantity.high),
+        low=low,
+        high=high,
         parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
@@ -249,7 +255,7 @@ def judge(
         explained_by=ours.explained_by if differs else "",
         tried=ours.tried,
         named=ours.named if differs else (),
-        footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
+        footnotes=tuple(dict.fromkeys(note for note in notes if note)),
         entry=ours,
         **known,
         **held,
@@ -400,18 +406,6 @@ def _interval(low: float, high: float, unit: str) -> str:
     return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
 
 
-def _footnotes(cell: PaperNumber | None, ours: Answer, verdict: Verdict, reason: str) -> tuple[str, ...]:
-    notes = [] if cell is None else [cell.erratum, cell.note]
-    notes.append(ours.note)
-    if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
-        # the sizes of the differences stand in the table
-        reason = why(ours.explained_by, ours.tried, ours.named)
-        notes.append(reason[0].upper() + reason[1:])
-    elif verdict in ("not comparable", "not run", "below") and reason != NO_RECORD:  # "not run" says it all
-        notes.append(reason)
-    return tuple(dict.fromkeys(note for note in notes if note))
-
-
 # How far our number may lie off
 
 
@@ -517,12 +511,11 @@ class Allowed:
 
     def scaled(self, tolerance: float, target: float) -> Allowed:
         """Its distances to the paper's number times `tolerance`."""
-
-        def moved(edge: float) -> float:
-            return target + tolerance * (edge - target) if math.isfinite(edge) else edge
-
-        edges = moved(self.low), moved(self.high), moved(self.possible_low), moved(self.possible_high)
-        return Allowed(*edges, self.words)
+        low, high, possible_low, possible_high = (
+            target + tolerance * (edge - target) if math.isfinite(edge) else edge
+            for edge in (self.low, self.high, self.possible_low, self.possible_high)
+        )
+        return Allowed(low, high, possible_low, possible_high, self.words)
 
 
 def printed(cell: PaperNumber) -> Allowed:

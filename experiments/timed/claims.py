@@ -247,21 +247,18 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
     Every step that ran for real counts, at whatever number of micro-batches, so the range covers both how
     steps scatter and how the replay fits another schedule. None below two steps.
     """
-    errors = _errors([r for r in records if r.case.get("model") == model])
-    if len(errors) < FEWEST_ERRORS:
-        errors = _errors(records)
+    errors: list[float] = []
+    for several in ([r for r in records if r.case.get("model") == model], records):
+        if len(errors) < FEWEST_ERRORS:
+            errors = [
+                -math.log1p(each)
+                for record in several
+                if record.status == "done"
+                for error in record.quantities
+                if error.name == "replay error" and error.value is not None
+                for each in (error.samples or (error.value,))
+            ]
     return prediction_interval(errors) if len(errors) > 1 else None
-
-
-def _errors(records: Sequence[Record]) -> list[float]:
-    return [
-        -math.log1p(each)
-        for record in records
-        if record.status == "done"
-        for error in record.quantities
-        if error.name == "replay error" and error.value is not None
-        for each in (error.samples or (error.value,))
-    ]
 
 
 def prediction_interval(errors: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

@@ -13,9 +13,7 @@ from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
 from gpipe_bench.harness.experiment import KeptTimeline, Plot
 from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -92,10 +90,9 @@ VARIANTS: dict[str, Variant] = {
 """By the name that cases and records use, in the order in which they are shown."""
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print: what is judged, then what the figures draw."""
-    parts = [text_table(comparisons)] if comparisons else []
-    parts += [
+def tables(records: Sequence[Record]) -> str:
+    """What the figures draw."""
+    parts = [
         table(found)
         for part, table in (
             ("chart", _steps),

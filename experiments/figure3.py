@@ -33,9 +33,8 @@ from gpipe_bench.experiments.timed.results import real_cases, results, run_real
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
-from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,14 +185,13 @@ def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterato
         yield from claims.sentence(records, record, row, column, found, note)
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print."""
+def tables(records: Sequence[Record]) -> str:
+    """What is behind the numbers, and how far the replay and the predictions err."""
     parts = [
         claims.throughput_text(record, _title(record), _places(model, record))
         for model, record in _done(records).items()
     ]
     parts += [_recomputation(records), claims.replay_errors(timed(records)), prediction_text(records)]
-    parts.append(text_table(comparisons) if comparisons else "")
     return "\n\n".join(part for part in parts if part)
 
 

@@ -43,9 +43,8 @@ from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Conf
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
 from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, of_case
-from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import RULES, partition
@@ -428,8 +427,8 @@ def _bubble_share(link: Link, timed: TimedActions, facts: Mapping[str, Any]) -> 
 # Text
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print: fixed and fitted mini-batch apart, then how far to believe
+def tables(records: Sequence[Record]) -> str:
+    """Fixed and fitted mini-batch apart, then how far to believe
     them: what the replay errs by, and what a step loses to the rule that cuts the layers.
     """
     parts = [
@@ -439,7 +438,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     ]
     parts += [on_gpus.text(records, TABLES), layers.text(records)]
     parts += [claims.replay_errors(records), shared_cores(records), partition_rules(records)]
-    parts += [prediction_text(records), text_table(comparisons) if comparisons else ""]
+    parts += [prediction_text(records)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -59,11 +59,10 @@ from gpipe_bench.experiments.timed.results import (
 from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
-from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.rounds import used_by_others
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import load_unknowns, points
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -466,8 +465,8 @@ def _sentences(records: Sequence[Record], steps: Mapping[str, Record]) -> Iterat
 # Text
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print: the modelled steps of the paper's size beside the measured
+def tables(records: Sequence[Record]) -> str:
+    """The modelled steps of the paper's size beside the measured
     ones, and how well the replay agrees with steps over a real slow link.
     """
     steps, papers = _found(records, "steps"), _found(records, "paper size")
@@ -495,7 +494,6 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
             )
         parts.append(claims.table_text(_title(known, ours, paper), _COLUMNS, lines))
     parts += [_link_text(records), prediction_text(records)]
-    parts.append(text_table(comparisons) if comparisons else "")
     return "\n\n".join(part for part in parts if part)
 
 

@@ -32,9 +32,8 @@ from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, real
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find
-from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.planner.breakdown import PARTS
 
 if TYPE_CHECKING:
@@ -204,8 +203,8 @@ def _taken_apart(records: Sequence[Record]) -> list[tuple[Record, str, dict[str,
     ]
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print."""
+def tables(records: Sequence[Record]) -> str:
+    """What is behind the numbers, and how far the replay and the predictions err."""
     found = _taken_apart(records)
     columns = [[*PARTS, "sum", "step (ms)"]]
     for record, _, facts in found:
@@ -221,7 +220,6 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
         claims.table_text(title, headers, list(zip(*columns, strict=True))) if found else "",
         claims.replay_errors(timed(records)),
         prediction_text(records),
-        text_table(comparisons) if comparisons else "",
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -239,7 +239,7 @@ def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
         asked["cells"] += 1
         return FAKE.cells(records)
 
-    def tables(records, comparisons):
+    def tables(records):
         asked["tables"] += 1
         return "the text"
 

@@ -20,8 +20,7 @@ from gpipe_bench.experiments.report.drawing import kept_timelines, picture
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Answer, Comparison, Part, Spread
+from gpipe_bench.harness.verdict import Answer, Part, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,10 +106,9 @@ def _scaling(one: Record, many: Record, title: str) -> Answer:
     )
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    parts = [text_table(comparisons)] if comparisons else []
+def tables(records: Sequence[Record]) -> str:
     found = (_traffic(records), _steps(records), *_accelerators(records))
-    return "\n\n".join([*parts, *(_text(*each) for each in found if each[-1])])
+    return "\n\n".join(_text(*each) for each in found if each[-1])
 
 
 def _text(title: str, columns: list[str], lines: list[list[str]]) -> str:

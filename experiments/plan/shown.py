@@ -25,7 +25,6 @@ from gpipe_bench.experiments.side_by_side import measured
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """The rules, a block for each model, the peaks, what waits, and what is on paper."""
     done = {
         part: of_case(records, "done", part=part)

@@ -22,7 +22,7 @@ from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 
 SCRIPTS = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")
 """torchgpipe's benchmark scripts whose speeds are predicted."""
@@ -129,7 +129,7 @@ KINDS = {"ratio": "ratios", "samples/s": "absolute speeds", "GiB": "memory", "pa
 """Published numbers by their unit."""
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """Every number, and the errors by kind."""
     published = {(cell.source, *cell.key): cell for cell in load_paper()}
     by_kind: dict[str, list[tuple[Answer, PaperNumber]]] = {kind: [] for kind in KINDS.values()}

@@ -294,7 +294,7 @@ def readings(
 
         def read(records: Sequence[Record], group: Source = group) -> Reading:
             entries, comparisons = judged(experiment, records)
-            text = "" if experiment.tables is None else experiment.tables(records, [])
+            text = "" if experiment.tables is None else experiment.tables(records)
             charts = tuple(charts_of(experiment, records))
             source = replace(group, records=tuple(records))
             return Reading(source, tuple(entries), tuple(comparisons), text, charts)

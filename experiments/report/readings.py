@@ -109,9 +109,13 @@ def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool =
     if brief and shown.has_numbers:
         return shown
     tables, walks = experiment.tables, experiment.walks
-    text = text_table(comparisons) if tables is None else tables(records, comparisons)
     joint = judge_jointly(walks(records)) if walks is not None else []
-    text = "\n\n".join(filter(None, [text, joint_text(joint)]))
+    parts = [
+        text_table(comparisons) if comparisons else "",
+        "" if tables is None else tables(records),
+        joint_text(joint),
+    ]
+    text = "\n\n".join(filter(None, parts))
     return Shown(tuple(records), tuple(comparisons), text, tuple(joint))
 
 

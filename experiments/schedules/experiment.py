@@ -29,8 +29,6 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunO
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid, numbers
-from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -286,10 +284,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return laid_out.run_equal(key["num_workers"])
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """The published numbers first, then ours."""
-    parts = [text_table(comparisons)] if comparisons else []
-    parts += beside.tables(records)
+    parts = beside.tables(records)
     for of_part, table in ((laid_out.EQUAL, _equal), (laid_out.MEASURED, _measured)):
         parts += [table(r, remat) for r in of_case(records, "done", part=of_part) for remat in REMATS]
     for model in TABLE2:

@@ -272,23 +272,24 @@ class Cuts:
         `of` gives the number from the actions of a configuration and its facts. A setting whose rule leaves a
         stage without layers in any of the configurations is none that the paper can have had.
         """
-        found = {}
-        for setting, by_count in self.stages.items():
-            every = [record.details["cells"][name] for name in names]
-            if any(facts["num_stages"] not in by_count for facts in every):
-                continue
-            moved = []
-            for facts in every:
-                timed = TimedActions.from_data(facts["actions"])
-                examples = facts["batch_size"] // facts["num_microbatches"]
-                layers_s = record.details["layers_ms"][str(examples)]
-                other, own = (
-                    of(self.recut(timed, stages, layers_s, examples), facts)
-                    for stages in (by_count[facts["num_stages"]], timed.partition)
-                )
-                moved.append(other / own)
-            found[setting] = tuple(moved)
-        return found
+        every = [record.details["cells"][name] for name in names]
+        found: dict[str, list[float]] = {
+            setting: []
+            for setting, by_count in self.stages.items()
+            if all(facts["num_stages"] in by_count for facts in every)
+        }
+        for facts in every:
+            timed = TimedActions.from_data(facts["actions"])
+            examples = facts["batch_size"] // facts["num_microbatches"]
+            layers_s = record.details["layers_ms"][str(examples)]
+            cuts = {setting: self.stages[setting][facts["num_stages"]] for setting in found}
+            numbers = {  # several settings may cut alike
+                stages: of(self.recut(timed, stages, layers_s, examples), facts)
+                for stages in {timed.partition, *cuts.values()}
+            }
+            for setting, stages in cuts.items():
+                found[setting].append(numbers[stages] / numbers[timed.partition])
+        return {setting: tuple(factors) for setting, factors in found.items()}
 
 
 def _shares(of_layers: Sequence[float], stages: Partition) -> list[float]:

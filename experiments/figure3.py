@@ -28,8 +28,7 @@ from gpipe_bench.experiments.predicted.records import (
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.drawing import kept_timelines, picture
 from gpipe_bench.experiments.timed import claims
-from gpipe_bench.experiments.timed.replay import cut_cases
-from gpipe_bench.experiments.timed.results import real_cases, results, run_real
+from gpipe_bench.experiments.timed.replay import cut_cases, real_cases
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
@@ -71,6 +70,7 @@ def cases(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("figure3", case, options)
+    from gpipe_bench.experiments.timed.results import results, run_real
     from gpipe_bench.experiments.timed.steps import measure, num_devices
 
     name = str(case.key["model"])
@@ -96,6 +96,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def with_and_without(workload: Workload, name: str, options: RunOptions) -> Outcome:
     """Steps of one stage with re-materialization and without, for real and in turns: nothing is laid out."""
+    from gpipe_bench.experiments.timed.results import results
     from gpipe_bench.experiments.timed.steps import measure
 
     plan = configurations(name, workload.batch_size, (1,), 0)

@@ -37,8 +37,7 @@ from gpipe_bench.experiments.predicted.records import (
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.experiments.timed import claims, layers
-from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, lay_out, take_apart
-from gpipe_bench.experiments.timed.results import real_cases, results, run_real
+from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, lay_out, real_cases, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
@@ -122,10 +121,13 @@ def run(case: Case, options: RunOptions) -> Outcome:
         case layers.PART:
             return layers.run(workload, int(str(case.key["examples"])), options.device)
         case "replay error":
+            from gpipe_bench.experiments.timed.results import run_real
+
             return run_real(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:  # of four processes on a few cores, which the paper's size would keep for hours
         return run_on_shared_cores(sizes["short"])
+    from gpipe_bench.experiments.timed.results import results
     from gpipe_bench.experiments.timed.steps import measure
 
     configurations, facts = _configurations(workload, batch, options)

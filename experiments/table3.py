@@ -42,6 +42,7 @@ from gpipe_bench.experiments.timed.replay import (
     balanced,
     hidden_from,
     lay_out,
+    real_cases,
     same_share,
     slowdowns,
 )
@@ -52,7 +53,6 @@ from gpipe_bench.experiments.timed.results import (
     conditions_of,
     joined,
     normalised,
-    real_cases,
     replay_error,
     run_real,
 )

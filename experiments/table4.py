@@ -27,8 +27,7 @@ from gpipe_bench.experiments.predicted.records import (
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.experiments.timed import claims
-from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, take_apart
-from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, real_cases, results, run_real
+from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, real_cases, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find
@@ -69,6 +68,7 @@ def cases(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("table4", case, options)
+    from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, results, run_real
     from gpipe_bench.experiments.timed.steps import measure, num_devices
 
     sizes = VERSION1[str(case.key["model"])]

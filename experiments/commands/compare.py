@@ -29,8 +29,7 @@ from gpipe_bench.experiments.report.readings import (
     select_records,
     shown_of,
 )
-from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.environment import differences
+from gpipe_bench.harness.compare import compare, differences
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record

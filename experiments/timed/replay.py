@@ -14,12 +14,12 @@ steps stay those that were measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
-from gpipe_bench.harness.experiment import Case
+from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record, find
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import SCHEDULES
@@ -191,13 +191,23 @@ def same_share(link: Link, slower: float, larger: float) -> Link:
 
 # In other stages: the cuts that the paper may have made -----
 
-CUTS = "cuts"
+CUTS, REAL = "cuts", "replay error"
+"""The `part` of a case of cuts, and of one whose steps say how far the replay errs."""
 CUTS_ESTIMATE_S = 8.0
 CUT_BY = "partition_cost", "partition_rule"
 NO_CUTS = (
     "The cuts that the paper may have made are not on record, and a cut by measured seconds is none of them; "
     "the case part=cuts adds them."
 )
+
+
+def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
+    """One for each model; `estimates_s` are of the short profile on two cores."""
+    smoke = options.profile == "smoke"
+    return [
+        Case({"part": REAL, "model": model}, 5.0 if smoke else estimate_s)
+        for model, estimate_s in zip(models, estimates_s, strict=True)
+    ]
 
 
 def cut_cases(models: Sequence[str]) -> list[Case]:

@@ -9,7 +9,7 @@ to read this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.replay import Samples, TimedActions, balanced, lay_out
 from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Provenance, Quantity, Scalar
 from gpipe_bench.harness.rounds import Usage, used_by_others
 from gpipe_bench.harness.stats import from_samples
@@ -29,7 +29,6 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 GPU_LINK = "nvlink4"
 SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it
 MOST_DRAWN = 300  # actions of a timeline that is kept in the record
-REAL = "replay error"
 REAL_STAGES = 2
 REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
 """There and back, two steps each."""
@@ -248,15 +247,6 @@ def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) 
 
 
 # How far the replay errs: steps of two stages that run for real -----
-
-
-def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
-    """One for each model; `estimates_s` are of the short profile on two cores."""
-    smoke = options.profile == "smoke"
-    return [
-        Case({"part": REAL, "model": model}, 5.0 if smoke else estimate_s)
-        for model, estimate_s in zip(models, estimates_s, strict=True)
-    ]
 
 
 def run_real(

@@ -70,8 +70,8 @@ def cases(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("figure3", case, options)
-    from gpipe_bench.experiments.timed.results import results, run_real
-    from gpipe_bench.experiments.timed.steps import measure, num_devices
+    from gpipe_bench.experiments.timed.results import results
+    from gpipe_bench.experiments.timed.steps import measure, num_devices, run_real
 
     name = str(case.key["model"])
     sizes = VERSION1[name]

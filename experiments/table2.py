@@ -121,7 +121,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         case layers.PART:
             return layers.run(workload, int(str(case.key["examples"])), options.device)
         case "replay error":
-            from gpipe_bench.experiments.timed.results import run_real
+            from gpipe_bench.experiments.timed.steps import run_real
 
             return run_real(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])

@@ -54,7 +54,6 @@ from gpipe_bench.experiments.timed.results import (
     joined,
     normalised,
     replay_error,
-    run_real,
 )
 from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
@@ -133,6 +132,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             quantities, details = replayed(plan, measure(job), estimate_of(paper))
             facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
         case "replay error":
+            from gpipe_bench.experiments.timed.steps import run_real
+
             return run_real(sizes[options.profile], REAL_MICROBATCHES, options, microbatch_size=1)
         case _:
             return _run_link(sizes, options)

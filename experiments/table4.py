@@ -68,8 +68,8 @@ def cases(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("table4", case, options)
-    from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, results, run_real
-    from gpipe_bench.experiments.timed.steps import measure, num_devices
+    from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, results
+    from gpipe_bench.experiments.timed.steps import measure, num_devices, run_real
 
     sizes = VERSION1[str(case.key["model"])]
     workload = sizes[options.profile]

@@ -16,8 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.replay import Samples, TimedActions, balanced, lay_out
-from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.experiments.timed.workloads import Job
 from gpipe_bench.harness.record import Provenance, Quantity, Scalar
 from gpipe_bench.harness.rounds import Usage, used_by_others
 from gpipe_bench.harness.stats import from_samples
@@ -29,9 +28,6 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 GPU_LINK = "nvlink4"
 SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it
 MOST_DRAWN = 300  # actions of a timeline that is kept in the record
-REAL_STAGES = 2
-REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
-"""There and back, two steps each."""
 
 Rates = Sequence[tuple[Mapping[str, Scalar], Sequence[float]]]
 """Examples per second of each turn, by the key of what is timed."""
@@ -244,29 +240,3 @@ def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) 
         )
     kinds = [action.kind for action in found]
     return {kind.name: kinds.count(kind) for kind in Kind if kind in kinds}
-
-
-# How far the replay errs: steps of two stages that run for real -----
-
-
-def run_real(
-    workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
-) -> Outcome:
-    """Takes the steps, with each of `counts` micro-batches.
-
-    Without `microbatch_size` all have the workload's mini-batch. Skipped where there is one device alone.
-    """
-    from gpipe_bench.experiments.timed.steps import measure, num_devices
-
-    if num_devices(options.device) < REAL_STAGES:
-        return Outcome(
-            status="skipped", reason=f"two stages need {REAL_STAGES} devices or cores of their own"
-        )
-    counts = counts[:2] if options.profile == "smoke" else counts
-    sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
-    plan = tuple(
-        Configuration(REAL_STAGES, m, size, runs_for_real=True) for m, size in zip(counts, sizes, strict=True)
-    )
-    job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
-    quantities, details = results(job, measure(job))
-    return Outcome(tuple(quantities), details)

@@ -24,9 +24,10 @@ from torch import distributed as dist
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
 from gpipe_bench.experiments.timed.layers import alone
 from gpipe_bench.experiments.timed.replay import TimedActions
-from gpipe_bench.experiments.timed.results import Found, Steps, check_ran, samples_of
-from gpipe_bench.experiments.timed.workloads import Configuration, Job
+from gpipe_bench.experiments.timed.results import Found, Steps, check_ran, results, samples_of
+from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
+from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline import Pipeline, devices
@@ -42,6 +43,9 @@ from gpipe_bench.planner.timing import CPU, copy_bandwidth, settle, time_step
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
 ALONE, SHARED = "all stages in one process", "one stage per process"
+REAL_STAGES = 2
+REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
+"""There and back, two steps each."""
 PINGS = 20
 BULK_BYTES = 2**26  # of a transfer that measures the bandwidth: half a millisecond over NVLink
 TRANSFERS = 5
@@ -56,6 +60,27 @@ def measure(job: Job) -> list[Found]:
     if all(each.out_of_memory and not (each.turns or each.in_process_s or each.real_s) for each in steps):
         raise MemoryError(steps[0].out_of_memory)
     return found
+
+
+def run_real(
+    workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
+) -> Outcome:
+    """Takes the steps, with each of `counts` micro-batches.
+
+    Without `microbatch_size` all have the workload's mini-batch. Skipped where there is one device alone.
+    """
+    if num_devices(options.device) < REAL_STAGES:
+        return Outcome(
+            status="skipped", reason=f"two stages need {REAL_STAGES} devices or cores of their own"
+        )
+    counts = counts[:2] if options.profile == "smoke" else counts
+    sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
+    plan = tuple(
+        Configuration(REAL_STAGES, m, size, runs_for_real=True) for m, size in zip(counts, sizes, strict=True)
+    )
+    job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
+    quantities, details = results(job, measure(job))
+    return Outcome(tuple(quantities), details)
 
 
 def num_devices(device: str) -> int:

@@ -167,7 +167,13 @@ def _shown(
     loaded = Store(folder).load(name)
     problems += loaded.problems
     warn(*lines_of(loaded.problems))
-    records = select_records(_of_engine(loaded.records, experiment, arguments.engine), experiment, profile)
+    records = list(loaded.records)
+    if records and (engine := arguments.engine) is not None:
+        if not experiment.engines:
+            raise ValueError(f"--engine {engine}: {name} runs no engine; leave the option out")
+        check_engine_is_there(engine, records)
+        records = [record for record in records if engine in engines_of(record)]
+    records = select_records(records, experiment, profile)
     if not records and machine is None:
         raise ValueError(_nothing(name, arguments, folder, loaded))
     if not records:
@@ -237,16 +243,6 @@ def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
         of_record = {"experiment": record.experiment, "profile": record.profile, "case": record.case}
         for quantity in record.quantities:
             yield {**of_record, **{name: getattr(quantity, name) for name in fields}}
-
-
-def _of_engine(records: Sequence[Record], experiment: Experiment, engine: str | None) -> Sequence[Record]:
-    """The records in which an engine took part; all without one. ValueError where there are none."""
-    if engine is None or not records:
-        return records
-    if not experiment.engines:
-        raise ValueError(f"--engine {engine}: {experiment.name} runs no engine; leave the option out")
-    check_engine_is_there(engine, records)
-    return [record for record in records if engine in engines_of(record)]
 
 
 def _nothing(name: str, arguments: argparse.Namespace, folder: Path, loaded: Loaded) -> str:

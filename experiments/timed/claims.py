@@ -168,9 +168,9 @@ def sentence_over_cuts(
     measured = derived(column, formula, *of, unit=unit)
     if measured is None or measured.value is None:
         return []
-    cuts = Cuts.of(records, str(record.case["model"]))
+    place, cuts = (SENTENCES, row, column), Cuts.of(records, str(record.case["model"]))
     if cuts is None:
-        return sentence(records, record, row, column, measured, note, not_comparable=NO_CUTS)
+        return [entry(records, record, place, measured, note, not_comparable=NO_CUTS)]
     values = [float(each.value) for each in of if each is not None and each.value is not None]
     moved = {
         setting: formula(*(value * factor for value, factor in zip(values, factors, strict=True)))
@@ -181,7 +181,7 @@ def sentence_over_cuts(
     quantity = derived(column, lambda *given: scale * formula(*given), *of, unit=unit)
     said = f"cut by {next(iter(moved))}, and by measured seconds {measured.value:.3g}"
     ends = [(" and ".join(CUT_BY), min(moved.values()) / middle, max(moved.values()) / middle)]
-    return sentence(records, record, row, column, quantity, f"{note}; {said}", more=ends, settings=len(moved))
+    return [entry(records, record, place, quantity, f"{note}; {said}", more=ends, settings=len(moved))]
 
 
 def speed(record: Record) -> Callable[[TimedActions, Mapping[str, Any]], float]:

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity, Record, Status
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.unknowns import Unknown, load_unknowns
+from gpipe_bench.harness.unknowns import Unknown, Way, words
 
 Verdict = Literal[
     "reproduced", "identity", "undecided", "above", "below", "not judged", "not comparable", "not run"
@@ -533,30 +533,10 @@ def printed(cell: PaperNumber) -> Allowed:
     return Allowed(low, high, low, high, words)
 
 
-Way = Literal["at most", "at least", "within a factor", "about, as near as"]
-
-WORDS: Mapping[str, tuple[Way, str]] = {
-    "throughput without pipelining, over the accelerators": ("within a factor", "relatively_constant_ratio"),
-    "Transformer-48: share of a linear speed-up at M >> K": ("at least", "near_linear_share"),
-    "AmoebaNet-D (4, 512): share of a linear speed-up": ("at least", "near_linear_share"),
-    "Transformer-L: largest model, per accelerator": ("at least", "near_linear_share"),
-    "bubble at M >= 4K": ("at most", "negligible_share"),
-    "extra time by recomputation": ("about, as near as", "about"),
-    "a layer after a reduction over one before it, AmoebaNet-D (18, 256)": ("about, as near as", "about"),
-    "correlation of top-1 accuracy and size": ("at least", "strong_correlation"),
-    "activation memory over the original's": ("about, as near as", "about"),
-    "normalized throughput by the text": ("about, as near as", "about"),
-    "speed-up from 2 to 8 without a fast link over that with one": ("about, as near as", "about"),
-}
-"""By the row of a sentence, how its words limit a number, and the unknown that says how far they reach."""
-
-
 def admitted(cell: PaperNumber) -> Allowed:
     """What agrees with a published number: by its digits, or where a sentence stands for it by its words."""
-    if cell.source != "paper" or cell.row not in WORDS:
-        return printed(cell)
-    way, setting = WORDS[cell.row]
-    return worded(cell, way, load_unknowns().find("claims", setting))
+    word = words().get(cell.row) if cell.source == "paper" else None
+    return printed(cell) if word is None else worded(cell, *word)
 
 
 def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
@@ -566,18 +546,18 @@ def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
     if limit.range is None:
         raise ValueError(f"{limit.setting} has no range, so it can't be a limit")
     low, high = limit.range
-    words = f"{way} {low:g} to {high:g}: {limit.setting} of the unknowns"
+    what = "about, as near as" if way == "about" else way
+    said = f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"
     match way:
         case "at most":
             low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
-            return Allowed(-math.inf, low, -math.inf, high, words)
+            return Allowed(-math.inf, low, -math.inf, high, said)
         case "at least":
             low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
-            return Allowed(high, math.inf, low, math.inf, words)
+            return Allowed(high, math.inf, low, math.inf, said)
         case "within a factor":
-            return Allowed(1 / low, low, 1 / high, high, words)
-        case "about, as near as":
-            near, far = (max(cell.target_rounding, share * abs(cell.target)) for share in (low, high))
-            return Allowed(
-                cell.target - near, cell.target + near, cell.target - far, cell.target + far, words
-            )
+            return Allowed(1 / low, low, 1 / high, high, said)
+        case "about":
+            middle = cell.target
+            near, far = (max(cell.target_rounding, share * abs(middle)) for share in (low, high))
+            return Allowed(middle - near, middle + near, middle - far, middle + far, said)

@@ -1,7 +1,7 @@
 """Our replayed numbers beside the paper's: sentences to be judged, what their words admit, and the text.
 
 "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number that it is
-about and by what its words admit (`WORDS` of harness/verdict.py). What the paper cut its models by is not
+about and by what its words admit (results/unknowns.toml). What the paper cut its models by is not
 known: a sentence is judged over all of these cuts. What is said of "the same model" is judged at one
 mini-batch.
 

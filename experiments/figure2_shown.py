@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
 from gpipe_bench.harness.experiment import KeptTimeline, Plot
 from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.units import show
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.remat import Remat
@@ -186,10 +186,6 @@ def _stages(record: Record) -> int:
     return int(str(record.case["num_stages"]))
 
 
-def _table(title: str, headers: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
-
-
 # Tables -----------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +207,7 @@ def _steps(found: Sequence[Record]) -> str:
         f"The schedules drawn, K = {SHOWN_STAGES} (replayed): step in forwards of one micro-batch on one "
         "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
     )
-    return _table(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def _fractions(found: Sequence[Record]) -> str:
@@ -235,7 +231,7 @@ def _fractions(found: Sequence[Record]) -> str:
         f"{total - differing:g} of {total} fractions"
     )
     headers = ["schedule", "closed form", *(f"M={count}" for count in SHOWN_MICROBATCHES)]
-    return _table(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def _rule(found: Sequence[Record]) -> str:
@@ -247,7 +243,7 @@ def _rule(found: Sequence[Record]) -> str:
             title = VARIANTS[name].title if ratio == 1 else ""
             lines.append([title, f"M = {ratio}K" if ratio > 1 else "M = K", *map(_percent, bubbles)])
     headers = ["schedule", "micro-batches", *(f"K={_stages(record)}" for record in found)]
-    return _table("The rule M >= 4K: bubble left (replayed)", headers, lines)
+    return numbers_text("The rule M >= 4K: bubble left (replayed)", headers, lines)
 
 
 def _sizes(found: Sequence[Record]) -> str:
@@ -275,7 +271,7 @@ def _sizes(found: Sequence[Record]) -> str:
         "model", "K", "M", "formula", "own bytes", "memory model", "GiB: own", "memory model", "transients",
         "O(N L)",
     ]  # fmt: skip
-    return _table(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def _sent(found: Sequence[Record]) -> str:
@@ -304,7 +300,7 @@ def _sent(found: Sequence[Record]) -> str:
         "  data par.  ring all-reduce, 2 (K-1)/K of the gradient bytes, whatever N\n"
         "  even at N  the mini-batch up to which the pipeline sends less"
     )
-    return _table(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 # Figures ----------------------------------------------------------------------------------------------------

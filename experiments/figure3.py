@@ -32,6 +32,7 @@ from gpipe_bench.experiments.timed.replay import cut_cases, real_cases
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 
@@ -207,7 +208,7 @@ def _recomputation(records: Sequence[Record]) -> str:
         said = claims.interval(ratio, record.reason or lost)
         lines.append([record.details.get("title", record.case["model"]), printed, said])
     title = "One device: throughput with re-materialization over that without (measured)"
-    return claims.table_text(title, ["", "paper", "ours"], lines)
+    return numbers_text(title, ["", "paper", "ours"], lines)
 
 
 def _title(record: Record) -> str:

@@ -42,6 +42,7 @@ from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Conf
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
 from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, of_case
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.links import Link
@@ -482,7 +483,7 @@ def shared_cores(records: Sequence[Record]) -> str:
         "their order\n  no time is taken; counted is more than modelled by what the transport keeps in flight"
     )
     headers = ["", "stage", "actions", "peak counted (MiB)", "modelled (MiB)", "ratio", "loss, K=4 and K=1"]
-    return claims.table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def partition_rules(records: Sequence[Record]) -> str:
@@ -500,7 +501,7 @@ def partition_rules(records: Sequence[Record]) -> str:
         "layers)\n  bottleneck: ours, exact; variance: the paper's rule; cumulative: the published library's "
         "heuristic"
     )
-    return claims.table_text(title, ["", "cell", *RULES], lines)
+    return numbers_text(title, ["", "cell", *RULES], lines)
 
 
 def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: int) -> dict[str, float | str]:

@@ -58,6 +58,7 @@ from gpipe_bench.experiments.timed.results import (
 from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.rounds import used_by_others
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import load_unknowns, points
@@ -493,7 +494,7 @@ def tables(records: Sequence[Record]) -> str:
                     _plain(paper.quantity("hidden from", K=k) if paper else None, ".2g"),
                 ]
             )
-        parts.append(claims.table_text(_title(known, ours, paper), _COLUMNS, lines))
+        parts.append(numbers_text(_title(known, ours, paper), _COLUMNS, lines))
     parts += [_link_text(records), prediction_text(records)]
     return "\n\n".join(part for part in parts if part)
 
@@ -575,7 +576,7 @@ def _link_text(records: Sequence[Record]) -> str:
         "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",
         "step (ms),\nmeasured", "error",
     ]  # fmt: skip
-    return claims.table_text(title, columns, lines)
+    return numbers_text(title, columns, lines)
 
 
 # Figures

@@ -31,6 +31,7 @@ from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, real_c
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.planner.breakdown import PARTS
@@ -217,7 +218,7 @@ def tables(records: Sequence[Record]) -> str:
     title += f"\n  scaled to this machine: {scaled}" if scaled else ""
     headers = ["share of K x step (%)", *(f"{record.details['title']}\n{name}" for record, name, _ in found)]
     parts = [
-        claims.table_text(title, headers, list(zip(*columns, strict=True))) if found else "",
+        numbers_text(title, headers, list(zip(*columns, strict=True))) if found else "",
         claims.replay_errors(timed(records)),
         prediction_text(records),
     ]

@@ -19,7 +19,7 @@ from gpipe_bench.experiments.grid.accelerators import CAP_GIB
 from gpipe_bench.experiments.report.drawing import kept_timelines, picture
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Answer, Part, Spread
 
 if TYPE_CHECKING:
@@ -108,11 +108,7 @@ def _scaling(one: Record, many: Record, title: str) -> Answer:
 
 def tables(records: Sequence[Record]) -> str:
     found = (_traffic(records), _steps(records), *_accelerators(records))
-    return "\n\n".join(_text(*each) for each in found if each[-1])
-
-
-def _text(title: str, columns: list[str], lines: list[list[str]]) -> str:
-    return Grid(title=title, columns=columns, lines=lines, right=numbers(columns)).text()
+    return "\n\n".join(numbers_text(*each) for each in found if each[-1])
 
 
 def _values(record: Record) -> dict[Any, Any]:

@@ -20,7 +20,7 @@ from gpipe_bench.experiments.predicted.records import predicted_numbers
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record
-from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import Answer
 
@@ -165,7 +165,7 @@ def _grid(kind: str, found: Sequence[tuple[Answer, PaperNumber]]) -> str:
         f"{sum(line[-1] == 'yes' for line in lines)} of {len(lines)} lie in the range"
     )
     headers = ["", "published", "middle", "range", "middle / published", "in the range"]
-    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers)).text()
+    return numbers_text(title, headers, lines)
 
 
 EXPERIMENT = Experiment(

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import check_engine_is_there, engines_of, judged, readable
 from gpipe_bench.experiments.report.timelines import Chart, charts_of
@@ -35,8 +35,6 @@ from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.harness.verdict import Answer, Comparison
 
 COMMAND = "nox -s report"
-PROFILES = ("full", "short", "smoke")
-"""In the order in which they are asked."""
 
 
 def build(
@@ -252,7 +250,7 @@ def sources(
     def order(source: Source) -> tuple[object, ...]:
         used = source.records[-1].options.get("engine")
         usual = used is None or not experiment.engines or used == experiment.engines[0]
-        profile = PROFILES.index(source.profile) if source.profile in PROFILES else len(PROFILES)
+        profile = -PROFILES.index(source.profile) if source.profile in PROFILES else 1  # full, short, smoke
         return (
             engine is not None and engine not in engines_of(*source.records), source.profile == "smoke",
             not usual, not source.own, profile, -len(source.records), source.machine,

@@ -111,7 +111,7 @@ def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool =
     tables, walks = experiment.tables, experiment.walks
     joint = judge_jointly(walks(records)) if walks is not None else []
     parts = [
-        text_table(comparisons) if comparisons else "",
+        text_table(comparisons) if comparisons or tables is None else "",
         "" if tables is None else tables(records),
         joint_text(joint),
     ]

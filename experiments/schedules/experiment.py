@@ -28,7 +28,7 @@ from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Record, find, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -295,10 +295,6 @@ def tables(records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-def _text(title: str, columns: list[str], lines: list[list[str]]) -> str:
-    return Grid(title=title, columns=columns, lines=lines, right=numbers(columns)).text()
-
-
 def _by_schedule(title: str, record: Record, remat: str, axis: str, words: str) -> str:
     """A line for each schedule, a column for each number on the axis."""
     found: dict[Any, dict[str, Any]] = {}
@@ -311,7 +307,7 @@ def _by_schedule(title: str, record: Record, remat: str, axis: str, words: str) 
         [name, *(words.format_map(found[name, each]) if (name, each) in found else "-" for each in numbers)]
         for name in NAMES
     ]
-    return _text(title, ["", *(f"{axis}={each}" for each in numbers)], lines)
+    return numbers_text(title, ["", *(f"{axis}={each}" for each in numbers)], lines)
 
 
 def _equal(record: Record, remat: str) -> str:
@@ -360,7 +356,7 @@ def _table2(records: Sequence[Record], model: str) -> Iterator[str]:
             )
             line += [f"{unit / best:.2f}", f"x{gpipe / best:.2f}", name]
         lines.append(line)
-    yield _text(
+    yield numbers_text(
         f"Table 2 with the best schedule, {TABLE2[model]['full'].title}: throughput over GPipe's at K=2, "
         "M=1\n"
         "  (replayed with the stages' measured times; gains over GPipe with every micro-batch recomputed)",

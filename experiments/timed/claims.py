@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from gpipe_bench.experiments.timed.replay import CUT_BY, NO_CUTS, Cuts, TimedActions, lay_out
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, find
-from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Part, Spread
 from gpipe_bench.pipeline.plan.links import Link
@@ -324,12 +324,6 @@ def percent(quantity: Quantity | None) -> str:
     return "-" if quantity is None or quantity.value is None else f"{100 * quantity.value:.0f} %"
 
 
-def table_text(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *notes: str) -> str:
-    """A table of numbers as text; nothing without lines."""
-    found = Grid(title=title, columns=columns, lines=lines, notes=notes, right=numbers(columns))
-    return found.text() if lines else ""
-
-
 def throughput_text(
     record: Record, title: str, places: Mapping[str, tuple[str, str, str]], *, batch_sizes: bool = False
 ) -> str:
@@ -366,7 +360,7 @@ def throughput_text(
     ]  # fmt: skip
     starred = any(str(line[1]).endswith("*") for line in lines)
     notes = [f"  * {cell.erratum}" for cell in known.values() if not cell.comparable][:1] if starred else []
-    return table_text(title, columns, lines, *notes)
+    return numbers_text(title, columns, lines, *notes)
 
 
 def scaled(details: Mapping[str, Any]) -> str:
@@ -399,4 +393,4 @@ def replay_errors(records: Sequence[Record]) -> str:
         "kinds"
     )
     headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
-    return table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)

@@ -48,7 +48,13 @@ def build(
     which are names of machines and folders. Where the `engine` took part, its runs come first; ValueError
     where it is in no record.
     """
-    experiments, warnings = load_all()
+    experiments: list[Experiment] = []
+    warnings: list[str] = []
+    for name in EXPERIMENTS:
+        try:
+            experiments.append(load(name))
+        except ImportError as error:  # one experiment that lacks a package must not cost the whole page
+            warnings.append(f"{name} can't be loaded: {error}")
     places = folders(results)
     for name, folder in others:
         while name in dict(places):
@@ -196,24 +202,18 @@ def _side(shown: Mapping[str, Sequence[Reading]]) -> SideBySide | None:
     return side_by_side(compared, environments) if len(compared) > 1 else None
 
 
-# Records that belong together, and what they come to -----
+# Records that belong together, and what they come to
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """Records of one experiment that belong together: one folder, profile and set of options."""
 
-    experiment: str
     machine: str
     folder: Path
     profile: str
     records: tuple[Record, ...]
     own: bool  # from the results folder that was asked for, not a reference
-
-    @property
-    def command(self) -> str:
-        """The last command that made one of them."""
-        return self.records[-1].command
 
 
 def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
@@ -243,7 +243,7 @@ def sources(
         for record in latest(current).values():
             groups.setdefault((record.profile, repr(sorted(record.options.items()))), []).append(record)
         found += [
-            Source(experiment.name, machine, folder, profile, tuple(records), place == 0)
+            Source(machine, folder, profile, tuple(records), place == 0)
             for (profile, _), records in groups.items()
         ]
 
@@ -257,18 +257,6 @@ def sources(
         )  # fmt: skip
 
     return sorted(found, key=order), problems
-
-
-def load_all() -> tuple[list[Experiment], list[str]]:
-    """Every experiment that can be loaded here, and a line for each that can't."""
-    loaded: list[Experiment] = []
-    warnings: list[str] = []
-    for name in EXPERIMENTS:
-        try:
-            loaded.append(load(name))
-        except ImportError as error:  # one experiment that lacks a package must not cost the whole page
-            warnings.append(f"{name} can't be loaded: {error}")
-    return loaded, warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +299,7 @@ def answers(found: Sequence[Reading]) -> list[Comparison]:
         for entry in reading.entries:
             cell = compared[entry.key]
             if cell.ours is not None or entry.status == "out_of_memory":
-                command = source.command if entry.record is None else entry.record.command
+                command = (entry.record or source.records[-1]).command
                 cell = replace(cell, machine=source.machine, profile=source.profile, command=command)
             if entry.key not in chosen or (cell.machine and not chosen[entry.key].machine):
                 chosen[entry.key] = cell

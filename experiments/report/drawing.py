@@ -64,7 +64,7 @@ def kept_timelines(records: Sequence[Record]) -> list[KeptTimeline]:
         KeptTimeline(
             record=record,
             data=data,
-            title=title(record),
+            title=title_of(record),
             where=tuple(word for word in where if word not in ("timeline", "timelines", "cells")),
         )
         for record in records
@@ -85,7 +85,7 @@ def timelines(
             yield from timelines(value, (*path, str(key)))
 
 
-def title(record: Record) -> str:
+def title_of(record: Record) -> str:
     """The record's own title, or the case in words."""
     known = record.details.get("title")
     if not isinstance(known, str):

@@ -189,7 +189,7 @@ def same_share(link: Link, slower: float, larger: float) -> Link:
     )
 
 
-# In other stages: the cuts that the paper may have made -----
+# Cases beside the steps, and the cuts that the paper may have made
 
 CUTS, REAL = "cuts", "replay error"
 """The `part` of a case of cuts, and of one whose steps say how far the replay errs."""

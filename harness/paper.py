@@ -11,7 +11,7 @@ import csv
 import functools
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -212,6 +212,11 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
     except ValueError as error:
         raise ValueError(f"{path}:{line}: {error}") from error
     return tuple(cells.values())
+
+
+def of_the_paper(paper: Sequence[PaperNumber] | None = None) -> dict[tuple[str, str, str], PaperNumber]:
+    """The paper's own numbers, nobody else's, by table, row and column; by default those of the file."""
+    return {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
 
 
 def _check_repetition(

@@ -34,7 +34,6 @@ from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.engine_turns import Job
@@ -289,7 +288,7 @@ def _targets() -> list[Target]:
 TARGETS = _targets()
 
 
-def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """The targets, which are for processors, then everything else that was measured."""
     if records and all(record.case.get("device") == "cuda" for record in records):
         return _everything(records)

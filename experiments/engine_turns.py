@@ -30,7 +30,7 @@ from gpipe_bench.experiments.engines.setup import (
     placement_of,
 )
 from gpipe_bench.experiments.side_by_side import Found, take_turns
-from gpipe_bench.experiments.timed.replay import samples_of
+from gpipe_bench.experiments.timed.results import samples_of
 from gpipe_bench.experiments.timed.steps import layer_seconds
 from gpipe_bench.experiments.waiting import Waiting
 from gpipe_bench.models import MODELS, example_batch, loss_fn

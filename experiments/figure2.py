@@ -29,9 +29,8 @@ from gpipe_bench.experiments.figure2_shown import (
     tables,
     timelines,
 )
-from gpipe_bench.experiments.timed.claims import TABLE as SENTENCES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import SENTENCES, load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
 from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.harness.verdict import Answer, Part, Spread, printed

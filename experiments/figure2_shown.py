@@ -10,12 +10,10 @@ from math import isnan, nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
-from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import KeptTimeline, Plot
 from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
-from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -92,10 +90,9 @@ VARIANTS: dict[str, Variant] = {
 """By the name that cases and records use, in the order in which they are shown."""
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print: what is judged, then what the figures draw."""
-    parts = [text_table(comparisons)] if comparisons else []
-    parts += [
+def tables(records: Sequence[Record]) -> str:
+    """What the figures draw."""
+    parts = [
         table(found)
         for part, table in (
             ("chart", _steps),
@@ -210,7 +207,7 @@ def _steps(found: Sequence[Record]) -> str:
         f"The schedules drawn, K = {SHOWN_STAGES} (replayed): step in forwards of one micro-batch on one "
         "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
     )
-    return table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def _fractions(found: Sequence[Record]) -> str:
@@ -234,7 +231,7 @@ def _fractions(found: Sequence[Record]) -> str:
         f"{total - differing:g} of {total} fractions"
     )
     headers = ["schedule", "closed form", *(f"M={count}" for count in SHOWN_MICROBATCHES)]
-    return table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def _rule(found: Sequence[Record]) -> str:
@@ -246,7 +243,7 @@ def _rule(found: Sequence[Record]) -> str:
             title = VARIANTS[name].title if ratio == 1 else ""
             lines.append([title, f"M = {ratio}K" if ratio > 1 else "M = K", *map(_percent, bubbles)])
     headers = ["schedule", "micro-batches", *(f"K={_stages(record)}" for record in found)]
-    return table_text("The rule M >= 4K: bubble left (replayed)", headers, lines)
+    return numbers_text("The rule M >= 4K: bubble left (replayed)", headers, lines)
 
 
 def _sizes(found: Sequence[Record]) -> str:
@@ -274,7 +271,7 @@ def _sizes(found: Sequence[Record]) -> str:
         "model", "K", "M", "formula", "own bytes", "memory model", "GiB: own", "memory model", "transients",
         "O(N L)",
     ]  # fmt: skip
-    return table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def _sent(found: Sequence[Record]) -> str:
@@ -303,7 +300,7 @@ def _sent(found: Sequence[Record]) -> str:
         "  data par.  ring all-reduce, 2 (K-1)/K of the gradient bytes, whatever N\n"
         "  even at N  the mini-batch up to which the pipeline sends less"
     )
-    return table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 # Figures ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
     as_published,
@@ -26,16 +25,16 @@ from gpipe_bench.experiments.predicted.records import (
     timed,
     walks,
 )
-from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims, cuts, real_steps
-from gpipe_bench.experiments.timed.replay import results
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.experiments.report.drawing import kept_timelines, picture
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import cut_cases, real_cases
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
-from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,29 +64,30 @@ def cases(options: RunOptions) -> list[Case]:
     steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
     if options.device == "cuda":  # first what a minute on one GPU decides
         steps.insert(0, Case({"part": RECOMPUTATION, "model": "resnet101"}, 40.0))
-    others = real_steps.cases(VERSION1, REAL_ESTIMATES_S, options) + cuts.cases(["amoebanet"])
+    others = real_cases(VERSION1, REAL_ESTIMATES_S, options) + cut_cases(["amoebanet"])
     return steps + others + predictions.cases("figure3", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("figure3", case, options)
-    from gpipe_bench.experiments.timed.steps import measure, num_devices
+    from gpipe_bench.experiments.timed.results import results
+    from gpipe_bench.experiments.timed.steps import measure, num_devices, run_real
 
     name = str(case.key["model"])
     sizes = VERSION1[name]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case cuts.PART:
+        case "cuts":
             from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
 
             paper = paper_size("figure3", name, options)
             return cuts_of_the_paper(f"figure3-{name}", workload, paper, STAGES[1:])
         case part if part == RECOMPUTATION:
             return with_and_without(workload, name, options)
-        case real_steps.PART:
+        case "replay error":
             size = max(1, workload.batch_size // 2)
-            return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)
+            return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     stages = STAGES[:2] if options.profile == "smoke" else STAGES
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
@@ -97,6 +97,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 def with_and_without(workload: Workload, name: str, options: RunOptions) -> Outcome:
     """Steps of one stage with re-materialization and without, for real and in turns: nothing is laid out."""
+    from gpipe_bench.experiments.timed.results import results
     from gpipe_bench.experiments.timed.steps import measure
 
     plan = configurations(name, workload.batch_size, (1,), 0)
@@ -186,14 +187,13 @@ def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterato
         yield from claims.sentence(records, record, row, column, found, note)
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print."""
+def tables(records: Sequence[Record]) -> str:
+    """What is behind the numbers, and how far the replay and the predictions err."""
     parts = [
         claims.throughput_text(record, _title(record), _places(model, record))
         for model, record in _done(records).items()
     ]
     parts += [_recomputation(records), claims.replay_errors(timed(records)), prediction_text(records)]
-    parts.append(text_table(comparisons) if comparisons else "")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -208,7 +208,7 @@ def _recomputation(records: Sequence[Record]) -> str:
         said = claims.interval(ratio, record.reason or lost)
         lines.append([record.details.get("title", record.case["model"]), printed, said])
     title = "One device: throughput with re-materialization over that without (measured)"
-    return claims.table_text(title, ["", "paper", "ours"], lines)
+    return numbers_text(title, ["", "paper", "ours"], lines)
 
 
 def _title(record: Record) -> str:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, steps_of
 from gpipe_bench.experiments.timed import claims
-from gpipe_bench.experiments.timed.replay import MOST_DRAWN, TimedActions, lay_out, samples_of
+from gpipe_bench.experiments.timed.replay import TimedActions, lay_out
+from gpipe_bench.experiments.timed.results import MOST_DRAWN, samples_of
 from gpipe_bench.experiments.timed.workloads import SEED, Workload, materialized
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
@@ -111,14 +112,13 @@ def work(job: Job, rounds: int) -> Found:
     from gpipe_bench.experiments.engines.checks import verify
     from gpipe_bench.experiments.engines.setup import Setup
     from gpipe_bench.experiments.side_by_side import take_turns
-    from gpipe_bench.experiments.timed import link
     from gpipe_bench.experiments.timed.layers import alone
-    from gpipe_bench.experiments.timed.steps import boundary_bytes, mean_over_processes
+    from gpipe_bench.experiments.timed.steps import boundary_bytes, mean_over_processes, measured_link
     from gpipe_bench.pipeline import devices
     from gpipe_bench.pipeline.stage.trees import change, split
 
     device, workload, loss = devices.current(job.device), job.workload, job.workload.loss()
-    joined = link.measured(device)
+    joined = measured_link(device)
     layers = list(workload.build("meta"))
     num_parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     batch, target = workload.example(workload.batch_size, device)

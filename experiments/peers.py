@@ -40,7 +40,6 @@ from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, ratios
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.engine_turns import Job
@@ -262,7 +261,7 @@ three times in four; so one engine under two names often looked like two in a sm
 """
 
 
-def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """One block per case, then what holds for all."""
     if not records:
         return "Engines side by side: nothing on record"

@@ -1,4 +1,5 @@
-"""The one list of experiments; a module is imported when asked for, so the command line starts at once.
+"""The one list of experiments, and that of engines; a module is imported when asked for, so the command line
+starts at once.
 
 `noxfile.py` runs this file by itself, before anything is installed: it needs the standard library alone.
 """
@@ -36,6 +37,15 @@ EXPERIMENTS: dict[str, str] = {
     "grid": "gpipe_bench.experiments.grid.experiment",
     "plan": "gpipe_bench.experiments.plan.experiment",
 }
+ENGINES: dict[str, str] = {
+    "ours": "gpipe_bench.experiments.engines.known:Ours",
+    "ours-1f1b": "gpipe_bench.experiments.engines.known:Ours1F1B",
+    "torch-gpipe": "gpipe_bench.experiments.engines.known:TorchGPipe",
+    "torch-1f1b": "gpipe_bench.experiments.engines.known:Torch1F1B",
+    "torchgpipe": "gpipe_bench.experiments.engines.known:Torchgpipe",
+}
+"""Known engines under test: name -> factory. "torch-..." are torch.distributed.pipelining's schedules."""
+
 PROFILES = ("smoke", "short", "full")
 """Of every experiment: that it runs, what a laptop can do, the paper's sizes."""
 

@@ -24,7 +24,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments import on_gpus
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import SENTENCES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
@@ -35,17 +34,17 @@ from gpipe_bench.experiments.predicted.records import (
     prediction_text,
     walks,
 )
-from gpipe_bench.experiments.report.drawing import gantt_plot, picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims, cuts, layers, real_steps
-from gpipe_bench.experiments.timed.replay import TimedActions, lay_out, results, take_apart
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
+from gpipe_bench.experiments.timed import claims, layers
+from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, lay_out, real_cases, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
 from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, of_case
-from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import RULES, partition
@@ -92,7 +91,7 @@ def cases(options: RunOptions) -> list[Case]:
     shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in TABLE2]
     if smoke or options.engine not in (None, "ours"):
         shared = []
-    others = real_steps.cases(TABLE2, REAL_ESTIMATES_S, options) + cuts.cases([*TABLE2])
+    others = real_cases(TABLE2, REAL_ESTIMATES_S, options) + cut_cases([*TABLE2])
     return _on_gpus(options) + steps + shared + others + predictions.cases("table2", options)
 
 
@@ -112,7 +111,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     sizes, stages = TABLE2[str(case.key["model"])], STAGES[options.profile]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case cuts.PART:
+        case "cuts":
             model = str(case.key["model"])
             from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
 
@@ -122,11 +121,14 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return on_gpus.run(workload, case.key, options.engine or "ours", options.profile, options.device)
         case layers.PART:
             return layers.run(workload, int(str(case.key["examples"])), options.device)
-        case real_steps.PART:
-            return real_steps.run(workload, MICROBATCHES[options.profile], options)
+        case "replay error":
+            from gpipe_bench.experiments.timed.steps import run_real
+
+            return run_real(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:  # of four processes on a few cores, which the paper's size would keep for hours
         return run_on_shared_cores(sizes["short"])
+    from gpipe_bench.experiments.timed.results import results
     from gpipe_bench.experiments.timed.steps import measure
 
     configurations, facts = _configurations(workload, batch, options)
@@ -428,8 +430,8 @@ def _bubble_share(link: Link, timed: TimedActions, facts: Mapping[str, Any]) -> 
 # Text
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print: fixed and fitted mini-batch apart, then how far to believe
+def tables(records: Sequence[Record]) -> str:
+    """Fixed and fitted mini-batch apart, then how far to believe
     them: what the replay errs by, and what a step loses to the rule that cuts the layers.
     """
     parts = [
@@ -439,7 +441,7 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     ]
     parts += [on_gpus.text(records, TABLES), layers.text(records)]
     parts += [claims.replay_errors(records), shared_cores(records), partition_rules(records)]
-    parts += [prediction_text(records), text_table(comparisons) if comparisons else ""]
+    parts += [prediction_text(records)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -481,7 +483,7 @@ def shared_cores(records: Sequence[Record]) -> str:
         "their order\n  no time is taken; counted is more than modelled by what the transport keeps in flight"
     )
     headers = ["", "stage", "actions", "peak counted (MiB)", "modelled (MiB)", "ratio", "loss, K=4 and K=1"]
-    return claims.table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 def partition_rules(records: Sequence[Record]) -> str:
@@ -499,7 +501,7 @@ def partition_rules(records: Sequence[Record]) -> str:
         "layers)\n  bottleneck: ours, exact; variance: the paper's rule; cumulative: the published library's "
         "heuristic"
     )
-    return claims.table_text(title, ["", "cell", *RULES], lines)
+    return numbers_text(title, ["", "cell", *RULES], lines)
 
 
 def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: int) -> dict[str, float | str]:

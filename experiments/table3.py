@@ -35,31 +35,34 @@ from gpipe_bench.experiments.predicted.records import (
     walks,
 )
 from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.experiments.timed import claims, real_steps
+from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import (
     HIDDEN,
-    Found,
-    Rates,
     TimedActions,
     balanced,
-    by_turn,
-    conditions_of,
     hidden_from,
-    joined,
     lay_out,
-    normalised,
-    replay_error,
+    real_cases,
     same_share,
     slowdowns,
+)
+from gpipe_bench.experiments.timed.results import (
+    Found,
+    Rates,
+    by_turn,
+    conditions_of,
+    joined,
+    normalised,
+    replay_error,
 )
 from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
-from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.rounds import used_by_others
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import load_unknowns, points
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -104,7 +107,7 @@ def cases(options: RunOptions) -> list[Case]:
             for name in TABLE3
             if options.profile != "smoke" or part != "link" or name == SMOKE_LINK
         ]
-        + real_steps.cases(TABLE3, REAL_ESTIMATES_S, options)
+        + real_cases(TABLE3, REAL_ESTIMATES_S, options)
         + predictions.cases("table3", options)
     )
 
@@ -129,8 +132,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
             job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
             quantities, details = replayed(plan, measure(job), estimate_of(paper))
             facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
-        case real_steps.PART:
-            return real_steps.run(sizes[options.profile], REAL_MICROBATCHES, options, microbatch_size=1)
+        case "replay error":
+            from gpipe_bench.experiments.timed.steps import run_real
+
+            return run_real(sizes[options.profile], REAL_MICROBATCHES, options, microbatch_size=1)
         case _:
             return _run_link(sizes, options)
     return Outcome(tuple(quantities), {**facts, **details})
@@ -462,8 +467,8 @@ def _sentences(records: Sequence[Record], steps: Mapping[str, Record]) -> Iterat
 # Text
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print: the modelled steps of the paper's size beside the measured
+def tables(records: Sequence[Record]) -> str:
+    """The modelled steps of the paper's size beside the measured
     ones, and how well the replay agrees with steps over a real slow link.
     """
     steps, papers = _found(records, "steps"), _found(records, "paper size")
@@ -489,9 +494,8 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
                     _plain(paper.quantity("hidden from", K=k) if paper else None, ".2g"),
                 ]
             )
-        parts.append(claims.table_text(_title(known, ours, paper), _COLUMNS, lines))
+        parts.append(numbers_text(_title(known, ours, paper), _COLUMNS, lines))
     parts += [_link_text(records), prediction_text(records)]
-    parts.append(text_table(comparisons) if comparisons else "")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -572,7 +576,7 @@ def _link_text(records: Sequence[Record]) -> str:
         "", "limit\n(MB/s)", "measured\n(MB/s)", "latency\n(us)", "step (ms),\nreplayed",
         "step (ms),\nmeasured", "error",
     ]  # fmt: skip
-    return claims.table_text(title, columns, lines)
+    return numbers_text(title, columns, lines)
 
 
 # Figures

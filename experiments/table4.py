@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.predicted import records as predictions
 from gpipe_bench.experiments.predicted.records import (
     as_published,
@@ -25,23 +24,16 @@ from gpipe_bench.experiments.predicted.records import (
     timed,
     walks,
 )
-from gpipe_bench.experiments.report.drawing import gantt_plot, picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed import claims, cuts, real_steps
-from gpipe_bench.experiments.timed.replay import (
-    TimedActions,
-    by_turn,
-    joined,
-    link_of,
-    results,
-    take_apart,
-)
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
+from gpipe_bench.experiments.timed import claims
+from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, real_cases, take_apart
 from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find
-from gpipe_bench.harness.report.table import text_table
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.planner.breakdown import PARTS
 
 if TYPE_CHECKING:
@@ -70,26 +62,27 @@ SETUP = (
 
 def cases(options: RunOptions) -> list[Case]:
     steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
-    others = real_steps.cases(VERSION1, REAL_ESTIMATES_S, options) + cuts.cases(JUDGED)
+    others = real_cases(VERSION1, REAL_ESTIMATES_S, options) + cut_cases(JUDGED)
     return steps + others + predictions.cases("table4", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("table4", case, options)
-    from gpipe_bench.experiments.timed.steps import measure, num_devices
+    from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, results
+    from gpipe_bench.experiments.timed.steps import measure, num_devices, run_real
 
     sizes = VERSION1[str(case.key["model"])]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case cuts.PART:
+        case "cuts":
             from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
 
             paper = paper_size("figure3", "resnet101", options)
             return cuts_of_the_paper("breakdown-v5", workload, paper, STAGES)
-        case real_steps.PART:
+        case "replay error":
             size = max(1, workload.batch_size // 2)
-            return real_steps.run(workload, REAL_MICROBATCHES, options, microbatch_size=size)
+            return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     examples, real = TIMED_MICROBATCHES * max(1, workload.batch_size // 2), num_devices(options.device)
     plan = tuple(
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1, counts=COUNTS)
@@ -115,35 +108,40 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(quantities), details)
 
 
-def _share(record: Record, part: str, num_stages: int) -> Quantity | None:
-    return record.quantity(SHARE, part=part, K=num_stages, M=NUM_MICROBATCHES)
-
-
 def cells(records: Sequence[Record]) -> list[Answer]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
     here = timed(records)
     record = find(claims.of_steps(here), "done", model="resnet101")
-    found = [] if record is None else [*_cells(here, record), *_sentences(here, record)]
-    return found + as_published(records)
+    if record is None:
+        return as_published(records)
+    shares = {
+        k: {part: record.quantity(SHARE, part=part, K=k, M=NUM_MICROBATCHES) for part in PARTS}
+        for k in (2, 4)
+    }
+    return [*_cells(here, record, shares), *_sentences(here, record, shares), *as_published(records)]
 
 
-def _cells(records: Sequence[Record], record: Record) -> Iterator[Answer]:
+Shares = Mapping[int, Mapping[str, Quantity | None]]
+"""Of each part of a step in percent, by the number of stages."""
+
+
+def _cells(records: Sequence[Record], record: Record, shares: Shares) -> Iterator[Answer]:
     scale = record.details["scale"]
     note = f"ResNet-101, M = {NUM_MICROBATCHES}, exact partition by measured seconds" + (
         f"; a scaled model ({scale})." if scale else "."
     )
     places = [
-        (("breakdown-v5", part, SHARE), _share(record, part, 2), f"{note} {SAME_RUN}")
+        (("breakdown-v5", part, SHARE), shares[2][part], f"{note} {SAME_RUN}")
         for part in PARTS
         if part != "communication"
     ]
     places += [
-        (("breakdown-v1", "load imbalance", f"K={k}"), _share(record, "load imbalance", k), note)
-        for k in (2, 4)
+        (("breakdown-v1", "load imbalance", f"K={k}"), of_stages["load imbalance"], note)
+        for k, of_stages in shares.items()
     ]
-    both = [quantity for k in (2, 4) if (quantity := _share(record, "recompute", k)) is not None]
+    both = [each for of_stages in shares.values() if (each := of_stages["recompute"]) is not None]
     most = max(both, key=lambda quantity: quantity.value or 0.0, default=None)
     places.append((("breakdown-v1", "recompute", "K=2 and K=4"), most, note))
     for place, quantity, what in places:
@@ -152,52 +150,47 @@ def _cells(records: Sequence[Record], record: Record) -> Iterator[Answer]:
             yield claims.entry(records, record, place, quantity, what, context=claims.NOT_JUDGED)
 
 
-def _sentences(records: Sequence[Record], record: Record) -> Iterator[Answer]:
+def _over_the_formula(num_stages: int, *shares: float) -> float:
+    """The share of the bubble over the formula's, of the shares of all parts in percent."""
+    bubble = dict(zip(PARTS, shares, strict=True))["bubble"]
+    return bubble / (100 * (num_stages - 1) / (NUM_MICROBATCHES + num_stages - 1))
+
+
+def _over_the_next(_: int, *shares: float) -> float:
+    """Recomputation over the next largest overhead, likewise."""
+    return shares[1] / max(shares[2:])
+
+
+SENTENCES: tuple[tuple[Any, Callable[..., float], str, str], ...] = (
+    (
+        max, _over_the_formula, "bubble observed over (K-1)/(M+K-1)",
+        "Share of K x step over the formula's, the larger",
+    ),
+    (min, _over_the_next, "recomputation over the next largest overhead", "The smaller"),
+)  # fmt: skip
+"""Which of both numbers of stages a sentence is judged by, its number, its row, and what the number is."""
+
+
+def _sentences(records: Sequence[Record], record: Record, shares: Shares) -> Iterator[Answer]:
     """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1,
     section 4.2, says both of two and of four stages.
     """
-    rest = [part for part in PARTS if part not in ("computation", "recompute")]
     link = claims.link_of(record)
-
-    def bubble(num_stages: int, shares: Mapping[str, float]) -> float:
-        return shares["bubble"] / (100 * (num_stages - 1) / (NUM_MICROBATCHES + num_stages - 1))
-
-    def recomputed(_: int, shares: Mapping[str, float]) -> float:
-        return shares["recompute"] / max(shares[part] for part in rest)
-
-    for choose, number, row, what in (
-        (
-            max,
-            bubble,
-            "bubble observed over (K-1)/(M+K-1)",
-            "Share of K x step over the formula's, the larger",
-        ),
-        (min, recomputed, "recomputation over the next largest overhead", "The smaller"),
-    ):
-        found: dict[int, Any] = {}
-        for k in (2, 4):
-            shares = {part: each for part in PARTS if (each := _share(record, part, k)) is not None}
-            of = partial(_of_shares, number, k, tuple(shares))
-            ratio = claims.derived(row, of, *shares.values())
-            found |= {k: ratio} if ratio is not None else {}
+    for choose, number, row, what in SENTENCES:
+        ratios = {k: claims.derived(row, partial(number, k), *each.values()) for k, each in shares.items()}
+        found = {k: ratio for k, ratio in ratios.items() if ratio is not None}
         if found:
             k = choose(found, key=lambda each: found[each].value or 0.0)
             name = f"K={k} M={NUM_MICROBATCHES}"
 
             def measure(timed: TimedActions, _: Mapping[str, Any], of: Any = number, k: int = k) -> float:
-                shares = take_apart(timed, link, NUM_MICROBATCHES).shares
-                return float(of(k, {part: 100 * float(share) for part, share in shares.items()}))
+                parts = take_apart(timed, link, NUM_MICROBATCHES).shares
+                return float(of(k, *(100 * float(parts[part]) for part in PARTS)))
 
             yield from claims.sentence_over_cuts(
                 records, record, row, "ResNet-101", [name], [found[k]], lambda ratio: ratio,
                 f"{what}: {name}", measure=measure,
             )  # fmt: skip
-
-
-def _of_shares(
-    number: Callable[[int, Mapping[str, float]], float], num_stages: int, parts: Sequence[str], *of: float
-) -> float:
-    return number(num_stages, dict(zip(parts, of, strict=True)))
 
 
 def _taken_apart(records: Sequence[Record]) -> list[tuple[Record, str, dict[str, Any]]]:
@@ -211,8 +204,8 @@ def _taken_apart(records: Sequence[Record]) -> list[tuple[Record, str, dict[str,
     ]
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print."""
+def tables(records: Sequence[Record]) -> str:
+    """What is behind the numbers, and how far the replay and the predictions err."""
     found = _taken_apart(records)
     columns = [[*PARTS, "sum", "step (ms)"]]
     for record, _, facts in found:
@@ -225,10 +218,9 @@ def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
     title += f"\n  scaled to this machine: {scaled}" if scaled else ""
     headers = ["share of K x step (%)", *(f"{record.details['title']}\n{name}" for record, name, _ in found)]
     parts = [
-        claims.table_text(title, headers, list(zip(*columns, strict=True))) if found else "",
+        numbers_text(title, headers, list(zip(*columns, strict=True))) if found else "",
         claims.replay_errors(timed(records)),
         prediction_text(records),
-        text_table(comparisons) if comparisons else "",
     ]
     return "\n\n".join(part for part in parts if part)
 

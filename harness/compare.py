@@ -2,15 +2,23 @@
 
 A number that nobody answers is a row too ("not run"), so leaving numbers out makes no table look better. What
 is predicted for the paper's accelerators and what was found here are rows of their own: neither fills in for
-the other.
+the other. Numbers of different surroundings may not be comparable at all; which differ is said here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.verdict import QUESTIONS, Answer, Comparison, judge
+
+# Differences in these make two numbers hard to compare; load and free memory differ between any two runs. So
+# does the digest of all sources: what of them a result depends on is said by the experiment's revision.
+COMPARABLE_FIELDS = (
+    "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "gpu_numerics",
+    "gpu_driver", "torch_threads", "python", "versions", "variables",
+)  # fmt: skip
 
 
 def compare(
@@ -78,3 +86,16 @@ def absent(cell: PaperNumber, reason: str = "") -> Answer:
         question="here" if cell.form == "words" else "as published",
         reason=cell.unanswered or reason,
     )
+
+
+def differences(environments: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Fields that numbers depend on and that differ between environments, with their distinct values.
+
+    What one of them does not know, such as torch's threads where torch was not loaded, is no difference.
+    """
+    found: dict[str, list[Any]] = {}
+    for name in COMPARABLE_FIELDS:
+        for value in (each.get(name) for each in environments):
+            if value is not None and value not in found.setdefault(name, []):
+                found[name].append(value)
+    return {name: values for name, values in found.items() if len(values) > 1}

@@ -35,32 +35,12 @@ _VARIABLE_PREFIXES = (
 _FOLDERS = ("_DIR", "_HOME", "_PATH")
 _VARIABLES = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "CI")
 
-# Differences in these make two numbers hard to compare; load and free memory differ between any two runs. So
-# does the digest of all sources: what of them a result depends on is said by the experiment's revision.
-COMPARABLE_FIELDS = (
-    "cpu_model", "cores_logical", "affinity", "memory_total_gib", "cgroup_cpus", "gpus", "gpu_numerics",
-    "gpu_driver", "torch_threads", "python", "versions", "variables",
-)  # fmt: skip
-
 
 def environment(load_torch: bool = False) -> dict[str, Any]:
     """The environment as plain data. Torch is asked if it is loaded, or loaded with `load_torch`."""
     if load_torch:
         import torch  # noqa: F401
     return {**_machine(), **_software(), **code_state(ROOT), **_torch(), **_now()}
-
-
-def differences(environments: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Fields that numbers depend on and that differ between environments, with their distinct values.
-
-    What one of them does not know, such as torch's threads where torch was not loaded, is no difference.
-    """
-    found: dict[str, list[Any]] = {}
-    for name in COMPARABLE_FIELDS:
-        for value in (each.get(name) for each in environments):
-            if value is not None and value not in found.setdefault(name, []):
-                found[name].append(value)
-    return {name: values for name, values in found.items() if len(values) > 1}
 
 
 def usable_cores() -> int:

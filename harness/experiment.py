@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class Experiment:
         cases: what there is to run
         run: runs one case
         cells: our numbers beside the paper's
-        tables: records and comparison as text; by default the comparison alone
+        tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
         hypotheses: settings of the same model that may explain differences, as they were run; the base first
@@ -124,7 +124,7 @@ class Experiment:
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
     cells: Callable[[Sequence[Record]], list[Answer]]
-    tables: Callable[[Sequence[Record], list[Comparison]], str] | None = None
+    tables: Callable[[Sequence[Record]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
     hypotheses: Callable[[Sequence[Record]], list[Hypothesis]] | None = None

@@ -7,12 +7,11 @@ the arithmetic, and one that is printed twice is still one number.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import functools
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +27,8 @@ OURS = ("paper", "theory")
 """Sources of numbers that count; all other numbers are somebody else's, of the kind `external`."""
 TO_ANSWER = ("result", "claim", "identity")
 """Kinds of which a missing number of ours is worth a line; the others are context."""
+SENTENCES = "claims-text"
+"""The table of the paper's sentences."""
 SETTING = "a setting of the paper, not a result"
 
 
@@ -188,39 +189,34 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
         raise ValueError(f"{path}: the columns must be {','.join(COLUMNS)}")
     cells: dict[int, PaperNumber] = {}
     lines: dict[tuple[str, ...], int] = {}
-    for row in rows:
-        with _at(path, rows.line_num):
-            cell = cells[rows.line_num] = _cell(row)
-            first = lines.setdefault((cell.source, *cell.key), rows.line_num)
-            if first != rows.line_num:
+    line = 0
+    try:
+        for row in rows:
+            line = rows.line_num
+            if None in row or None in row.values():
+                raise ValueError(f"a row has {len(COLUMNS)} fields")
+            given: dict[str, Any] = {name: text for name, text in row.items() if text}  # the others: defaults
+            given["corrected_printed"] = given.pop("corrected_value", "")
+            for name in {"exact", "comparable"} & given.keys():
+                given[name] = {"yes": True, "no": False}.get(given[name], given[name])
+            if "same_as" in given:
+                given["same_as"] = given["same_as"].split("|")
+            cell = cells[line] = msgspec.convert(given, PaperNumber, strict=False)
+            first = lines.setdefault((cell.source, *cell.key), line)
+            if first != line:
                 raise ValueError(f"{cell.key} of {cell.source} stands on line {first} already")
-    by_key = {cell.key: cell for cell in cells.values() if cell.source == "paper"}
-    for line, cell in cells.items():
-        if cell.same_as is not None:
-            with _at(path, line):
+        by_key = {cell.key: cell for cell in cells.values() if cell.source == "paper"}
+        for line, cell in cells.items():  # noqa: B007  # the line is said below
+            if cell.same_as is not None:
                 _check_repetition(cell, cell.same_as, by_key)
+    except ValueError as error:
+        raise ValueError(f"{path}:{line}: {error}") from error
     return tuple(cells.values())
 
 
-@contextlib.contextmanager
-def _at(path: Path, line: int) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}:{line}: {error}") from error
-
-
-def _cell(row: dict[Any, Any]) -> PaperNumber:
-    """Of the texts of one row, of which the empty ones are defaults."""
-    if None in row or None in row.values():
-        raise ValueError(f"a row has {len(COLUMNS)} fields")
-    given: dict[str, Any] = {name: text for name, text in row.items() if text}
-    given["corrected_printed"] = given.pop("corrected_value", "")
-    for name in {"exact", "comparable"} & given.keys():
-        given[name] = {"yes": True, "no": False}.get(given[name], given[name])
-    if "same_as" in given:
-        given["same_as"] = given["same_as"].split("|")
-    return msgspec.convert(given, PaperNumber, strict=False)
+def of_the_paper(paper: Sequence[PaperNumber] | None = None) -> dict[tuple[str, str, str], PaperNumber]:
+    """The paper's own numbers, nobody else's, by table, row and column; by default those of the file."""
+    return {cell.key: cell for cell in (load_paper() if paper is None else paper) if cell.source == "paper"}
 
 
 def _check_repetition(

@@ -101,8 +101,12 @@ class Store:
     def load(self, experiment: str) -> Loaded:
         """Every readable record of the experiment; an absent file is an empty one."""
         path = self.path(experiment)
+
+        def without_waiting(name: str, flags: int) -> int:  # as a named pipe in the file's place would
+            return os.open(name, flags | _NONBLOCK)
+
         try:
-            with open(path, "rb", opener=_without_waiting) as file, file_lock(file.fileno(), shared=True):
+            with open(path, "rb", opener=without_waiting) as file, file_lock(file.fileno(), shared=True):
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     return Loaded((), (Problem(path, 0, "not a regular file"),))
                 content = file.read()
@@ -188,11 +192,6 @@ def _append_whole(fd: int, line: bytes) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, size)
         raise
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens for reading; a named pipe in the file's place would wait for a writer for ever."""
-    return os.open(path, flags | _NONBLOCK)
 
 
 def _sync_folder(folder: Path) -> None:

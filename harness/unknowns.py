@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -25,6 +25,8 @@ Value: TypeAlias = str | int | float | bool
 Text: TypeAlias = Annotated[str, Meta(pattern=r"\S")]
 Origin: TypeAlias = Annotated[str, Meta(pattern="^(v1|v5|code:|maker:|general:) ")]
 """A version of the paper, the authors' code, a maker's document or common knowledge, and the place there."""
+Way: TypeAlias = Literal["at most", "at least", "within a factor", "about"]
+"""How a word limits the number of a sentence."""
 Tables: TypeAlias = Annotated[tuple[Text, ...], Meta(min_length=1)]
 
 
@@ -33,7 +35,8 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
     in words which values can go together. `later` has further values, thought of after our numbers had been
-    seen: hypotheses (`Reason`), which no range covers.
+    seen: hypotheses (`Reason`), which no range covers. Where it is how far a word of the text may reach,
+    `sentences` are the rows of those that it is a word of, and how it limits their numbers.
     """
 
     tables: Tables
@@ -45,6 +48,7 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     range: tuple[float, float] | None = None
     unit: str = ""
     constraint: str = ""
+    sentences: dict[Text, Way] = {}
 
     def __post_init__(self) -> None:
         if bool(self.allowed) == (self.range is not None):
@@ -176,3 +180,9 @@ def load_unknowns(path: Path = PATH) -> Settings:
         raise ValueError(f"the unknowns can't be read from {path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+@functools.cache
+def words() -> dict[str, tuple[Way, Unknown]]:
+    """By the row of a sentence, how its word limits its number, and how far the word may reach."""
+    return {row: (way, one) for one in load_unknowns().unknown for row, way in one.sentences.items()}

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity, Record, Status
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.unknowns import Unknown
+from gpipe_bench.harness.unknowns import Unknown, Way, words
 
 Verdict = Literal[
     "reproduced", "identity", "undecided", "above", "below", "not judged", "not comparable", "not run"
@@ -78,7 +78,7 @@ class Answer(Place):
     Args:
         quantity: our number, with its 95 % interval
         spread: how far it may be off, where that is more than the quantity's own interval
-        allowed: what the paper's words allow, where they stand for a number that they do not give
+        allowed: what the paper allows, where that is not what its digits or words admit (`admitted`)
         record: the one that the number comes from, None where it is computed from several
         not_comparable: why the two numbers can't be held against each other; empty where they can
         context: why our number stands beside the paper's and is not judged; empty where it is judged
@@ -224,12 +224,18 @@ def judge(
     quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
     unit = quantity.unit if cell is None else cell.unit
 
-    def here(value: float | int | None) -> float | int | None:
-        return None if value is None else convert(value, quantity.unit, unit)
-
-    value = here(quantity.value)
+    value, low, high = (
+        None if number is None else convert(number, quantity.unit, unit)
+        for number in (quantity.value, quantity.low, quantity.high)
+    )
     held = _held(cell, ours, tolerance)
     differs = held["verdict"] in DIFFERS
+    notes = [*([] if cell is None else [cell.erratum, cell.note]), ours.note]
+    if differs and value is not None:  # the sizes of the differences stand in the table
+        reason = why(ours.explained_by, ours.tried, ours.named)
+        notes.append(reason[0].upper() + reason[1:])
+    elif held["verdict"] in ("not comparable", "not run", "below") and held["reason"] != NO_RECORD:
+        notes.append(held["reason"])  # "not run" says it all
     known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
     if cell is not None:
         same = ("kind", "printed", "corrected_printed", "hardware", "location")
@@ -240,8 +246,8 @@ def judge(
         ours=value,
         unit=unit,
         provenance=quantity.provenance if value is not None else "",
-        low=here(quantity.low),
-        high=here(quantity.high),
+        low=low,
+        high=high,
         parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
@@ -249,19 +255,19 @@ def judge(
         explained_by=ours.explained_by if differs else "",
         tried=ours.tried,
         named=ours.named if differs else (),
-        footnotes=_footnotes(cell, ours, held["verdict"], held["reason"]),
+        footnotes=tuple(dict.fromkeys(note for note in notes if note)),
         entry=ours,
         **known,
         **held,
     )
 
 
-def accounts(value: float, cell: PaperNumber, allowed: Allowed | None = None) -> bool:
+def accounts(value: float, cell: PaperNumber) -> bool:
     """Whether a setting that gives `value`, in the cell's unit, accounts for the paper's number.
 
     That is so where the verdict on this value alone would be `reproduced`: there is one criterion.
     """
-    return cell.comparable and _verdict(cell.kind, allowed or printed(cell), value, value) in HOLDS
+    return cell.comparable and _verdict(cell.kind, admitted(cell), value, value) in HOLDS
 
 
 def why(explained_by: str, tried: int, named: Sequence[str] = ()) -> str:
@@ -303,7 +309,7 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
         return {**held, "verdict": "not judged", "reason": ours.context}
     if barred := ours.not_comparable if cell.comparable else cell.erratum:
         return {**held, "verdict": "not comparable", "reason": barred}
-    allowed = (ours.allowed or printed(cell)).scaled(tolerance, cell.target)
+    allowed = (ours.allowed or admitted(cell)).scaled(tolerance, cell.target)
     met = None
     if ours.spread is not None and ours.spread.values:
         # the ends of a bound are open, so all that may be meant counts as met
@@ -398,18 +404,6 @@ def _interval(low: float, high: float, unit: str) -> str:
     if math.isinf(high):
         return f"at least {show(low, unit, 5)}"
     return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
-
-
-def _footnotes(cell: PaperNumber | None, ours: Answer, verdict: Verdict, reason: str) -> tuple[str, ...]:
-    notes = [] if cell is None else [cell.erratum, cell.note]
-    notes.append(ours.note)
-    if verdict in DIFFERS and ours.quantity is not None and ours.quantity.value is not None:
-        # the sizes of the differences stand in the table
-        reason = why(ours.explained_by, ours.tried, ours.named)
-        notes.append(reason[0].upper() + reason[1:])
-    elif verdict in ("not comparable", "not run", "below") and reason != NO_RECORD:  # "not run" says it all
-        notes.append(reason)
-    return tuple(dict.fromkeys(note for note in notes if note))
 
 
 # How far our number may lie off
@@ -517,12 +511,11 @@ class Allowed:
 
     def scaled(self, tolerance: float, target: float) -> Allowed:
         """Its distances to the paper's number times `tolerance`."""
-
-        def moved(edge: float) -> float:
-            return target + tolerance * (edge - target) if math.isfinite(edge) else edge
-
-        edges = moved(self.low), moved(self.high), moved(self.possible_low), moved(self.possible_high)
-        return Allowed(*edges, self.words)
+        low, high, possible_low, possible_high = (
+            target + tolerance * (edge - target) if math.isfinite(edge) else edge
+            for edge in (self.low, self.high, self.possible_low, self.possible_high)
+        )
+        return Allowed(low, high, possible_low, possible_high, self.words)
 
 
 def printed(cell: PaperNumber) -> Allowed:
@@ -540,33 +533,31 @@ def printed(cell: PaperNumber) -> Allowed:
     return Allowed(low, high, low, high, words)
 
 
-def at_most(limit: Unknown) -> Allowed:
-    """A sentence that something is small, of a limit that it does not give."""
-    low, high, words = _limit("at most", limit)
-    return Allowed(-math.inf, low, -math.inf, high, words)
+def admitted(cell: PaperNumber) -> Allowed:
+    """What agrees with a published number: by its digits, or where a sentence stands for it by its words."""
+    word = words().get(cell.row) if cell.source == "paper" else None
+    return printed(cell) if word is None else worded(cell, *word)
 
 
-def at_least(limit: Unknown) -> Allowed:
-    """A sentence that something is large enough, of a limit that it does not give."""
-    low, high, words = _limit("at least", limit)
-    return Allowed(high, math.inf, low, math.inf, words)
-
-
-def within_factor(limit: Unknown) -> Allowed:
-    """A sentence that a ratio is near one: by at most a factor that it does not give, either way."""
-    low, high, words = _limit("within a factor", limit)
-    return Allowed(1 / low, low, 1 / high, high, words)
-
-
-def about(cell: PaperNumber, limit: Unknown) -> Allowed:
-    """ "About 25 %": the printed number, as near as the word may mean, a share of it."""
-    low, high, words = _limit("about, as near as", limit)
-    near, far = (max(cell.target_rounding, share * abs(cell.target)) for share in (low, high))
-    return Allowed(cell.target - near, cell.target + near, cell.target - far, cell.target + far, words)
-
-
-def _limit(what: str, limit: Unknown) -> tuple[float, float, str]:
+def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
+    """What the words of a sentence admit, of a limit that they do not give: a number that is small or large
+    enough, a ratio that is near one, or the printed number, as near as the word may mean, a share of it.
+    """
     if limit.range is None:
         raise ValueError(f"{limit.setting} has no range, so it can't be a limit")
     low, high = limit.range
-    return low, high, f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"
+    what = "about, as near as" if way == "about" else way
+    said = f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"
+    match way:
+        case "at most":
+            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
+            return Allowed(-math.inf, low, -math.inf, high, said)
+        case "at least":
+            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
+            return Allowed(high, math.inf, low, math.inf, said)
+        case "within a factor":
+            return Allowed(1 / low, low, 1 / high, high, said)
+        case "about":
+            middle = cell.target
+            near, far = (max(cell.target_rounding, share * abs(middle)) for share in (low, high))
+            return Allowed(middle - near, middle + near, middle - far, middle + far, said)

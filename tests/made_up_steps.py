@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.timed.replay import Found, Steps, TimedActions
+from gpipe_bench.experiments.timed.replay import TimedActions
+from gpipe_bench.experiments.timed.results import Found, Steps
 from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind

@@ -26,6 +26,7 @@ from gpipe_bench.experiments.consistency.tables import tables
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.verdict import Comparison
 
 PROTOCOL = load_protocol()
@@ -138,12 +139,12 @@ def test_sequential_runs_that_did_not_learn_make_nothing_equal() -> None:
         cell = column(records)
         assert (cell.verdict, cell.ours) == ("not comparable", None)
         assert reason in cell.reason
-        text = tables(records, compare(cells(records)))
+        text = text_table(compare(cells(records))) + tables(records)
         assert f"Not judged: {finding.reason[:20]}" in text
         assert " reproduced " not in text
     single = [*baselines((0.969, *BASE[1:])), *own(2, 0.98)]
     assert found(single).word == "reproduced", "by the mean, one image below"
-    assert "1 of 16 single runs missed it" in " ".join(tables(single, []).split())
+    assert "1 of 16 single runs missed it" in " ".join(tables(single).split())
 
 
 def test_runs_that_did_not_learn_or_diverged_are_not_equal() -> None:

@@ -192,7 +192,7 @@ def test_without_power_there_is_no_verdict_whatever_the_runs_say(monkeypatch: py
 def test_nobody_can_take_it_for_a_reproduction(tmp_path: Path) -> None:
     count = PROTOCOL.contrasts["stride"].seeds
     records = both(([93.0, 94.0] * count)[:count], [90.0] * count)
-    text = " ".join(tables(records, []).split())
+    text = " ".join(tables(records).split())
     assert text.count("(toy size)") == len(PROTOCOL.contrasts), "with every verdict"
     assert text.startswith("TOY SIZE, AND NO REPRODUCTION")
     for contrast in PROTOCOL.contrasts.values():

@@ -131,7 +131,7 @@ def test_on_gpus_there_are_cases_of_their_own_and_too_few_are_a_reason(monkeypat
     outcome = EXPERIMENT.run(case, options)
     assert (outcome.status, outcome.reason) == ("skipped", "needs 2 GPUs; torch sees 1")
     skipped: Any = {"status": outcome.status, "reason": outcome.reason, "quantities": ()}
-    text = tables([record(case=case.key, **skipped)], [])
+    text = tables([record(case=case.key, **skipped)])
     assert "needs 2 GPUs; torch sees 1" in text
     assert "target" not in text
 

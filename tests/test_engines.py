@@ -22,7 +22,8 @@ from gpipe_bench.experiments.engines.checks import (
     reference,
     verify,
 )
-from gpipe_bench.experiments.engines.setup import ENGINES, Engine, Setup, pinned, resolve
+from gpipe_bench.experiments.engines.setup import Engine, Setup, pinned, resolve
+from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.launch import launch

@@ -24,7 +24,7 @@ def test_a_small_amoebanet_sends_more_as_a_pipeline() -> None:
     (entry,) = EXPERIMENT.cells([found])
     assert entry.place in PLACES
     assert entry.question == "as published"
-    assert "4 accelerators" in EXPERIMENT.tables([found], [])
+    assert "4 accelerators" in EXPERIMENT.tables([found])
 
 
 def test_every_column_of_the_sentences_is_answered() -> None:
@@ -86,5 +86,5 @@ def test_a_tiny_transformer_on_eight_accelerators() -> None:
         assert span["steps_s"][0] == found.quantity("step", **where).value
         assert min(span["steps_s"]) <= span["steps_s"][0] <= max(span["steps_s"])
     assert {quantity.provenance for quantity in found.quantities} == {"modelled"}
-    assert "fastest of" in EXPERIMENT.tables([found], [])
+    assert "fastest of" in EXPERIMENT.tables([found])
     assert [plot.name for plot in EXPERIMENT.figures([found])] == ["grid-accelerators"]

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gpipe_bench.harness import environment as module
-from gpipe_bench.harness.environment import code_state, differences, environment
+from gpipe_bench.harness.compare import differences
+from gpipe_bench.harness.environment import code_state, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 

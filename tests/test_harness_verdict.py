@@ -20,13 +20,10 @@ from gpipe_bench.harness.verdict import (
     Answer,
     Part,
     Spread,
-    about,
-    at_least,
-    at_most,
     judge,
     narrow,
     printed,
-    within_factor,
+    worded,
 )
 
 
@@ -244,9 +241,9 @@ def test_words_admit_for_sure_what_every_reading_of_them_admits():
     """almost linear     |  some readings  |   all readings
     0.675              0.875
     """
-    near = at_least(unknown(0.675, 0.875))
-    assert (near.low, near.possible_low, near.open) == (0.875, 0.675, True)
     cell = paper("1", "ratio", form="words", kind="claim")
+    near = worded(cell, "at least", unknown(0.675, 0.875))
+    assert (near.low, near.possible_low, near.open) == (0.875, 0.675, True)
     for low, high, verdict in (
         (0.88, 0.95, "reproduced"),
         (0.7, 0.8, "undecided"),
@@ -255,24 +252,24 @@ def test_words_admit_for_sure_what_every_reading_of_them_admits():
     ):
         mine = ours((low + high) / 2, low=low, high=high, allowed=near)
         assert judge(cell, mine).verdict == verdict
-    small = at_most(unknown(0.032, 0.05))
+    small = worded(cell, "at most", unknown(0.032, 0.05))
     assert (small.high, small.possible_high) == (0.032, 0.05)
-    constant = within_factor(unknown(1.1, 1.38))
+    constant = worded(cell, "within a factor", unknown(1.1, 1.38))
     assert (constant.low, constant.possible_low) == (1 / 1.1, 1 / 1.38)
     assert (constant.high, constant.possible_high, constant.open) == (1.1, 1.38, False)
 
 
 def test_about_is_as_near_as_the_word_may_mean_and_never_nearer_than_the_digit():
     cell = paper("25%", "%")
-    found = about(cell, unknown(0.04, 0.1))
+    found = worded(cell, "about", unknown(0.04, 0.1))
     assert (found.low, found.high) == (24.0, 26.0)
     assert (found.possible_low, found.possible_high) == (22.5, 27.5)
-    coarse = about(paper("3", "ratio"), unknown(0.04, 0.1))
+    coarse = worded(paper("3", "ratio"), "about", unknown(0.04, 0.1))
     assert (coarse.low, coarse.high) == (printed(paper("3", "ratio")).low, 3.5)
     assert judge(cell, ours(27.0, "%", allowed=found)).verdict == "undecided"
     assert judge(cell, ours(36.7, "%", allowed=found)).verdict == "above"
     with pytest.raises(ValueError, match="how near has no range"):
-        about(cell, msgspec.structs.replace(unknown(0.04, 0.1), range=None, allowed=(1,)))
+        worded(cell, "about", msgspec.structs.replace(unknown(0.04, 0.1), range=None, allowed=(1,)))
 
 
 def test_what_agrees_for_sure_lies_within_what_may_agree():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from records import quantity, record
@@ -115,6 +116,23 @@ def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
     )  # fmt: skip
     (cell,) = comparable(experiment, shown_of(experiment, [record(1, experiment="speed")]))
     assert (cell.row, cell.column, cell.ours, cell.unit) == ("time", "step=1", 1.5, "s")
+
+
+def test_a_screen_asks_for_verdicts_and_neither_for_reasons_nor_for_text():
+    known = registry.load("fake")
+    records = [record(1, quantities=(quantity(41e6, name="parameters", unit="parameters"),))]
+    whole = shown_of(known, records)
+
+    def never(records):
+        pytest.fail("a screen does not show it")
+
+    brief = shown_of(replace(known, tables=never, hypotheses=never, walks=never), records, brief=True)
+    assert [(c.key, c.verdict, c.ours) for c in brief.comparisons] == [
+        (c.key, c.verdict, c.ours) for c in whole.comparisons
+    ]
+    assert brief.has_numbers
+    assert (brief.text, brief.joint) == ("", ())
+    assert "parameters" in whole.text
 
 
 def test_fewer_than_two_machines_are_refused():

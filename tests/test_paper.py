@@ -12,7 +12,7 @@ import csv
 import pytest
 
 from gpipe_bench.harness.paper import COLUMNS, PATH, load_paper
-from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.unknowns import load_unknowns, words
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +316,15 @@ def test_a_word_stands_for_the_value_that_its_sentence_gives(cells):
     for c in words:
         assert c.rounding == 0
         assert c.kind in ("claim", "identity", "external"), "an identity where it follows by counting"
+
+
+def test_every_sentence_of_a_word_is_a_row_of_the_paper_and_has_one_word():
+    rows = [row for one in load_unknowns().unknown for row in one.sentences]
+    assert len(rows) == len(set(rows)) == len(words()) > 0
+    assert set(rows) <= {
+        cell.row for cell in load_paper() if cell.source == "paper" and cell.kind != "setting"
+    }
+    assert all(limit.range is not None and "claims" in limit.tables for _, limit in words().values())
 
 
 @pytest.mark.parametrize("load", [load_paper, load_unknowns])

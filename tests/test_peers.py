@@ -10,7 +10,6 @@ import pytest
 from command_line import call
 from records import record
 
-from gpipe_bench.experiments.engines.setup import ENGINES
 from gpipe_bench.experiments.peers import (
     ALWAYS,
     EXPERIMENT,
@@ -22,6 +21,7 @@ from gpipe_bench.experiments.peers import (
     own_engines,
     tables,
 )
+from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.side_by_side import Found, side_by_side
 from gpipe_bench.harness.experiment import Outcome, RunOptions
@@ -118,7 +118,7 @@ def test_an_engine_is_set_against_ours_with_the_same_schedule() -> None:
     values = {quantity.name: quantity.value for quantity in found.quantities}
     assert values["ours against torch-1f1b"] == pytest.approx(0.75)
     assert values["ours-1f1b against torch-1f1b"] == pytest.approx(1.5)
-    lines = lines_of(tables([kept(found, case={**CASE, "remat": "never", "num_microbatches": 8})], []))
+    lines = lines_of(tables([kept(found, case={**CASE, "remat": "never", "num_microbatches": 8})]))
     assert lines["torch-1f1b"].endswith("1.500 [1.500, 1.500]      >= 1.00   yes")
     assert lines["ours-1f1b"].rstrip().endswith("0.500 [0.500, 0.500]")
 
@@ -133,9 +133,9 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
     case = next(c for c in EXPERIMENT.cases(RunOptions()) if c.key["where"] == "one process")
     found = EXPERIMENT.run(case, RunOptions(engine="all"))
     assert (found.status, found.quantities) == ("skipped", ())
-    text = tables([kept(found, case=dict(case.key))], [])
+    text = tables([kept(found, case=dict(case.key))])
     assert "skipped: torchgpipe is not installed: pip install -e .[peers]" in text
-    assert tables([], []) == "Engines side by side: nothing on record"
+    assert tables([]) == "Engines side by side: nothing on record"
     assert EXPERIMENT.cells([]) == []
 
 
@@ -145,7 +145,7 @@ def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pyte
 )
 def test_no_engine_is_called_faster_that_the_control_does_not_let(ours: list[float], said: str) -> None:
     found = measured({**TIMES, "ours": ours})
-    rows = [line.split() for line in tables([kept(found)], []).splitlines()]
+    rows = [line.split() for line in tables([kept(found)]).splitlines()]
     (row,) = [row for row in rows if row[:2] == ["ours", "torch-1f1b"]]
     assert " ".join(row[5:]) == said
 
@@ -155,7 +155,7 @@ def test_nothing_is_judged_from_so_few_rounds_that_their_interval_is_none(
     rounds: int, is_judged: bool
 ) -> None:
     times = {name: samples[: 2 * rounds] for name, samples in TIMES.items()}
-    text = tables([kept(measured(times))], [])
+    text = tables([kept(measured(times))])
     said = {line.rpartition("  ")[2].strip() for line in text.splitlines()}
     assert ("too few rounds" in said) != is_judged
     assert bool(said & {"yes", "NO", "faster", "slower"}) == is_judged

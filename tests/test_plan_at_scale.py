@@ -51,7 +51,7 @@ def test_a_case_is_recorded_shown_and_drawn(monkeypatch: pytest.MonkeyPatch) -> 
     (same,) = (each for each in steps if each.key["tp"] == 1 and each.key["K"] == 2)
     assert theirs.key == {"name": "somebody", "dp": 2, "tp": 1, "K": 2}
     assert same.value <= theirs.value  # type: ignore[operator]
-    line = next(line for line in tables([found], []).splitlines() if line.startswith("somebody "))
+    line = next(line for line in tables([found]).splitlines() if line.startswith("somebody "))
     assert " ".join(line.split()).startswith("somebody 2 2, 2 of them ZeRO-2 1 1f1b 2 2/2 ")
     assert line.split()[-2] == "3.0"
     (plot,) = figures([found])
@@ -94,7 +94,7 @@ def test_published_steps_are_recorded_and_shown(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(on_paper.Step, "predicted", lambda step: next(ranges))
     found = ran(EXPERIMENT, {"part": on_paper.PUBLISHED_STEPS})
     assert [each.value for each in found.quantities] == [few[0].measured_s, 9.0]
-    text = tables([found], [])
+    text = tables([found])
     assert "1 of 2 inside, the widest range a factor of 1.50; asked: 75% of them, and at most 1.6: NO" in text
     assert figures([found]) == []
 

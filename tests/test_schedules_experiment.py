@@ -105,9 +105,9 @@ def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
     }  # fmt: skip
     for (name, remat), graphs in alive.items():
         assert found.quantity("graphs alive", schedule=name, M=8, remat=remat).value == graphs, name
-    text = EXPERIMENT.tables([found], [])
+    text = EXPERIMENT.tables([found])
     assert all(f"\n{name} " in text for name in laid_out.NAMES)
-    assert EXPERIMENT.tables([], []) == ""
+    assert EXPERIMENT.tables([]) == ""
 
 
 def test_the_closed_forms_of_chunks_are_what_replays_give() -> None:
@@ -137,7 +137,7 @@ def test_two_tables_say_what_is_replayed_and_not_run(monkeypatch: pytest.MonkeyP
         assert value("graphs alive", **once) < value("graphs alive", **plain) == 8
         assert value("peak memory", **once) < value("peak memory", **plain)
     assert found.quantity("graphs alive", schedule="seq1f1b", chunks=4).value == (8 - 1 + 4) / 4
-    text = EXPERIMENT.tables([found], [])
+    text = EXPERIMENT.tables([found])
     assert text.count("(replayed at equal costs; not run)") == 2
 
 
@@ -167,7 +167,7 @@ def test_attention_residuals_send_as_much_by_portals_over_ways_that_are_less_bus
             found.quantity("peak memory", K=workers, remat="always", way=way).value for way in residuals.WAYS
         ]
         assert peaks[0] == pytest.approx(peaks[1], rel=0.2)
-    assert "Attention residuals, 8 layers in blocks of 1" in EXPERIMENT.tables([found], [])
+    assert "Attention residuals, 8 layers in blocks of 1" in EXPERIMENT.tables([found])
 
 
 def test_smoke_is_a_part_of_short() -> None:
@@ -243,4 +243,4 @@ def test_costs_of_stages_come_back_as_steps_and_memory() -> None:
         for name in ("1f1b", "zb-h1", laid_out.GENERATED)
     }
     assert steps[laid_out.GENERATED] <= min(steps["1f1b"], steps["zb-h1"]) * (1 + 1e-9)
-    assert "Transformer-48" in EXPERIMENT.tables([found], [])
+    assert "Transformer-48" in EXPERIMENT.tables([found])

@@ -335,7 +335,7 @@ def test_an_export_writes_its_file_whole_or_not(
     [
         Moment("gpipe_bench.experiments.commands.check", TERM),
         Moment("gpipe_bench.harness.bundle:unpack", INT),
-        Moment("gpipe_bench.experiments.report.plausible:remarks", TERM),
+        Moment("gpipe_bench.experiments.commands.check:remarks", TERM),
     ],
 )
 def test_a_check_says_nothing_of_a_file_that_it_did_not_finish(

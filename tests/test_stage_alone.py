@@ -167,7 +167,7 @@ def test_a_model_that_does_not_fit_is_a_row_of_the_table(monkeypatch: pytest.Mon
     assert naive.quantity("measured peak").note == f"stage 0: {NO_ROOM}"
     assert naive.quantity("modelled peak").value > 16 * 2**30 > pipeline.quantity("measured peak").value
     assert [stage["ran_out"] for stage in pipeline.details["stages"]] == [""] * 3
-    text = EXPERIMENT.tables(found, [])  # type: ignore[misc]
+    text = EXPERIMENT.tables(found)  # type: ignore[misc]
     line = next(line for line in text.splitlines() if "naive-1" in line)
     assert f"does not fit 16 GiB: stage 0 held 7 GiB; {NO_ROOM.partition('. GPU')[0]}  " in line
     assert "not as in the paper, where it fits" in line
@@ -190,7 +190,7 @@ def test_the_largest_model_is_the_first_that_fits_from_above(
     modelled, measured = (found.quantity(f"{how} parameters").value for how in ("modelled", "measured"))
     assert (measured is None) == (more is None)
     assert more is None or (measured == modelled) == (more == 0)
-    assert said in EXPERIMENT.tables([found], [])  # type: ignore[misc]
+    assert said in EXPERIMENT.tables([found])  # type: ignore[misc]
 
 
 @pytest.mark.gpu

@@ -19,10 +19,10 @@ from gpipe_bench.experiments.table3 import (
     shares_of_peak,
 )
 from gpipe_bench.experiments.timed import slow_link
-from gpipe_bench.experiments.timed.replay import Steps, lay_out, slowdowns
+from gpipe_bench.experiments.timed.replay import lay_out, slowdowns
+from gpipe_bench.experiments.timed.results import Steps
 from gpipe_bench.experiments.timed.slow_link import LinkFound, Measured
 from gpipe_bench.experiments.timed.workloads import TABLE3, Configuration
-from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Link
@@ -92,7 +92,7 @@ def test_stages_that_found_no_room_leave_the_others_their_numbers(without):
         assert kept == (set() if name.startswith("normalised") and 2 in without else wanted)
     cells = EXPERIMENT.cells([part])
     assert {cell.column for cell in cells} <= {cell.column for cell in EXPERIMENT.cells([whole])}
-    assert "K=8" in EXPERIMENT.tables([part], compare(cells))
+    assert "K=8" in EXPERIMENT.tables([part])
     with pytest.raises(MemoryError, match="no room"):
         steps_record(without=(2, 4, 8))
 
@@ -140,7 +140,7 @@ def test_without_a_slow_link_the_case_says_why(monkeypatch):
     skipped = record(
         experiment="table3", case=case.key, status="skipped", reason=outcome.reason, quantities=()
     )
-    text = EXPERIMENT.tables([paper_record(), skipped], [])
+    text = EXPERIMENT.tables([paper_record(), skipped])
     assert f"over a rate-limited link: not run: {outcome.reason}" in text
 
 

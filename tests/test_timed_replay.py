@@ -19,15 +19,13 @@ from gpipe_bench.experiments.timed.replay import (
     HIDDEN,
     TimedActions,
     balanced,
-    check_ran,
     hidden_from,
     lay_out,
-    results,
     same_share,
-    samples_of,
     slowdowns,
     take_apart,
 )
+from gpipe_bench.experiments.timed.results import check_ran, results, samples_of
 from gpipe_bench.experiments.timed.workloads import TABLE2, TABLE3, VERSION1, Configuration
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.pipeline import LINKS, Event, Kind, Link, Timeline, gpipe, replay

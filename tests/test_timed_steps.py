@@ -14,7 +14,7 @@ from torch import nn
 from gpipe_bench.experiments import table2
 from gpipe_bench.experiments.table2 import SHARED_MICROBATCHES, SHARED_STAGES, Ran, run_on_shared_cores
 from gpipe_bench.experiments.timed import steps as timed_steps
-from gpipe_bench.experiments.timed.replay import results
+from gpipe_bench.experiments.timed.results import results
 from gpipe_bench.experiments.timed.steps import attempt, measure, work
 from gpipe_bench.experiments.timed.workloads import TABLE2, Configuration
 from gpipe_bench.pipeline import gpipe, launch

@@ -74,7 +74,7 @@ def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> 
     assert (memory.unit, memory.provenance, memory.source) == ("GiB", "modelled", "torchgpipe")
     # Whatever else the allocator had reserved, these it must have held: value and gradient.
     assert memory.ours > 2 * 4 * 2_213_834_176 / 2**30
-    assert "Memory: predicted" in EXPERIMENT.tables([kept], [])
+    assert "Memory: predicted" in EXPERIMENT.tables([kept])
 
 
 def test_speeds_over_direct_skips_are_not_run_and_say_why() -> None:
@@ -85,4 +85,4 @@ def test_speeds_over_direct_skips_are_not_run_and_say_why() -> None:
         for row in ("throughput", "normalized throughput"):
             row_of = found["unet-speed", row, column]
             assert (row_of.verdict, row_of.reason) == ("not run", DIRECT_SKIPS)
-    assert EXPERIMENT.tables([kept], []) == ""
+    assert EXPERIMENT.tables([kept]) == ""

@@ -23,15 +23,13 @@ from gpipe_bench.experiments.report.readings import (
     Shown,
     check_engine_is_there,
     engines_of,
-    environment_warnings,
     folder_of,
     readable,
     screen,
     select_records,
     shown_of,
 )
-from gpipe_bench.harness.bundle import unpacked
-from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.compare import compare, differences
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
@@ -65,14 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--engine {arguments.engine}: machines are set side by side by their latest runs; leave it out"
         )
+    if not machines:
+        _one(arguments, experiment, *folder_of(experiment.name, arguments.results, is_own=arguments.is_own))
+        return DONE
+    from gpipe_bench.harness.bundle import unpacked
+
     packed = [name for name in machines if Path(name).is_file()]
     with unpacked(map(Path, packed)) as folders:
         files = dict(zip(packed, folders, strict=True))
-        if not machines:
-            _one(
-                arguments, experiment, *folder_of(experiment.name, arguments.results, is_own=arguments.is_own)
-            )
-            return DONE
         found = machine_folders(machines, arguments.results, files=files)
         if len(found) == 1:
             _one(arguments, experiment, next(iter(found.values())))
@@ -86,7 +84,17 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
     with within(None if arguments.full or arguments.markdown else SCREEN):
         shown = _shown(None, folder, experiment, arguments, problems)
     comparisons: Sequence[Comparison] = shown.comparisons
-    warn(*environment_warnings(shown.records))
+    timed = [
+        record.environment
+        for record in shown.records
+        if any(quantity.provenance != "modelled" for quantity in record.quantities)
+    ]
+    warn(
+        *(
+            f"records differ in {name}: {' | '.join(map(str, values))}"
+            for name, values in differences(timed).items()
+        )
+    )
     if problems:  # where a cell has no record, the lines that can't be read may be the reason
         reason = f"{NO_RECORD}, or its line can't be read: {'; '.join(lines_of(problems))}"
         comparisons = [
@@ -159,7 +167,13 @@ def _shown(
     loaded = Store(folder).load(name)
     problems += loaded.problems
     warn(*lines_of(loaded.problems))
-    records = select_records(_of_engine(loaded.records, experiment, arguments.engine), experiment, profile)
+    records = list(loaded.records)
+    if records and (engine := arguments.engine) is not None:
+        if not experiment.engines:
+            raise ValueError(f"--engine {engine}: {name} runs no engine; leave the option out")
+        check_engine_is_there(engine, records)
+        records = [record for record in records if engine in engines_of(record)]
+    records = select_records(records, experiment, profile)
     if not records and machine is None:
         raise ValueError(_nothing(name, arguments, folder, loaded))
     if not records:
@@ -171,7 +185,8 @@ def _shown(
     if len(groups) > 1 and machine is None:  # the latest group; the others are named, never mixed in
         warn(f"shown are records with {last}; there are others: {list(groups.values())}")
     records = [record for record in records if record.options == last]
-    shown, unusable = readable(name, records, lambda usable: shown_of(experiment, usable))
+    brief = not (arguments.full or arguments.json or arguments.markdown)
+    shown, unusable = readable(name, records, lambda usable: shown_of(experiment, usable, brief=brief))
     if shown is None and machine is None:
         raise ValueError(f"{unusable[0]}; make records anew with: {program()} run {name} --fresh")
     if shown is None:
@@ -209,7 +224,7 @@ def machine_folders(
 
 def comparable(experiment: Experiment, shown: Shown) -> Sequence[Comparison]:
     """The experiment's cells of the paper, or every quantity of its records where it reports no cell."""
-    if any(cell.ours is not None for cell in shown.comparisons):
+    if shown.has_numbers:
         return shown.comparisons
     quantities = {
         (quantity.label, record.label): Answer(
@@ -228,16 +243,6 @@ def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
         of_record = {"experiment": record.experiment, "profile": record.profile, "case": record.case}
         for quantity in record.quantities:
             yield {**of_record, **{name: getattr(quantity, name) for name in fields}}
-
-
-def _of_engine(records: Sequence[Record], experiment: Experiment, engine: str | None) -> Sequence[Record]:
-    """The records in which an engine took part; all without one. ValueError where there are none."""
-    if engine is None or not records:
-        return records
-    if not experiment.engines:
-        raise ValueError(f"--engine {engine}: {experiment.name} runs no engine; leave the option out")
-    check_engine_is_there(engine, records)
-    return [record for record in records if engine in engines_of(record)]
 
 
 def _nothing(name: str, arguments: argparse.Namespace, folder: Path, loaded: Loaded) -> str:

@@ -25,8 +25,6 @@ from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid, fill
-from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,9 +44,9 @@ WHY = {
 }
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print."""
-    parts = [text_table(comparisons)]
+def tables(records: Sequence[Record]) -> str:
+    """What was trained, model by model."""
+    parts: list[str] = []
     for model in TITLES:
         parts += [_evidence(records, model), _microbatches(records, model), _asynchronous(records, model)]
     return "\n\n".join(part for part in [*parts, _deep(records)] if part)

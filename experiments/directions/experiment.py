@@ -37,7 +37,7 @@ from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, fill
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +117,7 @@ def cells(records: Sequence[Record]) -> list[Answer]:
 # Text
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """A line for each sentence, then each with the paper's words, the arms and what would make it fail."""
     protocol = load_protocol()
     found = {name: judged(contrast, records) for name, contrast in protocol.contrasts.items()}

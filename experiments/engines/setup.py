@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpipe_bench.experiments.registry import suggestion
+from gpipe_bench.experiments.registry import ENGINES, suggestion
 
 if TYPE_CHECKING:
     import torch
@@ -121,15 +121,6 @@ def clear(layers: Iterable[nn.Module]) -> None:
 
 EngineFactory = Callable[[Setup], Engine]
 """Builds an engine; a class whose `__init__` takes a setup is one. Raises ValueError for what it can't do."""
-
-ENGINES: dict[str, str] = {
-    "ours": "gpipe_bench.experiments.engines.known:Ours",
-    "ours-1f1b": "gpipe_bench.experiments.engines.known:Ours1F1B",
-    "torch-gpipe": "gpipe_bench.experiments.engines.known:TorchGPipe",
-    "torch-1f1b": "gpipe_bench.experiments.engines.known:Torch1F1B",
-    "torchgpipe": "gpipe_bench.experiments.engines.known:Torchgpipe",
-}
-"""Known engines: name -> factory. "torch-..." are torch.distributed.pipelining's schedules."""
 
 
 def resolve(name: str) -> EngineFactory:

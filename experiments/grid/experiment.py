@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.accelerators import CAP_GIB
-from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.experiments.report.timelines import kept_timelines
-from gpipe_bench.experiments.timed.claims import table_text
+from gpipe_bench.experiments.report.drawing import kept_timelines, picture
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record, find, of_case
-from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Answer, Comparison, Part, Spread
+from gpipe_bench.harness.report.grid import numbers_text
+from gpipe_bench.harness.verdict import Answer, Part, Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,10 +106,9 @@ def _scaling(one: Record, many: Record, title: str) -> Answer:
     )
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    parts = [text_table(comparisons)] if comparisons else []
+def tables(records: Sequence[Record]) -> str:
     found = (_traffic(records), _steps(records), *_accelerators(records))
-    return "\n\n".join([*parts, *filter(None, (table_text(*each) for each in found))])
+    return "\n\n".join(numbers_text(*each) for each in found if each[-1])
 
 
 def _values(record: Record) -> dict[Any, Any]:

@@ -412,7 +412,7 @@ def work(job: Job) -> Ran:
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gpipe_bench.experiments.timed.link import measured as measured_link
+    from gpipe_bench.experiments.timed.steps import measured_link
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline, devices
     from gpipe_bench.planner.timing import time_step

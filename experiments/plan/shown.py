@@ -25,8 +25,6 @@ from gpipe_bench.experiments.side_by_side import measured, trust_of
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.verdict import Comparison
-from gpipe_bench.pipeline.plan.schedule import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-def tables(records: Sequence[Record], comparisons: Sequence[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """The rules, a block for each model, the peaks, what waits, and what is on paper."""
     done = {
         part: of_case(records, "done", part=part)
@@ -305,8 +303,8 @@ def _draw_predicted(models: dict[str, list[Compared]]) -> Figure:
             if points or not replicas:
                 axes.plot(
                     [1e3 * each.predicted_s for each in points], [1e3 * each.measured_s for each in points],
-                    linestyle="none", marker="s" if replicas else "o", markersize=5, color=COLORS[Kind.B],
-                    markerfacecolor=COLORS[Kind.B] if chosen else "white",
+                    linestyle="none", marker="s" if replicas else "o", markersize=5, color=COLORS["B"],
+                    markerfacecolor=COLORS["B"] if chosen else "white",
                     label=("the plan's best" if chosen else "others") + ", replicas" * replicas,
                 )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=line, ylim=line)

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from statistics import median
 
 from gpipe_bench.experiments.predicted.records import predicted_numbers
-from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Answer
 
 SCRIPTS = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")
 """torchgpipe's benchmark scripts whose speeds are predicted."""
@@ -129,7 +129,7 @@ KINDS = {"ratio": "ratios", "samples/s": "absolute speeds", "GiB": "memory", "pa
 """Published numbers by their unit."""
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """Every number, and the errors by kind."""
     published = {(cell.source, *cell.key): cell for cell in load_paper()}
     by_kind: dict[str, list[tuple[Answer, PaperNumber]]] = {kind: [] for kind in KINDS.values()}
@@ -165,7 +165,7 @@ def _grid(kind: str, found: Sequence[tuple[Answer, PaperNumber]]) -> str:
         f"{sum(line[-1] == 'yes' for line in lines)} of {len(lines)} lie in the range"
     )
     headers = ["", "published", "middle", "range", "middle / published", "in the range"]
-    return table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)
 
 
 EXPERIMENT = Experiment(

@@ -19,12 +19,12 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.timed.claims import SMOKE, admitted, prediction_interval, table_text
+from gpipe_bench.experiments.timed.claims import SMOKE, prediction_interval
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.hypotheses import Hypothesis, Walk
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
-from gpipe_bench.harness.report.grid import fill
+from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import Answer, Part, Spread
 
@@ -122,7 +122,6 @@ def predicted_numbers(record: Record) -> list[Number]:
 
 def as_published(records: Sequence[Record]) -> list[Answer]:
     """Our prediction for every number of the paper that the records predict."""
-    paper = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
     found = []
     for record in of_case(records, "done", part=PART):
         error = prediction_error(record)
@@ -139,7 +138,6 @@ def as_published(records: Sequence[Record]) -> list[Answer]:
                 Answer(
                     table=cell[0], row=cell[1], column=cell[2], question="as published", quantity=quantity,
                     spread=spread,
-                    allowed=admitted(paper[cell]) if cell in paper else None,
                     record=record,
                     not_comparable=SMOKE if record.profile == "smoke" else "" if error else NO_ERROR,
                     note=f"{note} {record.details['note']}".strip(),
@@ -284,7 +282,7 @@ def _grid(record: Record) -> str:
     title = f"As published: {record.details['title']} at the paper's size, predicted\n{middle}"
     headers = ["", "paper", "middle", "range", "combinations", "widest alone"]
     notes = textwrap.wrap(record.details["note"], 100, initial_indent="  ", subsequent_indent="  ")
-    return table_text(title, headers, lines, *notes)
+    return numbers_text(title, headers, lines, *notes)
 
 
 def widest(spread: Spread) -> str:

@@ -27,7 +27,7 @@ from torch import nn
 
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
 from gpipe_bench.experiments.predicted.sweep import Steps
-from gpipe_bench.experiments.timed.cuts import SETTINGS
+from gpipe_bench.experiments.timed.replay import CUT_BY
 from gpipe_bench.experiments.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.unknowns import load_unknowns
@@ -442,7 +442,7 @@ def cuts_of_the_paper(table: str, here: Workload, size: Mapping[str, Any], stage
     """
     written_out = {"attention": "explicit"} if here.model == "transformer-lm" else {}
     ours, paper = (FullSize(here.model, {**here.options, **other, **written_out}) for other in ({}, size))
-    costs, rules = (load_unknowns().find(table, name).allowed for name in SETTINGS)
+    costs, rules = (load_unknowns().find(table, name).allowed for name in CUT_BY)
     cuts = {
         f"{cost}, {rule}": {
             str(k): [[span.start, span.stop] for span in found]

@@ -1,5 +1,11 @@
 """Everything on record as one page of data: the first screen, tables, figures, charts and machines.
 
+Each group of records that belong together is turned into cells by itself, and a cell takes its number from
+the first group that has one. Your own records come first and the committed reference records fill in what you
+did not run; a smoke run, which only proves that the path works, comes last. Judging, laying out text and
+drawing timelines all happen as the records are read, where an experiment may still stumble over them;
+everything behind it only picks and places what is read.
+
 The verb `report` writes it as files, and the README takes its first screen from the same data. That screen is
 about the paper and comes from the committed records alone: a number of one's own changes nothing of it.
 """
@@ -7,32 +13,26 @@ about the paper and comes from the committed records alone: a number of one's ow
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
-from gpipe_bench.experiments.report.readings import (
-    Reading,
-    answers,
-    check_engine_is_there,
-    folders,
-    load_all,
-    readings,
-    sources,
-)
+from gpipe_bench.experiments.report.readings import check_engine_is_there, engines_of, judged, readable
+from gpipe_bench.experiments.report.timelines import Chart, charts_of
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
 from gpipe_bench.harness.places import REFERENCE, short_path
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
-from gpipe_bench.harness.store import lines_of
+from gpipe_bench.harness.store import Problem, Store, latest, lines_of
 from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.harness.verdict import Comparison
+from gpipe_bench.harness.verdict import Answer, Comparison
 
 COMMAND = "nox -s report"
 
@@ -48,7 +48,13 @@ def build(
     which are names of machines and folders. Where the `engine` took part, its runs come first; ValueError
     where it is in no record.
     """
-    experiments, warnings = load_all()
+    experiments: list[Experiment] = []
+    warnings: list[str] = []
+    for name in EXPERIMENTS:
+        try:
+            experiments.append(load(name))
+        except ImportError as error:  # one experiment that lacks a package must not cost the whole page
+            warnings.append(f"{name} can't be loaded: {error}")
     places = folders(results)
     for name, folder in others:
         while name in dict(places):
@@ -72,9 +78,10 @@ def build(
         if not found[experiment.name]:
             continue
         pictures: list[Picture] = []
+        first = found[experiment.name][0].source
         try:
             if figures:
-                pictures = pictures_of(experiment, found[experiment.name][0].source)
+                pictures = pictures_of(experiment, first.records, first.folder, first.machine, own=first.own)
         except FAILURES as error:
             text = f"{type(error).__name__}: {error}"
             warnings.append(f"the figures of {experiment.name} can't be drawn: {text}")
@@ -146,7 +153,7 @@ def _view(
     # the same machine's other runs of that profile had other engines
     place = (first.source.folder, first.source.profile)
     beside = [each for each in several if (each.source.folder, each.source.profile) == place]
-    texts = [each.shown.own for each in beside]
+    texts = [each.text for each in beside]
     if len(beside) > 1:
         engines = [each.source.records[-1].options.get("engine") for each in beside]
         texts = [f"--engine {engine}\n\n{text}" for engine, text in zip(engines, texts, strict=True)]
@@ -190,9 +197,113 @@ def _side(shown: Mapping[str, Sequence[Reading]]) -> SideBySide | None:
     compared: dict[str, list[Comparison]] = {}
     environments: dict[str, list[Mapping[str, Any]]] = {}
     for each in (reading for several in shown.values() if len(several) > 1 for reading in several):
-        compared.setdefault(each.source.machine, []).extend(each.shown.comparisons)
+        compared.setdefault(each.source.machine, []).extend(each.comparisons)
         environments.setdefault(each.source.machine, []).extend(r.environment for r in each.source.records)
     return side_by_side(compared, environments) if len(compared) > 1 else None
+
+
+# Records that belong together, and what they come to
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Records of one experiment that belong together: one folder, profile and set of options."""
+
+    machine: str
+    folder: Path
+    profile: str
+    records: tuple[Record, ...]
+    own: bool  # from the results folder that was asked for, not a reference
+
+
+def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
+    """(name, folder) of the results asked for, then of every reference machine."""
+    own = results.name or str(results)
+    if (references / own).is_dir() and (references / own).resolve() != results.resolve():
+        own += " (yours)"
+    there = sorted(references.iterdir()) if references.is_dir() else []
+    others = [path for path in there if path.is_dir() and path.resolve() != results.resolve()]
+    return [(own, results), *((folder.name, folder) for folder in others)]
+
+
+def sources(
+    experiment: Experiment, places: Iterable[tuple[str, Path]], engine: str | None = None
+) -> tuple[list[Source], list[Problem]]:
+    """The groups of records of an experiment, in the order in which they are asked, and unreadable lines.
+
+    The first of `places` is the user's own. Groups in which the `engine` took part come first.
+    """
+    found: list[Source] = []
+    problems: list[Problem] = []
+    for place, (machine, folder) in enumerate(places):
+        loaded = Store(folder).load(experiment.name)
+        problems += loaded.problems
+        groups: dict[tuple[str, str], list[Record]] = {}
+        current = [record for record in loaded.records if record.revision == experiment.revision]
+        for record in latest(current).values():
+            groups.setdefault((record.profile, repr(sorted(record.options.items()))), []).append(record)
+        found += [
+            Source(machine, folder, profile, tuple(records), place == 0)
+            for (profile, _), records in groups.items()
+        ]
+
+    def order(source: Source) -> tuple[object, ...]:
+        used = source.records[-1].options.get("engine")
+        usual = used is None or not experiment.engines or used == experiment.engines[0]
+        profile = -PROFILES.index(source.profile) if source.profile in PROFILES else 1  # full, short, smoke
+        return (
+            engine is not None and engine not in engines_of(*source.records), source.profile == "smoke",
+            not usual, not source.own, profile, -len(source.records), source.machine,
+        )  # fmt: skip
+
+    return sorted(found, key=order), problems
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One source, without the records that can't be read, and all that follows from the others."""
+
+    source: Source
+    entries: tuple[Answer, ...]
+    comparisons: tuple[Comparison, ...]
+    text: str  # without the paper's numbers
+    charts: tuple[Chart, ...]
+
+
+def readings(
+    experiment: Experiment, groups: Sequence[Source]
+) -> tuple[list[Reading], list[tuple[Source, str]]]:
+    """The readings of the groups, and lines about records that can't be shown, with the group of each."""
+    found: list[Reading] = []
+    lines: list[tuple[Source, str]] = []
+    for group in groups:
+
+        def read(records: Sequence[Record], group: Source = group) -> Reading:
+            entries, comparisons = judged(experiment, records)
+            text = "" if experiment.tables is None else experiment.tables(records)
+            charts = tuple(charts_of(experiment, records))
+            source = replace(group, records=tuple(records))
+            return Reading(source, tuple(entries), tuple(comparisons), text, charts)
+
+        reading, left_out = readable(experiment.name, group.records, read)
+        lines += [(group, line) for line in left_out]
+        found += [] if reading is None else [reading]
+    return found, lines
+
+
+def answers(found: Sequence[Reading]) -> list[Comparison]:
+    """One for each entry that any of the readings reports, from the first that has a number."""
+    chosen: dict[tuple[str, ...], Comparison] = {}
+    for reading in found:
+        source, compared = reading.source, {cell.key: cell for cell in reading.comparisons}
+        for entry in reading.entries:
+            cell = compared[entry.key]
+            if cell.ours is not None or entry.status == "out_of_memory":
+                command = (entry.record or source.records[-1]).command
+                cell = replace(cell, machine=source.machine, profile=source.profile, command=command)
+            if entry.key not in chosen or (cell.machine and not chosen[entry.key].machine):
+                chosen[entry.key] = cell
+    return list(chosen.values())
 
 
 # Facts of the first screen that no comparison holds: same seeds, the schedule's formula, hardware

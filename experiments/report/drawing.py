@@ -1,4 +1,4 @@
-"""What the drawings of several experiments share: a theme, and a timeline as a Gantt chart.
+"""What the drawings of several experiments share: a theme, timelines that records keep, and a Gantt chart.
 
 The theme is entered while a plot is drawn and left again, so that none changes another. The chart has stages
 from top to bottom and time from left to right, and shows at a glance what a table of seconds hides: where a
@@ -8,33 +8,25 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.experiment import Drawing, Plot
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.harness.experiment import Drawing, KeptTimeline, Plot
+from gpipe_bench.harness.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from gpipe_bench.pipeline.plan.timeline import Timeline
+
 # Distinguishable in grey print and for colour-blind readers: forward light, backward dark.
-COLORS: dict[Kind, str] = {
-    Kind.F: "#9ecae1",
-    Kind.R: "#fdd49e",
-    Kind.B: "#3182bd",
-    Kind.I: "#3182bd",
-    Kind.W: "#756bb1",
-}
-NAMES: dict[Kind, str] = {
-    Kind.F: "forward",
-    Kind.R: "recompute",
-    Kind.B: "backward",
-    Kind.I: "backward, inputs",
-    Kind.W: "backward, weights",
-}
+COLORS = {"F": "#9ecae1", "R": "#fdd49e", "B": "#3182bd", "I": "#3182bd", "W": "#756bb1"}
+NAMES = {
+    "F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights",
+}  # fmt: skip
+"""By kind of action, in order."""
 WORK_COLORS: dict[str, str] = {"setup": "#bdbdbd", "update": "#636363"}
 # A box narrower than this share of the picture has no room for the number of its micro-batch.
 NARROWEST_LABEL = 0.012
@@ -66,15 +58,52 @@ def picture(
     )  # fmt: skip
 
 
+def kept_timelines(records: Sequence[Record]) -> list[KeptTimeline]:
+    """Every timeline of the finished records, wherever they keep it: what most experiments show."""
+    return [
+        KeptTimeline(
+            record=record,
+            data=data,
+            title=title_of(record),
+            where=tuple(word for word in where if word not in ("timeline", "timelines", "cells")),
+        )
+        for record in records
+        if record.status == "done"
+        for where, data in timelines(record.details)
+    ]
+
+
+def timelines(
+    details: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Every timeline (`Timeline.to_data`) inside the details of a record, with the keys that lead to it."""
+    if isinstance(details, Mapping) and details.keys() >= {"num_stages", "events", "provenance"}:
+        yield path, details
+    elif isinstance(details, Mapping | list):
+        inside = details.items() if isinstance(details, Mapping) else enumerate(details)
+        for key, value in inside:
+            yield from timelines(value, (*path, str(key)))
+
+
+def title_of(record: Record) -> str:
+    """The record's own title, or the case in words."""
+    known = record.details.get("title")
+    if not isinstance(known, str):
+        return record.label
+    rest = [f"{key} {value}" for key, value in record.case.items() if key not in ("model", "part")]
+    return ", ".join([known, *rest])
+
+
 def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
     """The chart of a timeline that a record keeps."""
-    return picture(
-        name=name,
-        caption=title,
-        alt="Gantt chart of one step; the same timeline is an interactive chart in this report.",
-        draw=lambda: gantt(Timeline.from_data(data), title),
-        of_timelines=True,
-    )
+
+    def draw() -> Figure:
+        from gpipe_bench.pipeline.plan.timeline import Timeline
+
+        return gantt(Timeline.from_data(data), title)
+
+    alt = "Gantt chart of one step; the same timeline is an interactive chart in this report."
+    return picture(name=name, caption=title, alt=alt, draw=draw, of_timelines=True)
 
 
 def gantt(timeline: Timeline, title: str = "") -> Figure:
@@ -105,13 +134,13 @@ def paint(axes: Axes, timeline: Timeline, *, unit_s: float = 1e-3, width: float 
     for event in timeline.events:
         start, length = event.start_s / unit_s, event.duration_s / unit_s
         kind, stage = event.action.kind, event.action.stage
-        hatch = "////" if kind is Kind.R else None
+        hatch = "////" if kind == "R" else None
         lane = (stage - 0.42, 0.84)
         axes.broken_barh([(start, length)], lane, facecolors=COLORS[kind], hatch=hatch, **edge)
         if length > room:
             axes.text(
                 start + length / 2, stage, str(event.action.microbatch), ha="center", va="center", fontsize=7,
-                color="black" if kind in (Kind.F, Kind.R) else "white",
+                color="black" if kind in ("F", "R") else "white",
             )  # fmt: skip
     for span in timeline.work:
         at = (span.start_s / unit_s, span.duration_s / unit_s)
@@ -127,11 +156,11 @@ def legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     shown = list(timelines)
-    kinds = sorted({event.action.kind for each in shown for event in each.events}, key=list(Kind).index)
+    kinds = sorted({event.action.kind for each in shown for event in each.events}, key=[*NAMES].index)
     handles = [
         Patch(
             facecolor=COLORS[kind], edgecolor="white", linewidth=0.6, label=NAMES[kind],
-            hatch="////" if kind is Kind.R else None,
+            hatch="////" if kind == "R" else None,
         )
         for kind in kinds
     ]  # fmt: skip

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpipe_bench.experiments.report.readings import Source
 from gpipe_bench.harness.experiment import Experiment, Plot
 from gpipe_bench.harness.record import Record, encode
 from gpipe_bench.harness.report.html import data_url
@@ -96,29 +95,31 @@ class Picture:
     height: int
 
 
-def pictures_of(experiment: Experiment, source: Source) -> list[Picture]:
-    """The figures of the experiment of its source, made small.
+def pictures_of(
+    experiment: Experiment, records: Sequence[Record], folder: Path, machine: str, *, own: bool
+) -> list[Picture]:
+    """The figures of the experiment of these records, which are in the folder of the machine, made small.
 
     Figures that lie beside the records and show exactly them are taken as they are; others are drawn, into
     the folder of the user's own records or, for reference records, into a folder that is gone afterwards.
     Raises one of FAILURES where they can't be drawn.
     """
-    plots = {plot.name: plot for plot in plots_of(experiment, source.records)}
+    plots = {plot.name: plot for plot in plots_of(experiment, records)}
     with tempfile.TemporaryDirectory() as scratch:
-        beside = source.folder / FOLDER
-        paths = drawn(experiment, source.records, beside)
+        beside = folder / FOLDER
+        paths = drawn(experiment, records, beside)
         if paths is None:
-            paths = draw(experiment, source.records, beside if source.own else Path(scratch))
+            paths = draw(experiment, records, beside if own else Path(scratch))
         by_name = {path.stem: path for suffix in _TYPES for path in paths if path.suffix == suffix}
         shown = {name: plot for name, plot in plots.items() if name in by_name and plot.on_page}
-        return [_picture(by_name[name], plot, source) for name, plot in shown.items()]
+        return [_picture(by_name[name], plot, machine) for name, plot in shown.items()]
 
 
-def _picture(path: Path, plot: Plot, source: Source) -> Picture:
+def _picture(path: Path, plot: Plot, machine: str) -> Picture:
     content = path.read_bytes()
     width, height = _svg_size(content) if path.suffix == ".svg" else _png_size(content)
     url = data_url(content if path.suffix == ".svg" else _made_small(content), _TYPES[path.suffix])
-    return Picture(plot=plot, machine=source.machine, url=url, width=width, height=height)
+    return Picture(plot=plot, machine=machine, url=url, width=width, height=height)
 
 
 def _made_small(png: bytes) -> bytes:

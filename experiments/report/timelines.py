@@ -9,9 +9,8 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gpipe_bench.experiments.report.drawing import NAMES
 from gpipe_bench.harness.experiment import Experiment, KeptTimeline
@@ -34,7 +33,6 @@ _LAST_CENTRED = 96.0
 _TICKS = 6
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 _WORK = {"setup": "setup", "update": "weight update"}
-_MEMBERS = frozenset({"num_stages", "events", "provenance"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,33 +88,6 @@ def charts_of(experiment: Experiment, records: Sequence[Record]) -> list[Chart]:
         if fits or left_out <= MOST_TRACES:
             charts.append(chart if fits else replace(chart, boxes=(), lanes=()))
     return charts
-
-
-def kept_timelines(records: Sequence[Record]) -> list[KeptTimeline]:
-    """Every timeline of the finished records, wherever they keep it: what most experiments show."""
-    return [
-        KeptTimeline(
-            record=record,
-            data=data,
-            title=_title(record),
-            where=tuple(word for word in where if word not in ("timeline", "timelines", "cells")),
-        )
-        for record in records
-        if record.status == "done"
-        for where, data in timelines(record.details)
-    ]
-
-
-def timelines(
-    details: Any, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """Every timeline (`Timeline.to_data`) inside the details of a record, with the keys that lead to it."""
-    if isinstance(details, Mapping) and details.keys() >= _MEMBERS:
-        yield path, details
-    elif isinstance(details, Mapping | list):
-        inside = details.items() if isinstance(details, Mapping) else enumerate(details)
-        for key, value in inside:
-            yield from timelines(value, (*path, str(key)))
 
 
 def _chart(kept: KeptTimeline) -> Chart:
@@ -193,12 +164,3 @@ def ticks(span: float) -> tuple[tuple[str, str], ...]:
 
 def _percent(value: float) -> str:
     return f"{value:.3f}".rstrip("0").rstrip(".") + "%"
-
-
-def _title(record: Record) -> str:
-    """The record's own title, or the case in words."""
-    title = record.details.get("title")
-    if not isinstance(title, str):
-        return record.label
-    rest = [f"{key} {value}" for key, value in record.case.items() if key not in ("model", "part")]
-    return ", ".join([title, *rest])

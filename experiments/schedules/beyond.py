@@ -17,9 +17,9 @@ from statistics import median_high
 from typing import Any
 
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots, span
-from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.named import named, seq1f1b
 from gpipe_bench.pipeline.plan.offload import at_once, away, longest
 from gpipe_bench.pipeline.plan.offload import in_slots as of_slots
@@ -226,7 +226,7 @@ def tables(records: Sequence[Record]) -> list[str]:
 
         size = f"K = {NUM_WORKERS}, M = {NUM_MICROBATCHES}"
         found.append(
-            table_text(
+            numbers_text(
                 f"Seq1F1B, {size}: chunks of sequences (replayed at equal costs; not run)",
                 ["chunks", "slots", "graphs"],
                 [
@@ -242,7 +242,7 @@ def tables(records: Sequence[Record]) -> list[str]:
             lines.append(copied(name, "nothing"))
             lines += [copied(name, way, k) for way in ways[: 3 if name != "1f1b" else 2] for k in KS]
         found.append(
-            table_text(
+            numbers_text(
                 f"Activations with the host, {size} (replayed at equal costs; not run)",
                 ["schedule", "copied", "k", "slots", "graphs", "GiB"],
                 lines,

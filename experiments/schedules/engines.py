@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.known import Ours, TorchZeroBubble
 from gpipe_bench.experiments.engines.setup import LossFn, Setup, clear
-from gpipe_bench.experiments.timed.replay import samples_of
+from gpipe_bench.experiments.timed.results import samples_of
 from gpipe_bench.pipeline.plan.files import to_csv
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.named import loop

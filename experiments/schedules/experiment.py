@@ -24,13 +24,11 @@ from gpipe_bench.experiments.schedules.laid_out import (
     REMATS,
     WITHOUT_NAIVE,
 )
-from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Record, find, of_case
-from gpipe_bench.harness.report.table import text_table
-from gpipe_bench.harness.verdict import Comparison
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -286,10 +284,9 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return laid_out.run_equal(key["num_workers"])
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
+def tables(records: Sequence[Record]) -> str:
     """The published numbers first, then ours."""
-    parts = [text_table(comparisons)] if comparisons else []
-    parts += beside.tables(records)
+    parts = beside.tables(records)
     for of_part, table in ((laid_out.EQUAL, _equal), (laid_out.MEASURED, _measured)):
         parts += [table(r, remat) for r in of_case(records, "done", part=of_part) for remat in REMATS]
     for model in TABLE2:
@@ -310,7 +307,7 @@ def _by_schedule(title: str, record: Record, remat: str, axis: str, words: str) 
         [name, *(words.format_map(found[name, each]) if (name, each) in found else "-" for each in numbers)]
         for name in NAMES
     ]
-    return table_text(title, ["", *(f"{axis}={each}" for each in numbers)], lines)
+    return numbers_text(title, ["", *(f"{axis}={each}" for each in numbers)], lines)
 
 
 def _equal(record: Record, remat: str) -> str:
@@ -359,7 +356,7 @@ def _table2(records: Sequence[Record], model: str) -> Iterator[str]:
             )
             line += [f"{unit / best:.2f}", f"x{gpipe / best:.2f}", name]
         lines.append(line)
-    yield table_text(
+    yield numbers_text(
         f"Table 2 with the best schedule, {TABLE2[model]['full'].title}: throughput over GPipe's at K=2, "
         "M=1\n"
         "  (replayed with the stages' measured times; gains over GPipe with every micro-batch recomputed)",

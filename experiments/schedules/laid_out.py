@@ -222,7 +222,7 @@ def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]
     """
     import torch
 
-    from gpipe_bench.experiments.timed.replay import samples_of
+    from gpipe_bench.experiments.timed.results import samples_of
     from gpipe_bench.experiments.timed.steps import layer_seconds
     from gpipe_bench.harness.rounds import turns
     from gpipe_bench.pipeline import Pipeline

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -195,7 +195,7 @@ def tables(records: Sequence[Record]) -> list[str]:
             f"{middle:.0%} of the peak;\n  saved: for shares of the peak from {least:.0%} to {most:.0%}"
         )
         lines = [_line(record, name, number) for number in WORKERS for name in SCHEDULES]
-        found.append(table_text(title, columns, lines))
+        found.append(numbers_text(title, columns, lines))
     return found
 
 

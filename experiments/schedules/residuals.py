@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpipe_bench.experiments.schedules.beyond import evenly
-from gpipe_bench.experiments.timed.claims import table_text
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.named import loop, named
 from gpipe_bench.pipeline.plan.portals import edges_of
 
@@ -113,5 +113,5 @@ def tables(records: Sequence[Record]) -> list[str]:
             "and with two in a loop, over all\n  ways and over the busiest; fullest worker under "
             "1F1B, M = 2K, Adam, by re-materialization"
         )
-        found.append(table_text(title, columns, lines))
+        found.append(numbers_text(title, columns, lines))
     return found

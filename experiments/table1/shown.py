@@ -12,9 +12,7 @@ from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.models.paper import COLUMNS, GIB, HALVES, Column
 
 if TYPE_CHECKING:
@@ -26,9 +24,9 @@ LARGEST = "largest on a GPU"
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
 
-def tables(records: Sequence[Record], comparisons: list[Comparison]) -> str:
-    """Everything that `run` and `compare` print."""
-    parts = [text_table(comparisons)]
+def tables(records: Sequence[Record]) -> str:
+    """What the paper does not print: what fills the accelerators, the largest models, what ran."""
+    parts: list[str] = []
     for half in HALVES:
         for attention in dict.fromkeys(
             str(r.case["attention"]) for r in records if r.case.get("half") == half and "attention" in r.case

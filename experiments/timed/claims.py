@@ -1,9 +1,9 @@
 """Our replayed numbers beside the paper's: sentences to be judged, what their words admit, and the text.
 
 "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number that it is
-about and by what its words admit. Which reading of a word is meant is an unknown like any other, so the
-limits come from the file of unknowns. So is what the paper cut its models by: a sentence is judged over all
-of these cuts. What is said of "the same model" is judged at one mini-batch.
+about and by what its words admit (results/unknowns.toml). What the paper cut its models by is not
+known: a sentence is judged over all of these cuts. What is said of "the same model" is judged at one
+mini-batch.
 
 Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
 accelerators. Each shows the three factors that it is made of instead.
@@ -17,28 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from gpipe_bench.experiments.timed.cuts import MISSING, SETTINGS, Cuts
-from gpipe_bench.experiments.timed.replay import TimedActions, lay_out
-from gpipe_bench.harness.paper import PaperNumber, load_paper
+from gpipe_bench.experiments.timed.replay import CUT_BY, NO_CUTS, Cuts, TimedActions, lay_out
+from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, find
-from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.harness.unknowns import Unknown, load_unknowns
-from gpipe_bench.harness.verdict import (
-    Allowed,
-    Answer,
-    Part,
-    Spread,
-    about,
-    at_least,
-    at_most,
-    within_factor,
-)
+from gpipe_bench.harness.verdict import Answer, Part, Spread
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
-TABLE = "claims-text"
-"""The table of the paper's sentences."""
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
 UNKNOWN = (
     "The replay's error is not known here: no step of this table ran on as many devices as it has stages. "
@@ -74,37 +61,6 @@ def published(table: str) -> dict[tuple[str, str, str], PaperNumber]:
     }
 
 
-def word(setting: str) -> Unknown:
-    """How far a word of the text may reach, from the file of unknowns."""
-    return load_unknowns().find("claims", setting)
-
-
-REDUCTION = "a layer after a reduction over one before it, AmoebaNet-D (18, 256)"
-CORRELATION = "correlation of top-1 accuracy and size"
-
-_ADMITS: Mapping[str, Callable[[PaperNumber], Allowed]] = {
-    "throughput without pipelining, over the accelerators": lambda cell: within_factor(
-        word("relatively_constant_ratio")
-    ),
-    "Transformer-48: share of a linear speed-up at M >> K": lambda cell: at_least(word("near_linear_share")),
-    "AmoebaNet-D (4, 512): share of a linear speed-up": lambda cell: at_least(word("near_linear_share")),
-    "bubble at M >= 4K": lambda cell: at_most(word("negligible_share")).scaled(100, 0),
-    "extra time by recomputation": lambda cell: about(cell, word("about")),
-    REDUCTION: lambda cell: about(cell, word("about")),
-    CORRELATION: lambda cell: at_least(word("strong_correlation")),
-    "activation memory over the original's": lambda cell: about(cell, word("about")),
-    "normalized throughput by the text": lambda cell: about(cell, word("about")),
-    "speed-up from 2 to 8 without a fast link over that with one": lambda cell: about(cell, word("about")),
-}
-"""What the words of a sentence admit, by its row."""
-
-
-def admitted(cell: PaperNumber) -> Allowed | None:
-    """What a sentence's words admit, by its row; None where the paper's file says it by itself."""
-    words = _ADMITS.get(cell.row)
-    return None if words is None else words(cell)
-
-
 def derived(
     name: str, formula: Callable[..., float], *of: Quantity | None, unit: str = "ratio"
 ) -> Quantity | None:
@@ -135,7 +91,6 @@ def entry(
     moves: Moves = "either way",
     more: Sequence[tuple[str, float, float]] = (),
     settings: int = 0,
-    allowed: Allowed | None = None,
     not_comparable: str = "",
     context: str = "",
 ) -> Answer:
@@ -150,7 +105,6 @@ def entry(
         moves: how it moves when a step takes longer than it was laid out
         more: what else moves it, each with the smallest and the largest factor
         settings: how many settings of what the paper leaves open these factors are over
-        allowed: what a sentence's words admit, where the paper's file does not say it by itself
         not_comparable: why the number can't decide it
         context: why it is not judged
     """
@@ -159,8 +113,8 @@ def entry(
         not_comparable = SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN
     table, row, column = place
     return Answer(
-        table=table, row=row, column=column, quantity=quantity, spread=spread, allowed=allowed,
-        record=record, note=note, not_comparable=not_comparable, context=context,
+        table=table, row=row, column=column, quantity=quantity, spread=spread, record=record,
+        note=note, not_comparable=not_comparable, context=context,
     )  # fmt: skip
 
 
@@ -178,8 +132,7 @@ def sentence(
     """
     if quantity is None:
         return []
-    allowed = admitted(published(TABLE)["paper", row, column])
-    return [entry(records, record, (TABLE, row, column), quantity, note, allowed=allowed, **more)]
+    return [entry(records, record, (SENTENCES, row, column), quantity, note, **more)]
 
 
 def sentence_over_cuts(
@@ -215,9 +168,9 @@ def sentence_over_cuts(
     measured = derived(column, formula, *of, unit=unit)
     if measured is None or measured.value is None:
         return []
-    cuts = Cuts.of(records, str(record.case["model"]))
+    place, cuts = (SENTENCES, row, column), Cuts.of(records, str(record.case["model"]))
     if cuts is None:
-        return sentence(records, record, row, column, measured, note, not_comparable=MISSING)
+        return [entry(records, record, place, measured, note, not_comparable=NO_CUTS)]
     values = [float(each.value) for each in of if each is not None and each.value is not None]
     moved = {
         setting: formula(*(value * factor for value, factor in zip(values, factors, strict=True)))
@@ -227,8 +180,8 @@ def sentence_over_cuts(
     scale = middle / float(measured.value)
     quantity = derived(column, lambda *given: scale * formula(*given), *of, unit=unit)
     said = f"cut by {next(iter(moved))}, and by measured seconds {measured.value:.3g}"
-    ends = [(" and ".join(SETTINGS), min(moved.values()) / middle, max(moved.values()) / middle)]
-    return sentence(records, record, row, column, quantity, f"{note}; {said}", more=ends, settings=len(moved))
+    ends = [(" and ".join(CUT_BY), min(moved.values()) / middle, max(moved.values()) / middle)]
+    return [entry(records, record, place, quantity, f"{note}; {said}", more=ends, settings=len(moved))]
 
 
 def speed(record: Record) -> Callable[[TimedActions, Mapping[str, Any]], float]:
@@ -294,21 +247,18 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
     Every step that ran for real counts, at whatever number of micro-batches, so the range covers both how
     steps scatter and how the replay fits another schedule. None below two steps.
     """
-    errors = _errors([r for r in records if r.case.get("model") == model])
-    if len(errors) < FEWEST_ERRORS:
-        errors = _errors(records)
+    errors: list[float] = []
+    for several in ([r for r in records if r.case.get("model") == model], records):
+        if len(errors) < FEWEST_ERRORS:
+            errors = [
+                -math.log1p(each)
+                for record in several
+                if record.status == "done"
+                for error in record.quantities
+                if error.name == "replay error" and error.value is not None
+                for each in (error.samples or (error.value,))
+            ]
     return prediction_interval(errors) if len(errors) > 1 else None
-
-
-def _errors(records: Sequence[Record]) -> list[float]:
-    return [
-        -math.log1p(each)
-        for record in records
-        if record.status == "done"
-        for error in record.quantities
-        if error.name == "replay error" and error.value is not None
-        for each in (error.samples or (error.value,))
-    ]
 
 
 def prediction_interval(errors: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -374,12 +324,6 @@ def percent(quantity: Quantity | None) -> str:
     return "-" if quantity is None or quantity.value is None else f"{100 * quantity.value:.0f} %"
 
 
-def table_text(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *notes: str) -> str:
-    """A table of numbers as text; nothing without lines."""
-    found = Grid(title=title, columns=columns, lines=lines, notes=notes, right=numbers(columns))
-    return found.text() if lines else ""
-
-
 def throughput_text(
     record: Record, title: str, places: Mapping[str, tuple[str, str, str]], *, batch_sizes: bool = False
 ) -> str:
@@ -416,7 +360,7 @@ def throughput_text(
     ]  # fmt: skip
     starred = any(str(line[1]).endswith("*") for line in lines)
     notes = [f"  * {cell.erratum}" for cell in known.values() if not cell.comparable][:1] if starred else []
-    return table_text(title, columns, lines, *notes)
+    return numbers_text(title, columns, lines, *notes)
 
 
 def scaled(details: Mapping[str, Any]) -> str:
@@ -449,4 +393,4 @@ def replay_errors(records: Sequence[Record]) -> str:
         "kinds"
     )
     headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
-    return table_text(title, headers, lines)
+    return numbers_text(title, headers, lines)

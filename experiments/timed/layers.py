@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.timed.workloads import Workload, materialized
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Quantity, Record, of_case
-from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind
 
@@ -215,4 +215,4 @@ def text(records: Sequence[Record]) -> str:
         f"{', '.join(sorted(titles))}: forward, recomputation and backward of every layer, one at a time\n"
         "  efficiency: of a micro-batch of this size, the best is 1; balance: mean stage over the fullest"
     )
-    return Grid(title=title, columns=columns, lines=lines, right=numbers(columns)).text()
+    return numbers_text(title, columns, lines)

@@ -1,26 +1,27 @@
-"""What the actions of a step took where it really ran, laid out on as many devices as it has stages, and how
-far the replay errs.
+"""What the actions of a step took where it really ran, laid out on as many devices as it has stages.
 
 A replay is only as good as its action times, so they come from whole steps of the pipeline (warm caches, the
-right micro-batch, one thread per stage) and keep their samples. It leaves things out, so it errs, and mostly
-to one side; some of the steps that it lays out run on real devices in the same rounds, and their errors say
-where the next one will be. No torch is needed here.
+right micro-batch, one thread per stage) and keep their samples. No torch is needed here.
+
+Steps are timed with stages cut by the measured seconds of the layers. The paper cut before it ran, by a cost
+of a layer that it does not give and by a rule that it names, so what it cut by is an unknown like any other
+(`partition_cost` and `partition_rule` of results/unknowns.toml). The cuts of the paper's own sizes are on
+record, and so are the measured seconds of every layer here: a stage of another cut takes the share of all
+work that its layers have. Numbers are moved by what that changes and not made anew, so the seconds of whole
+steps stay those that were measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
-from gpipe_bench.experiments.timed.workloads import Job
-from gpipe_bench.harness.record import Provenance, Quantity, Scalar
-from gpipe_bench.harness.rounds import Usage, used_by_others
-from gpipe_bench.harness.stats import from_samples
-from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.record import Record, find
+from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
@@ -28,16 +29,11 @@ from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.breakdown import Breakdown, breakdown, even_stages
 
-GPU_LINK = "nvlink4"
-SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it
-MOST_DRAWN = 300  # actions of a timeline that is kept in the record
 HIDDEN = 0.05
 """Communication counts as hidden while it makes a step at most this share longer than a free link."""
 _LOWEST, _HIGHEST = 1e3, 1e15  # bytes per second between which a bandwidth that hides is looked for
 
 Samples = dict[tuple[int, Kind], tuple[float, ...]]
-Rates = Sequence[tuple[Mapping[str, Scalar], Sequence[float]]]
-"""Examples per second of each turn, by the key of what is timed."""
 
 
 @dataclass(frozen=True)
@@ -146,220 +142,11 @@ def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = N
     return breakdown(timed.program(num_microbatches), **timed.times(link))
 
 
-def samples_of(timelines: Sequence[Timeline]) -> Samples:
-    """Durations by (stage, kind) of several measured steps."""
-    found: dict[tuple[int, Kind], list[float]] = {}
-    for timeline in timelines:
-        for event in timeline.events:
-            found.setdefault((event.action.stage, event.action.kind), []).append(event.duration_s)
-    return {key: tuple(samples) for key, samples in found.items()}
-
-
-def joined(several: Sequence[TimedActions]) -> TimedActions:
-    """The same configuration measured several times, as one with more samples."""
-    first = several[0]
-    return replace(
-        first,
-        samples_s={key: tuple(s for each in several for s in each.samples_s[key]) for key in first.samples_s},
-        update_s=tuple(median(values) for values in zip(*(each.update_s for each in several), strict=True)),
-        setup_s=median([each.setup_s for each in several]),
-    )
-
-
-def by_turn(steps: Sequence[Steps]) -> list[TimedActions]:
-    """One set of action times per turn of a configuration, samples of all processes together."""
-    return [joined(of_processes) for of_processes in zip(*(each.turns for each in steps), strict=True)]
-
-
-def check_ran(timeline: Timeline, schedule: Schedule, stage: int | None = None) -> dict[str, int]:
-    """How many actions of each kind a measured step really had, of all stages or of the one that ran here.
-
-    RuntimeError if they are not the schedule's, because a benchmark that forgot its micro-batches or its
-    recomputation has measured something else.
-    """
-    wanted = sorted(schedule if stage is None else schedule.actions[stage])
-    found = sorted(event.action for event in timeline.events)
-    if found != wanted:
-        odd = sorted(set(wanted) ^ set(found)) or found
-        where = "the step" if stage is None else f"stage {stage}"
-        raise RuntimeError(
-            f"{where} ran {len(found)} actions where {schedule.name} with {schedule.num_stages} stages and "
-            f"{schedule.num_microbatches} micro-batches has {len(wanted)}; look at {odd[0]}"
-        )
-    kinds = [action.kind for action in found]
-    return {kind.name: kinds.count(kind) for kind in Kind if kind in kinds}
-
-
 def _interquartile(samples: Sequence[float]) -> float:
     ordered = sorted(samples)
     middle = median(ordered)
     low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4 - (len(ordered) % 4 == 0)]
     return (high - low) / middle if middle else 0.0
-
-
-@dataclass
-class Steps:
-    """What one process found for one configuration. `turns` is empty where the engine keeps no timeline or
-    cannot run all stages in a process, `real_s` where it was not run for real; `why` says why.
-    """
-
-    partition: Partition = ()
-    turns: list[TimedActions] = field(default_factory=list)  # two per round, there and back
-    in_process_s: list[float] = field(default_factory=list)  # whole steps with all stages in this process
-    real_s: list[float] = field(default_factory=list)  # with one stage here, the optimizer's step included
-    real_timeline: Timeline | None = None  # of this process's stage, of the last such step
-    counts: dict[str, int] = field(default_factory=dict)  # actions of a step by kind
-    why: str = ""
-    out_of_memory: str = ""  # the error, where a device had no room for a step; then it has no numbers
-
-
-class Found(NamedTuple):
-    """What one process found."""
-
-    steps: tuple[Steps, ...]  # in the order of the configurations
-    layers_s: dict[int, tuple[float, ...]]
-    """Forward, recomputation and backward of each layer, by micro-batch size."""
-    num_parameters: int
-    copy_bytes_per_s: float
-    conditions: dict[str, str]
-    usage: Usage  # over all rounds
-    link: Link | None = None  # between accelerators, where it could be measured
-    memory: Mapping[str, int] = {}  # of an accelerator's allocator, at most
-
-
-def results(job: Job, found: Sequence[Found]) -> tuple[list[Quantity], dict[str, Any]]:
-    """Numbers and details of all configurations; ratios are within a round, to the first configuration. A
-    real step is held against the one that is laid out with as many micro-batches as really ran.
-
-    Throughput is compared within a round, in which all configurations took turns there and back. Such rounds
-    are long and few, so each direction gives a ratio of its own: a machine that drifts moves the two apart,
-    the median lies between them, and the interval says how far they are from each other.
-    """
-    link = link_of(found, job.device)
-    throughput, bound, real = [], [], []
-    quantities: list[Quantity] = []
-    cells: dict[str, Any] = {}
-    for index, configuration in enumerate(job.configurations):
-        steps = [each.steps[index] for each in found]
-        timed = by_turn(steps)
-        counts = configuration.counts or (configuration.num_microbatches,)
-        for count in counts:
-            ran = count == configuration.num_microbatches
-            key: dict[str, Scalar] = {"K": configuration.num_stages, "M": count}
-            name = f"K={configuration.num_stages} M={count}"
-            if configuration.label:
-                key = {"configuration": configuration.label, "M": count}
-                name = configuration.label + ("" if count == counts[0] else f" M={count}")
-            examples = configuration.batch_size if ran else count * configuration.microbatch_size
-            facts: dict[str, Any] = {
-                "key": key,
-                "num_stages": configuration.num_stages,
-                "num_microbatches": count,
-                "batch_size": examples,
-                "counts": steps[0].counts,
-                "why": steps[0].why,
-                "out_of_memory": steps[0].out_of_memory,
-            }
-            laid_out_s = [lay_out(each, link, count).makespan_s for each in timed]
-            if timed:
-                even_s = [balanced(each, count).makespan_s for each in timed]
-                throughput.append((key, [examples / s for s in laid_out_s]))
-                bound.append((key, [examples / s for s in even_s]))
-                whole = joined(timed)
-                step = lay_out(whole, link, count)
-                facts |= {
-                    "actions": whole.to_data(),
-                    "spread": whole.spread(),
-                    "timeline": step.to_data() if len(step.events) <= MOST_DRAWN else None,
-                }
-                shares = [even / laid_out for even, laid_out in zip(even_s, laid_out_s, strict=True)]
-                quantities += [
-                    from_samples("step", [1e3 * s for s in laid_out_s], "ms", key=key,
-                                 provenance="replayed", higher_is_better=False),
-                    from_samples("share of the balanced step", shares, "ratio", key=key,
-                                 provenance="replayed", higher_is_better=True),
-                ]  # fmt: skip
-            if steps[0].real_s and ran:
-                real_s = [max(samples) for samples in zip(*(each.real_s for each in steps), strict=True)]
-                real.append((key, [examples / s for s in real_s]))
-                quantities.append(
-                    from_samples("real step", [1e3 * s for s in real_s], "ms", key=key,
-                                 higher_is_better=False)
-                )  # fmt: skip
-                if timed:
-                    quantities.append(replay_error(laid_out_s, real_s, key))
-                facts["real_busy_share"] = [
-                    _busy(each.real_timeline) for each in steps if each.real_timeline is not None
-                ]
-            cells[name] = facts
-    base = next(iter(cells.values()))["key"]
-    quantities += normalised("throughput", throughput, _of(throughput, base), "replayed")
-    quantities += normalised("bound throughput", bound, _of(throughput, base), "replayed")
-    quantities += normalised("real throughput", real, _of(real, base), "measured")
-    return quantities, {
-        **job.facts(),
-        "cells": cells,
-        "link": {"name": link.name, "source": link.source, "latency_s": link.latency_s,
-                 "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s},
-        "layers_ms": {str(size): [1e3 * s for s in seconds] for size, seconds in found[0].layers_s.items()},
-        "num_parameters": found[0].num_parameters,
-        **conditions_of(found),
-    }  # fmt: skip
-
-
-def conditions_of(found: Sequence[Found]) -> dict[str, Any]:
-    """Under what the processes of a case ran."""
-    return {
-        "processes": len(found),
-        "conditions": [each.conditions for each in found],
-        "used_by_others": used_by_others([each.usage for each in found]),
-        **({"memory": [dict(each.memory) for each in found]} if found[0].memory else {}),
-    }
-
-
-def link_of(found: Sequence[Found], device: str) -> Link:
-    """What joins the stages: this machine's memory, whose bandwidth was measured; between GPUs what was
-    measured there, or a preset where there is one alone.
-    """
-    if device == "cuda":
-        return found[0].link or LINKS[GPU_LINK]
-    return Link(
-        "shared memory",
-        SHARED_MEMORY_LATENCY_S,
-        min(each.copy_bytes_per_s for each in found),
-        source="measured: a copy in memory, all processes at once",
-    )
-
-
-def replay_error(laid_out_s: Sequence[float], real_s: Sequence[float], key: Mapping[str, Scalar]) -> Quantity:
-    """How much longer the laid-out steps are than the same steps on real devices, as a share."""
-    errors = [laid_out / ran - 1 for laid_out, ran in zip(laid_out_s, real_s, strict=True)]
-    note = "replayed step / measured step - 1, turn by turn"
-    return from_samples("replay error", errors, "ratio", key=key, note=note)
-
-
-def normalised(
-    name: str, rates: Rates, base: Sequence[float] | None, provenance: Provenance
-) -> list[Quantity]:
-    """Examples per second, and relative to the base, turn by turn, where it has such a throughput."""
-    found = []
-    for key, samples in rates:
-        of = partial(from_samples, key=key, provenance=provenance, higher_is_better=True)
-        found.append(of(name, samples, "samples/s"))
-        if base is not None:
-            relative = [ours / theirs for ours, theirs in zip(samples, base, strict=True)]
-            found.append(of(f"normalised {name}", relative, "ratio"))
-    return found
-
-
-def _of(rates: Rates, wanted: Mapping[str, Scalar]) -> Sequence[float] | None:
-    return next((samples for key, samples in rates if key == wanted), None)
-
-
-def _busy(timeline: Timeline) -> float:
-    """The share of a stage's own span that its actions filled."""
-    busy_s = sum(event.duration_s for event in timeline.events)
-    return busy_s / timeline.makespan_s if timeline.makespan_s else 0.0
 
 
 # How fast a link must be
@@ -400,3 +187,121 @@ def same_share(link: Link, slower: float, larger: float) -> Link:
         link.shares_directions,
         source=f"{link.name} ({link.source}), slowed down with the computation",
     )
+
+
+# Cases beside the steps, and the cuts that the paper may have made
+
+CUTS, REAL = "cuts", "replay error"
+"""The `part` of a case of cuts, and of one whose steps say how far the replay errs."""
+CUTS_ESTIMATE_S = 8.0
+CUT_BY = "partition_cost", "partition_rule"
+NO_CUTS = (
+    "The cuts that the paper may have made are not on record, and a cut by measured seconds is none of them; "
+    "the case part=cuts adds them."
+)
+
+
+def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
+    """One for each model; `estimates_s` are of the short profile on two cores."""
+    smoke = options.profile == "smoke"
+    return [
+        Case({"part": REAL, "model": model}, 5.0 if smoke else estimate_s)
+        for model, estimate_s in zip(models, estimates_s, strict=True)
+    ]
+
+
+def cut_cases(models: Sequence[str]) -> list[Case]:
+    """One for each model, by shape alone: nothing is timed."""
+    return [Case({"part": CUTS, "model": model}, CUTS_ESTIMATE_S) for model in models]
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """Of one model: by setting and number of stages the layers of each stage; by layer the parameters, and
+    the bytes of one example over a cut behind it.
+
+    The first setting is the middle, as the rule of the predictions has it for a list of words.
+    """
+
+    stages: Mapping[str, Mapping[int, Partition]]
+    parameters: Sequence[int]
+    sent_bytes: Sequence[int]
+    returned_bytes: Sequence[int]
+
+    @classmethod
+    def of(cls, records: Sequence[Record], model: str) -> Cuts | None:
+        """Those on record; None where there are none."""
+        record = find(records, "done", part=CUTS, model=model)
+        if record is None:
+            return None
+        known: Mapping[str, Any] = record.details
+        whole = (range(len(known["parameters"])),)
+        stages = {
+            setting: {1: whole} | {int(k): tuple(range(*span) for span in cut) for k, cut in by_count.items()}
+            for setting, by_count in known["cuts"].items()
+        }
+        return cls(stages, known["parameters"], known["sent_bytes"], known["returned_bytes"])
+
+    def recut(
+        self, timed: TimedActions, stages: Partition, layers_s: Sequence[float], examples: int
+    ) -> TimedActions:
+        """The same work in other stages.
+
+        Every kind of action is divided as the seconds of the layers are, the update as the parameters.
+
+        Args:
+            timed: the actions of one configuration, as they were measured
+            stages: the layers of each stage
+            layers_s: measured seconds of each layer on a micro-batch, in any unit
+            examples: of a micro-batch
+        """
+        shares = _shares(layers_s, stages)
+        medians = timed.medians_s()
+        totals = {
+            kind: sum(seconds for (_, of), seconds in medians.items() if of == kind) for _, kind in medians
+        }
+        ends = [span.stop - 1 for span in stages[:-1]]
+        return replace(
+            timed,
+            partition=stages,
+            samples_s={
+                (stage, kind): (share * total,)
+                for stage, share in enumerate(shares)
+                for kind, total in totals.items()
+            },
+            update_s=tuple(sum(timed.update_s) * share for share in _shares(self.parameters, stages)),
+            activation_bytes=tuple(examples * self.sent_bytes[end] for end in ends),
+            gradient_bytes=tuple(examples * self.returned_bytes[end] for end in ends),
+        )
+
+    def factors(
+        self, record: Record, names: Sequence[str], of: Callable[[TimedActions, Mapping[str, Any]], float]
+    ) -> dict[str, tuple[float, ...]]:
+        """By setting, what its cut multiplies a number of each named configuration by.
+
+        `of` gives the number from the actions of a configuration and its facts. A setting whose rule leaves a
+        stage without layers in any of the configurations is none that the paper can have had.
+        """
+        every = [record.details["cells"][name] for name in names]
+        found: dict[str, list[float]] = {
+            setting: []
+            for setting, by_count in self.stages.items()
+            if all(facts["num_stages"] in by_count for facts in every)
+        }
+        for facts in every:
+            timed = TimedActions.from_data(facts["actions"])
+            examples = facts["batch_size"] // facts["num_microbatches"]
+            layers_s = record.details["layers_ms"][str(examples)]
+            cuts = {setting: self.stages[setting][facts["num_stages"]] for setting in found}
+            numbers = {  # several settings may cut alike
+                stages: of(self.recut(timed, stages, layers_s, examples), facts)
+                for stages in {timed.partition, *cuts.values()}
+            }
+            for setting, stages in cuts.items():
+                found[setting].append(numbers[stages] / numbers[timed.partition])
+        return {setting: tuple(factors) for setting, factors in found.items()}
+
+
+def _shares(of_layers: Sequence[float], stages: Partition) -> list[float]:
+    total = sum(of_layers)
+    return [sum(of_layers[layer] for layer in span) / total for span in stages]

@@ -38,9 +38,9 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.known import OverNetwork
 from gpipe_bench.experiments.engines.setup import Setup
-from gpipe_bench.experiments.timed.link import bandwidth, latency_s
-from gpipe_bench.experiments.timed.replay import TimedActions, check_ran, samples_of
-from gpipe_bench.experiments.timed.steps import work
+from gpipe_bench.experiments.timed.replay import TimedActions
+from gpipe_bench.experiments.timed.results import check_ran, samples_of
+from gpipe_bench.experiments.timed.steps import bandwidth, latency_s, work
 from gpipe_bench.experiments.timed.workloads import Job
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.pipeline.plan.named import gpipe

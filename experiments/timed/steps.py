@@ -23,24 +23,32 @@ from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
 from gpipe_bench.experiments.timed.layers import alone
-from gpipe_bench.experiments.timed.link import measured as measured_link
-from gpipe_bench.experiments.timed.replay import Found, Steps, TimedActions, check_ran, samples_of
-from gpipe_bench.experiments.timed.workloads import Configuration, Job
+from gpipe_bench.experiments.timed.replay import TimedActions
+from gpipe_bench.experiments.timed.results import Found, Steps, check_ran, results, samples_of
+from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.environment import usable_cores
+from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.clock import conditions
+from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.stage.trees import flatten, split
-from gpipe_bench.planner.timing import copy_bandwidth, settle, time_step
+from gpipe_bench.planner.timing import CPU, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
 ALONE, SHARED = "all stages in one process", "one stage per process"
+REAL_STAGES = 2
+REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
+"""There and back, two steps each."""
+PINGS = 20
+BULK_BYTES = 2**26  # of a transfer that measures the bandwidth: half a millisecond over NVLink
+TRANSFERS = 5
 
 
 def measure(job: Job) -> list[Found]:
@@ -52,6 +60,27 @@ def measure(job: Job) -> list[Found]:
     if all(each.out_of_memory and not (each.turns or each.in_process_s or each.real_s) for each in steps):
         raise MemoryError(steps[0].out_of_memory)
     return found
+
+
+def run_real(
+    workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
+) -> Outcome:
+    """Takes the steps, with each of `counts` micro-batches.
+
+    Without `microbatch_size` all have the workload's mini-batch. Skipped where there is one device alone.
+    """
+    if num_devices(options.device) < REAL_STAGES:
+        return Outcome(
+            status="skipped", reason=f"two stages need {REAL_STAGES} devices or cores of their own"
+        )
+    counts = counts[:2] if options.profile == "smoke" else counts
+    sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
+    plan = tuple(
+        Configuration(REAL_STAGES, m, size, runs_for_real=True) for m, size in zip(counts, sizes, strict=True)
+    )
+    job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
+    quantities, details = results(job, measure(job))
+    return Outcome(tuple(quantities), details)
 
 
 def num_devices(device: str) -> int:
@@ -351,3 +380,60 @@ def mean_over_processes(found: Sequence[float]) -> tuple[float, ...]:
         dist.all_reduce(seconds)
         seconds /= dist.get_world_size()
     return tuple(seconds.tolist())
+
+
+# What joins the processes of a pipeline: between the GPUs of a machine it may be NVLink, a switch or the
+# host's memory, which differ by a factor of thirty, and nothing else says which.
+
+
+def measured_link(device: torch.device) -> Link:
+    """The slowest of the links between neighbouring ranks of the default group. All ranks must call."""
+    latencies_s, bandwidths = [], []
+    for rank in range(dist.get_world_size() - 1):
+        pair = rank, rank + 1
+        bandwidth(pair, BULK_BYTES, device)  # connects, and warms up
+        latencies_s.append(latency_s(pair, device))
+        bandwidths.append(median([bandwidth(pair, BULK_BYTES, device) for _ in range(TRANSFERS)]))
+    each = ", ".join(f"{one / 1e9:.1f} GB/s" for one in bandwidths)
+    return Link(
+        "between neighbours", max(latencies_s), min(bandwidths),
+        source=f"measured between neighbouring ranks over {dist.get_backend()}, one at a time: {each}",
+    )  # fmt: skip
+
+
+def bandwidth(pair: tuple[int, int], num_bytes: int, device: torch.device = CPU) -> float:
+    """Bytes per second of one transfer between two ranks, the slower direction; all ranks must call."""
+    bulk, answer = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (num_bytes, 4))
+    found = []
+    for source, target in (pair, pair[::-1]):
+        dist.barrier()
+        start_s = perf_counter()
+        _pass(bulk, source, target)
+        _pass(answer, target, source)  # says that it has arrived
+        devices.synchronize(device)
+        found.append(num_bytes / (perf_counter() - start_s) if dist.get_rank() in pair else torch.inf)
+    slowest = torch.tensor(found)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    return float(slowest.min())
+
+
+def latency_s(pair: tuple[int, int], device: torch.device = CPU) -> float:
+    """Seconds one way of a message of four bytes, the median of several round trips; all ranks must call."""
+    ball = torch.zeros(4, dtype=torch.uint8, device=device)
+    found = []
+    for _ in range(PINGS):
+        start_s = perf_counter()
+        _pass(ball, *pair)
+        _pass(ball, *pair[::-1])
+        devices.synchronize(device)
+        found.append((perf_counter() - start_s) / 2)
+    latency = torch.tensor([median(found)])
+    dist.broadcast(latency, src=pair[0])
+    return float(latency)
+
+
+def _pass(tensor: Tensor, source: int, target: int) -> None:
+    if dist.get_rank() == source:
+        dist.send(tensor, target)
+    elif dist.get_rank() == target:
+        dist.recv(tensor, source)

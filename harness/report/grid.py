@@ -110,6 +110,12 @@ def numbers(columns: Sequence[str]) -> frozenset[int]:
     return frozenset(range(1, len(columns)))
 
 
+def numbers_text(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]], *notes: str) -> str:
+    """A table of numbers for a terminal; nothing without lines."""
+    found = Grid(title=title, columns=columns, lines=lines, notes=notes, right=numbers(columns))
+    return found.text() if lines else ""
+
+
 def fill(text: str, first: str = "", rest: str = "") -> str:
     """One paragraph, wrapped between words; `first` and `rest` are what its lines begin with."""
     return textwrap.fill(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_bench.harness.environment import COMPARABLE_FIELDS
+from gpipe_bench.harness.compare import COMPARABLE_FIELDS
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.table import ASKED, Part, ours_with_interval, part_of
 from gpipe_bench.harness.verdict import Comparison

@@ -12,6 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal, cast
 
 from gpipe_bench.harness.report.grid import Grid, fill
@@ -100,7 +101,10 @@ def numbered(
 
 
 def parts_of(
-    name: str, cells: Sequence[Comparison], notes: tuple[str, ...], marks: Mapping[Key, tuple[int, ...]]
+    name: str,
+    cells: Sequence[Comparison],
+    notes: tuple[str, ...] = (),
+    marks: Mapping[Key, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[Table, ...]:
     """The tables that the cells of one table of the paper are shown as."""
     return tuple(
@@ -145,7 +149,8 @@ def short_text(comparisons: Sequence[Comparison]) -> str:
     parts: list[str] = []
     used: set[Verdict] = set()
     shown: set[str] = set()
-    for table in tables_of(comparisons):
+    names = dict.fromkeys(comparison.table for comparison in comparisons)
+    for table in (t for name in names for t in parts_of(name, [c for c in comparisons if c.table == name])):
         rows = tuple(row for row in table.rows if row.verdict != "not run" and row.printed)
         if table.diagonal:  # sums that follow by arithmetic are counted below
             rows = tuple(row for row in rows if row.verdict != "identity") or rows

@@ -24,8 +24,7 @@ from gpipe_bench.experiments.engines.checks import (
 )
 from gpipe_bench.experiments.engines.setup import ENGINES, Engine, Setup, pinned, resolve
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.ranks.launch import launch
+from gpipe_bench.pipeline import Timeline, launch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = "own_engine:FillDrain"

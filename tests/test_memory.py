@@ -15,12 +15,21 @@ from real_steps import Call, Counted, Step, compare
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.table1.real_steps import verify
+from gpipe_bench.pipeline import (
+    Action,
+    Kind,
+    Schedule,
+    StageMemory,
+    gpipe,
+    naive,
+    one_f_one_b,
+    pipeline_memory,
+)
 from gpipe_bench.pipeline.memory.counts import steps as steps_of
-from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
+from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
 from gpipe_bench.pipeline.memory.stage_bytes import Bytes, StageBytes
-from gpipe_bench.pipeline.memory.workers import pipeline_memory, stage_memory
-from gpipe_bench.pipeline.plan.named import SCHEDULES, gpipe, naive, one_f_one_b
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import SCHEDULES
 
 C, SIDE = 8, 8
 

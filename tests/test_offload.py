@@ -14,7 +14,9 @@ from torch import nn
 from gpipe_bench.pipeline import (
     SLOTS,
     Boundary,
+    Kind,
     Profiler,
+    Schedule,
     Timeline,
     bytes_of_stages,
     named,
@@ -23,7 +25,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.memory.workers import action_bytes
 from gpipe_bench.pipeline.plan.offload import BACKWARD, Copy, Offload, at_once, away, in_slots, longest
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of
+from gpipe_bench.pipeline.plan.schedule import ends_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 copy_seconds = st.fractions(min_value=Fraction(1, 16), max_value=6, max_denominator=16)

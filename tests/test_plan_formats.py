@@ -19,12 +19,10 @@ from tiny_models import EXACT
 from torch.distributed.pipelining import PipelineStage
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.pipeline import launch
-from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.pipeline import LINKS, launch
+from gpipe_bench.planner import Candidate, Model, Request, model_of
 from gpipe_bench.planner.formats import FORMATS, Written, written
-from gpipe_bench.planner.model import Model, built, model_of
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.model import built
 
 SMALL = {"num_layers": 7, "d_model": 16, "ffn_dim": 32, "num_heads": 4, "vocab_size": 32, "seq_len": 8}
 REQUEST = Request(accelerators=2, memory_bytes=2**30, batch_size=16, link=LINKS["loopback"], optimizer="sgd")

@@ -19,12 +19,10 @@ from command_line import NO_TORCH, ROOT, call
 from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.planner import answer
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.pipeline import LINKS
+from gpipe_bench.planner import Candidate, Request, answer, model_of
 from gpipe_bench.planner.formats import command, script
-from gpipe_bench.planner.model import built, model_of
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.model import built
 
 OWN = (
     "plan planning_models:tied --memory-gib 2.5 --batch-size 8 --optimizer sgd --device-type a10 --link pcie"

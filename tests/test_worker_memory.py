@@ -10,13 +10,23 @@ import torch
 from real_steps import Step, compare, profiles
 from torch import nn
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.workers import bytes_of_stages, memories, peak_bytes, pipeline_memory
-from gpipe_bench.pipeline.plan.named import NAMED, gpipe, named, one_f_one_b
+from gpipe_bench.pipeline import (
+    NAMED,
+    SLOTS,
+    Boundary,
+    Profiler,
+    bytes_of_stages,
+    gpipe,
+    named,
+    one_f_one_b,
+    peak_bytes,
+    pipeline_memory,
+    replay,
+)
+from gpipe_bench.pipeline.memory.workers import memories
 from gpipe_bench.pipeline.plan.schedule import recomputed
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.planner.recompute import Ledger, adaptive, held_by
+from gpipe_bench.planner import adaptive, held_by
+from gpipe_bench.planner.recompute import Ledger
 
 
 def model() -> nn.Sequential:

@@ -117,7 +117,9 @@ def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
     asked = run(program, theirs, "check-engine", their_repository.ENGINE)
     assert (asked.returncode, asked.stderr) == (0, ""), asked.stdout
     said = asked.stdout.splitlines()[0]
-    assert said.startswith(f"{their_repository.ENGINE}: ") and " cases passed" in said and "fail" not in said
+    assert said.startswith(f"{their_repository.ENGINE}: ")
+    assert " cases passed" in said
+    assert "fail" not in said
     guarded = run(
         program, theirs, "guard", "--repo", ".", "--base", "HEAD", "--engine", their_repository.ENGINE,
         "--only", "tiny-layers", "--budget-s", "1",

@@ -46,11 +46,6 @@ def test_a_relabelled_profile_is_that_of_the_other_size(compiled: bool) -> None:
     )
 
 
-def test_a_size_that_is_not_whole_is_refused() -> None:
-    with pytest.raises(ValueError, match="61 is no whole number at the size asked for: 61 / 122"):
-        Relabel((Label(61, 122, 1),)).number(61)
-
-
 def test_tiles_pad_the_two_dimensions_that_cost_least() -> None:
     assert padded((8, 128)) == (8, 128)
     assert padded((128, 8)) == (128, 8)

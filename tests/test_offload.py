@@ -148,24 +148,3 @@ def test_what_is_recomputed_stays() -> None:
 
 
 OUT, IN = Copy(0, 0, False, 1), Copy(0, 0, True, 2)
-
-
-@pytest.mark.parametrize(
-    ("copies", "message"),
-    [
-        (((), ()), "copies of 2 workers for 1"),
-        (((IN,),), "in 0F0: a graph that a worker keeps goes out once and then in once"),
-        (((OUT, OUT),), "out 0F0: a graph that a worker keeps"),
-        (((OUT,),), r"the graph of \(0, 0\) goes out and does not come in again"),
-        (((OUT._replace(place=0), IN),), "out 0F0 at place 0: it begins behind its forward, at 0"),
-        (((OUT, IN._replace(place=4)),), "in 0F0 at place 4: it begins behind its forward, at 0, and all up"),
-        (((Copy(1, 0, False, 1), IN),), "out 1F0: a graph that a worker keeps"),
-    ],
-)
-def test_copies_that_cannot_be_are_refused(copies: tuple[tuple[Copy, ...], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replay(named("gpipe", 1, 2), SLOTS, offload=Offload(copies, (1.0,), 1))
-    with pytest.raises(ValueError, match="engines is 3"):
-        Offload(((),), (1.0,), 3)
-    with pytest.raises(ValueError, match=r"copy_s\[0\] is -1"):
-        Offload(((),), (-1.0,), 1)

@@ -253,10 +253,6 @@ def test_links_by_what_people_call_them() -> None:
         *[LINKS["pcie4-host"]] * 3,
         LINKS["pcie3-host"],
     ]
-    with pytest.raises(ValueError, match="what connects tpuv3 is no preset; give one that is like it"):
-        link_within("tpuv3")
-    with pytest.raises(ValueError, match="unknown link 'nvlik'; known: nvlink, pcie, infiniband, ethernet"):
-        link_named("nvlik")
 
 
 def test_what_sends_most_is_nearest() -> None:

@@ -20,35 +20,51 @@ import struct
 import sys
 import tempfile
 import zipfile
+from collections import UserDict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).parent))  # for what is not run by pytest
 import command_line
+from own_graphs import Residual, UNet
 from records import quantity, record
+from tiny_models import mlp, mlp_batch, seeded
 
 from gpipe_bench import models, pipeline, planner
 from gpipe_bench.experiments.consistency.judging import PATH as PROTOCOL
 from gpipe_bench.experiments.consistency.judging import load_protocol
 from gpipe_bench.experiments.consistency.tasks import own_images
+from gpipe_bench.experiments.paper_profiles import Label, Relabel
+from gpipe_bench.experiments.plan.rules import found, rank_correlation, regret
+from gpipe_bench.experiments.timed.claims import prediction_interval
 from gpipe_bench.harness.bundle import pack
 from gpipe_bench.harness.paper import COLUMNS, load_paper
 from gpipe_bench.harness.record import encode
+from gpipe_bench.harness.rounds import against_itself, ratios
+from gpipe_bench.harness.stats import from_samples, median_interval
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.units import parse_printed
+from gpipe_bench.harness.units import convert, parse_printed
 from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Allowed, Spread
 from gpipe_bench.models.amoebanet.modules import DropPath, SamePool2d
 from gpipe_bench.models.transformer.blocks import to_cut
+from gpipe_bench.pipeline.arguments import worker_of
+from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.links import Bucket, Gather
+from gpipe_bench.pipeline.plan.named import seq1f1b
+from gpipe_bench.pipeline.plan.offload import Copy, Offload
 from gpipe_bench.pipeline.plan.remat import from_text
+from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.planner.breakdown import breakdown
-from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s
+from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s, fetched, pass_s
 from gpipe_bench.planner.costs import SizeCosts
 from gpipe_bench.planner.cuts import best_cut
 from gpipe_bench.planner.recompute import Held
@@ -81,6 +97,20 @@ def auto(**options: Any) -> pipeline.Pipeline:
     layers = [nn.Linear(1, 1) for _ in range(4)]
     options = {"num_stages": 4, "num_microbatches": 4, "schedule": "auto", "remat": "never", **options}
     return pipeline.Pipeline(layers, **options)
+
+
+def pipe(**arguments: Any) -> pipeline.Pipeline:
+    """Eight layers on two stages, but for these arguments."""
+    given = {"num_stages": 2, "num_microbatches": 4, **arguments}
+    return pipeline.Pipeline(**{"layers": seeded(mlp), **given})
+
+
+OUT, IN = Copy(0, 0, False, 1), Copy(0, 0, True, 2)
+
+
+def copied(*copies: Any) -> None:
+    """One stage whose graphs go to the host like this."""
+    pipeline.replay(pipeline.named("gpipe", 1, 2), pipeline.SLOTS, offload=Offload(copies, (1.0,), 1))
 
 
 NUMBER = {
@@ -241,7 +271,21 @@ PREDICTION = planner.Prediction(
     peak_when=("0B0", "1B0"), parts_s={"computation": 2.0},
 )  # fmt: skip
 
+EXAMPLE = pipeline.Boundary.of(torch.empty(2, 4))
+PROFILED = pipeline.Profiler().model(
+    [nn.Linear(4, 4) for _ in range(2)], nn.functional.mse_loss, EXAMPLE, EXAMPLE
+)
+RESERVED = Residual()
+RESERVED.stages = nn.Linear(1, 1)
+
 NAMES = {
+    **{each.__name__: each for each in (pipe, copied, Copy, Offload, Sharing, held_stage, worker_of)},
+    **{each.__name__: each for each in (seq1f1b, recomputed, fetched, pass_s, from_samples, median_interval)},
+    **{each.__name__: each for each in (against_itself, ratios, prediction_interval, Spread, Allowed)},
+    **{each.__name__: each for each in (convert, regret, rank_correlation, found, Label, Relabel, UNet)},
+    **{each.__name__: each for each in (mlp_batch, nn.functional.mse_loss, DataLoader, UserDict)},
+    "OUT": OUT, "IN": IN, "TWO": SimpleNamespace(size=2, rank=0), "NORM": nn.BatchNorm1d(6), "nn": nn,
+    "torch": torch, "PROFILED": PROFILED, "SPANS": [range(1), range(1, 2)], "RESERVED": RESERVED,
     **{name: getattr(planner, name) for name in planner.__all__},
     **{each.__name__: each for each in (paper, unknowns, protocol, data, idx, sent, command, size, held)},
     **{each.__name__: each for each in (quantity, record, Store, Bucket, Gather, breakdown, best_cut, check)},

@@ -93,18 +93,6 @@ def test_the_stages_of_a_worker_are_not_full_at_the_same_time() -> None:
         assert found.parameters == sum(each.parameters for each in mine)
 
 
-def test_what_has_no_memory_model_is_refused() -> None:
-    batch, target = data(2)
-    layers, loss = profiles(model(), batch, target, nn.functional.mse_loss, Step(num_microbatches=2))
-    spans = [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-    with pytest.raises(ValueError, match="profile with Profiler.split_backward=True"):
-        pipeline_memory(layers, loss, spans, named("zb-v", 2, 2))
-    with pytest.raises(ValueError, match="3 stages given for a schedule of 4"):
-        pipeline_memory(layers, loss, spans[:3], named("zb-v", 2, 2))
-    with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
-        pipeline_memory(layers, loss, spans, named("interleaved", 2, 2), "lion")
-
-
 @pytest.mark.parametrize("name", NAMED)
 def test_sums_for_a_search_are_the_modelled_peaks_to_the_byte(name: str) -> None:
     """Of any choice, for every worker, with and without receives that are posted ahead."""

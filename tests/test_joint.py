@@ -67,7 +67,7 @@ def test_the_predictions_error_makes_possible_what_it_says_and_moves_no_order() 
         "possible (1 of 3 settings; 0 without the prediction's error, the nearest is off by 1.2 times)"
     )
     order = Condition(over=("r | a",), under=("r | b",), at_least=1)
-    assert len(judged([3.0, 5.0, 3.9], [4.0, 4.0, 4.0], order, error=(0.8, 1.2)).holding) == 1
+    assert len(judged([5.0, 5.0, 3.9], [4.0, 4.0, 4.0], order, error=(0.8, 1.2)).holding) == 2
 
 
 def test_a_claim_without_its_walk_is_not_answered() -> None:

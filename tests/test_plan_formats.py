@@ -231,6 +231,7 @@ def test_torchtitan_gets_names_of_modules_and_a_schedule(monkeypatch: pytest.Mon
         ("torch", "tied", planned(cut="4 4"), "layers 0, 7 of .* would train apart .*; give --pp 1"),
         ("torchtitan", "tied", planned(cut="4 4"), "torchtitan shares none over stages; give --pp 1, or"),
         ("torchtitan", "plain", planned(), "for decoders: .*:plain is none: give --format torch"),
+        ("torchtitan", "bare", planned(cut="1 1"), "for decoders: .*:bare is none"),
         ("megatron", "tied", planned("zb-h1", "4 4"), "has no schedule zb-h1: .* of 1f1b, interleaved"),
         (
             "megatron", "tied", planned("interleaved", "2 2 2 2", stages_per_worker=2, num_microbatches=3),

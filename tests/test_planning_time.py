@@ -139,3 +139,9 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(
     (tmp_path / "file").write_text("")
     write_kept(tmp_path / "file", *asked)
     assert read_kept(tmp_path / "file", asked[0]) is None
+    write_kept(tmp_path / "folder", *asked)
+    (written,) = (tmp_path / "folder").iterdir()
+    written.unlink()
+    written.mkdir()
+    write_kept(tmp_path / "folder", *asked)
+    assert [*(tmp_path / "folder").iterdir()] == [written], "nothing half written is left"

@@ -41,6 +41,7 @@ from gpipe_bench import models, pipeline, planner
 from gpipe_bench.experiments.consistency.judging import PATH as PROTOCOL
 from gpipe_bench.experiments.consistency.judging import load_protocol
 from gpipe_bench.experiments.consistency.tasks import own_images
+from gpipe_bench.experiments.engines.setup import Setup, resolve
 from gpipe_bench.experiments.paper_profiles import Label, Relabel
 from gpipe_bench.experiments.plan.rules import found, rank_correlation, regret
 from gpipe_bench.experiments.timed.claims import prediction_interval
@@ -278,7 +279,10 @@ PROFILED = pipeline.Profiler().model(
 RESERVED = Residual()
 RESERVED.stages = nn.Linear(1, 1)
 
+SETUP = Setup([nn.Linear(4, 4)] * 2, (range(1), range(1, 2)), 4, "never", torch.device("cpu"))
+
 NAMES = {
+    "resolve": resolve, "SETUP": SETUP,
     **{each.__name__: each for each in (pipe, copied, Copy, Offload, Sharing, held_stage, worker_of)},
     **{each.__name__: each for each in (seq1f1b, recomputed, fetched, pass_s, from_samples, median_interval)},
     **{each.__name__: each for each in (against_itself, ratios, prediction_interval, Spread, Allowed)},
@@ -321,7 +325,7 @@ def said(call: str) -> str:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             eval(call, dict(NAMES))
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".replace(f"{folder}/", "")
+        text = f"{type(error).__name__}: {error}".replace(f"{folder}/", "").replace(folder, "its folder")
         lines = (line.strip() for line in text.splitlines())
         return "\n".join(line for line in lines if line)
     return "nothing"

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -322,7 +323,8 @@ def sections() -> dict[str, dict[str, str]]:
 def said(call: str) -> str:
     """By a call."""
     try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        own_path = mock.patch.object(sys, "path", sys.path.copy())
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), own_path:
             eval(call, dict(NAMES))
     except Exception as error:
         text = f"{type(error).__name__}: {error}".replace(f"{folder}/", "").replace(folder, "its folder")

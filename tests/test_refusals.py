@@ -249,6 +249,18 @@ def size(line: str) -> None:
     )
 
 
+def planned(line: str) -> None:
+    """Of a small model."""
+    model = "planning_models:tied --memory-gib 2.5 --batch-size 8 --optimizer sgd"
+    command(f"plan {model} --device-type a10 --link pcie {line}")
+
+
+def given(line: str, content: str | bytes) -> None:
+    """A command about the file `given`."""
+    Path("given").write_bytes(content if isinstance(content, bytes) else content.encode())
+    command(line)
+
+
 def held(cap: float, *, at_rest: tuple[int, int] = (10, 20), graphs: int = 5) -> None:
     """Two stages of 1F1B, two micro-batches; each action holds the graph that it makes or uses up."""
     inputs, schedule = (2, 1) if graphs else (0, 0), pipeline.one_f_one_b(2, 2)
@@ -293,6 +305,7 @@ NAMES = {
     "torch": torch, "PROFILED": PROFILED, "SPANS": [range(1), range(1, 2)], "RESERVED": RESERVED,
     **{name: getattr(planner, name) for name in planner.__all__},
     **{each.__name__: each for each in (paper, unknowns, protocol, data, idx, sent, command, size, held)},
+    "planned": planned, "given": given,
     **{each.__name__: each for each in (quantity, record, Store, Bucket, Gather, breakdown, best_cut, check)},
     **{each.__name__: each for each in (all_gather_s, all_reduce_s, SizeCosts, LayerTimes, QuickSteps)},
     "parse_printed": parse_printed, "gzip": gzip, "OFF": OFF, "Path": Path, "REQUEST": REQUEST,

@@ -45,7 +45,7 @@ def offloaded(draw: st.DrawFn) -> tuple[Schedule, Timeline, Offload, Timeline]:
     return schedule, plain, offload, replay(schedule, SLOTS, offload=offload)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(offloaded())
 def test_copies_keep_the_rules_and_what_is_alive_is_what_brute_force_counts(case) -> None:
     schedule, plain, offload, timeline = case

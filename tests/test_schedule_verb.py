@@ -157,6 +157,9 @@ def test_where_a_schedule_stops_is_said_and_drawn(tmp_path: Path) -> None:
         1,
         f"{path}, a table of actions: stops with 1 buffer after 3 of 8 actions",
     )
+    path.write_text("0F0,0B0\n")
+    status, out, _ = call("schedule", "check", path, "--json")
+    assert (status, json.loads(out)["buffers"]) == (0, {"activations": 0, "gradients": 0})
     path.write_text("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n")
     assert "mixes up messages after 2 of 8 actions" in call("schedule", "check", path)[1]
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n")

@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import gzip
 import hashlib
+import json
 import math
 import re
 import shlex
@@ -39,14 +40,15 @@ from records import quantity, record
 from tiny_models import mlp, mlp_batch, seeded
 
 from gpipe_bench import models, pipeline, planner
-from gpipe_bench.experiments.consistency.judging import PATH as PROTOCOL
-from gpipe_bench.experiments.consistency.judging import load_protocol
+from gpipe_bench.experiments.consistency import judging as consistency
 from gpipe_bench.experiments.consistency.tasks import own_images
+from gpipe_bench.experiments.directions import protocol as directions
 from gpipe_bench.experiments.engines.setup import Setup, resolve
 from gpipe_bench.experiments.paper_profiles import Label, Relabel
 from gpipe_bench.experiments.plan.rules import found, rank_correlation, regret
 from gpipe_bench.experiments.timed.claims import prediction_interval
 from gpipe_bench.harness.bundle import pack
+from gpipe_bench.harness.hypotheses import load_claims
 from gpipe_bench.harness.paper import COLUMNS, load_paper
 from gpipe_bench.harness.record import encode
 from gpipe_bench.harness.rounds import against_itself, ratios
@@ -79,6 +81,7 @@ SMALL = {
     "resnet101": {"num_filters": 8, "num_classes": 3, "image_size": 32},
     "transformer-lm": {"vocab_size": 11, "d_model": 8, "ffn_dim": 12, "num_heads": 2, "seq_len": 6},
 }
+SMALL["attnres"] = SMALL["transformer-lm"]
 SMALL["transformer-seq2seq"] = {**SMALL["transformer-lm"], "head_dim": 3}
 
 
@@ -159,12 +162,19 @@ def unknowns(old: str, new: str) -> None:
         load_unknowns(Path(f"{name}.toml"))
 
 
-def protocol(old: str, new: str) -> None:
-    """The protocol of the consistency experiment with one text replaced."""
-    text = PROTOCOL.read_text(encoding="utf-8")
+def protocol(old: str, new: str, of: Any = consistency) -> None:
+    """The protocol of an experiment with one text replaced."""
+    text = of.PATH.read_text(encoding="utf-8")
     assert text.count(old) == 1, old
     Path("protocol.toml").write_text(text.replace(old, new), encoding="utf-8")
-    load_protocol(Path("protocol.toml"))
+    of.load_protocol(Path("protocol.toml"))
+
+
+def joint(file: str, **claim: Any) -> None:
+    """A file of one claim about several numbers."""
+    lines = (f"{key} = {json.dumps(value).replace(':', ' =')}" for key, value in claim.items())
+    Path("given").write_text("\n".join(["[[claim]]", *lines]), encoding="utf-8")
+    load_claims(Path(file))
 
 
 def data(options: str, *files: str, **contents: bytes) -> None:
@@ -295,7 +305,8 @@ RESERVED.stages = nn.Linear(1, 1)
 SETUP = Setup([nn.Linear(4, 4)] * 2, (range(1), range(1, 2)), 4, "never", torch.device("cpu"))
 
 NAMES = {
-    "resolve": resolve, "SETUP": SETUP,
+    "resolve": resolve, "joint": joint, "directions": partial(protocol, of=directions),
+    "load_paper": load_paper, "load_unknowns": load_unknowns, "SETUP": SETUP,
     **{each.__name__: each for each in (pipe, copied, Copy, Offload, Sharing, held_stage, worker_of)},
     **{each.__name__: each for each in (seq1f1b, recomputed, fetched, pass_s, from_samples, median_interval)},
     **{each.__name__: each for each in (against_itself, ratios, prediction_interval, Spread, Allowed)},

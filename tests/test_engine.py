@@ -285,8 +285,8 @@ def test_state_dict_has_the_plain_models_keys() -> None:
 
 def test_one_batch_normalization_may_stand_twice_in_a_stage() -> None:
     norm = nn.BatchNorm1d(6)
-    layers = [nn.Linear(6, 6), norm, nn.Linear(6, 6), norm]
-    Pipeline(layers, num_stages=1, num_microbatches=2)
+    pipeline = Pipeline([nn.Linear(6, 6), norm, nn.Linear(6, 6), norm], num_stages=1, num_microbatches=2)
+    assert sum(parameter is norm.weight for parameter in pipeline.parameters()) == 1
 
 
 @pytest.mark.parametrize("cost", [None, "parameters", "auto", [1.0] * 8])

@@ -123,4 +123,6 @@ def test_equal_layers_in_other_places_are_not_taken_for_one_another() -> None:
 
 def test_one_stage_of_1f1b_can_be_asked_for_its_peaks() -> None:
     layers, loss = profiled([4] * 4)
-    StagePeaks(layers, loss, one_f_one_b(1, 8, "never"))
+    schedule = one_f_one_b(1, 8, "never")
+    (alone,) = pipeline_memory(layers, loss, [range(3)], schedule)
+    assert StagePeaks(layers, loss, schedule).peak(0, 3) == alone.peak

@@ -89,7 +89,9 @@ def test_a_command_is_interrupted_when_the_time_is_over(
     """As by a keyboard, so that it can keep what it has; it goes on in the next call."""
     monkeypatch.setattr(gpu, "command", lambda step, *_: python(step.arguments))
     waits = f"""
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 try:
     open(r'{out}/begun', 'w')
     time.sleep(60)

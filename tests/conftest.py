@@ -23,7 +23,9 @@ from gpipe_bench.harness.store import Store
 torch.set_num_threads(1)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for bits that repeat; read at its first use
 # An example's time is the machine's. Where nobody looks on, each run has the same examples.
-hypothesis.settings.register_profile("tests", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+hypothesis.settings.register_profile(
+    "tests", deadline=None, print_blob=True, derandomize="CI" in os.environ, max_examples=40
+)
 hypothesis.settings.load_profile("tests")
 # torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
 os.environ.pop("COLUMNS", None)  # a terminal's width is for whoever sits before it

@@ -45,6 +45,11 @@ def tied(blocks: int = 6) -> tuple[list[nn.Module], Tensor, Tensor, Any]:
     return [embedding, *middle, Tied(embedding)], tokens, tokens, loss_of
 
 
+def bare() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
+    """Without any block between."""
+    return tied(0)
+
+
 def frozen() -> tuple[list[nn.Module], Tensor, Tensor, Any]:
     """The same, with weights of the embedding that nobody trains."""
     layers, *rest = tied()

@@ -156,6 +156,9 @@ def layers_that_compute_something_else_are_refused() -> None:
     for layer in divided:
         layer.num_heads //= 2
     on(mesh, divided).close()
+    for layer in divided:  # half as many heads of keys: all of them are as wide as its part of the queries
+        layer.key = parallelize_module(nn.Linear(8, 4).double(), mesh["tp"], ColwiseParallel())
+    on(mesh, divided).close()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         on(mesh, heads(None)).close()

@@ -31,7 +31,7 @@ from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.planner import adaptive
 from gpipe_bench.planner.recompute import Held, Ledger
 
-EXAMPLES = int(os.environ.get("ADAPTIVE_EXAMPLES", "80"))
+EXAMPLES = int(os.environ.get("ADAPTIVE_EXAMPLES", "50"))
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate)  # a smaller seed is no smaller case
 
 # Workers, micro-batches and stages: few enough to try every choice.

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import Pipeline, pipeline_memory
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline import Boundary, Pipeline, Profiler, gpipe, pipeline_memory
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.plan.named import gpipe
 
 CELLS = {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True}
 TEXT = {

@@ -167,6 +167,8 @@ def test_no_held_out_example_is_trained_on() -> None:
         assert not set(images.train) & set(images.held_out)
         assert len(images.train) + len(images.held_out) == 1797
     assert digits(9, 0).held_out != digits(9, 1).held_out
+    pixels, _ = digits(8, 0).batch(range(100), None)
+    assert (pixels.min(), pixels.max()) == (-1, 1)
 
 
 def test_no_held_out_paragraph_was_in_training() -> None:
@@ -239,6 +241,29 @@ def test_own_images_of_any_layout(tmp_path: Path) -> None:
     (tmp_path / "flat" / "a" / "0.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"0\.png can't be read as an image"):
         own_images(str(tmp_path / "flat"), 9, False, 0, None).batch(range(12), None)
+
+
+def test_augmented_colours_are_brighter_or_darker_and_more_or_less_of_a_colour(tmp_path: Path) -> None:
+    """Which leaves the brightness that was shifted as it is: by at most 32 of 255, colours by a tenth."""
+    from PIL import Image
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (20, 14), (153, 102, 127)).save(tmp_path / name / "0.png")
+        Image.new("RGB", (20, 14), (153, 102, 127)).save(tmp_path / name / "1.png")
+    images = own_images(str(tmp_path), 9, True, 0, None)
+    parts, before = torch.tensor([0.299, 0.587, 0.114]), torch.tensor([153, 102, 127]) / 255
+    shifts, colours = [], []
+    for seed in range(60):
+        pixels, _ = images.batch(range(1), torch.Generator().manual_seed(seed))
+        after = (pixels[0, :, 4, 4] + 1) / 2
+        shifts.append(float((after * parts).sum() - (before * parts).sum()))
+        found = (after - (after * parts).sum()) / (before - (before * parts).sum())
+        colours.append((float(found[0]), float(found[2])))
+    assert -32 / 255 <= min(shifts) < -0.1
+    assert 0.1 < max(shifts) <= 32 / 255
+    assert all(0.899 < min(each) <= max(each) < 1.101 and each[0] != each[1] for each in colours)
+    assert max(map(max, colours)) - min(map(min, colours)) > 0.15
 
 
 def cifar10_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

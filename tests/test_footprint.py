@@ -131,8 +131,11 @@ def build(name: str) -> tuple[nn.Sequential, Tensor, Tensor]:
     return model, x, torch.randn(N, C, SIDE, SIDE)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("name", STACKS)
+# Stages with others on both sides for each stack, and now and then one that has the whole.
+CUTS = [(name, 3) for name in STACKS] + [(name, number % 2 + 1) for number, name in enumerate([*STACKS][::3])]
+
+
+@pytest.mark.parametrize(("name", "num_stages"), CUTS)
 def test_every_action_holds_what_is_modelled(name: str, num_stages: int) -> None:
     """F without a graph, R, the first B and a later one; F with a graph."""
     for remat in ("always", "never"):

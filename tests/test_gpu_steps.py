@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,29 @@ def test_a_command_is_interrupted_when_the_time_is_over(
     """As by a keyboard, so that it can keep what it has; it goes on in the next call."""
     monkeypatch.setattr(gpu, "command", lambda step, *_: python(step.arguments))
     waits = f"""
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 try:
+    open(r'{out}/begun', 'w')
     time.sleep(60)
 except KeyboardInterrupt:
     open(r'{out}/kept', 'w').write('all')
 """
+
+    class Over(subprocess.Popen[bytes]):
+        """Its time is over as soon as it waits."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if not (out / "begun").exists():
+                while not (out / "begun").exists():
+                    time.sleep(0.01)
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            return super().wait(timeout)
+
+    monkeypatch.setattr("subprocess.Popen", Over)
     monkeypatch.setattr(gpu, "STEPS", [step("waits", waits), step("never", "raise SystemExit(1)")])
-    assert main(["--minutes", "0.05"]) == DONE
+    assert main([]) == DONE
     assert capsys.readouterr().out.endswith("waits: the time is over; the next call goes on\n")
     assert (out / "kept").read_text() == "all"
     assert not (out / "ended.txt").exists()

@@ -121,17 +121,6 @@ def test_after_its_passes_a_stage_holds_graphs_and_gradients() -> None:
         assert whole.played.first[0].after >= whole.gradient_bytes
 
 
-def test_what_a_grid_cannot_be() -> None:
-    with pytest.raises(ValueError, match="0 replicas and 1 shards; give 1 or more of each"):
-        Sharing(replicas=0)
-    with pytest.raises(ValueError, match="ZeRO level 1; parameters are sharded at levels 2 and 3"):
-        Sharing(shards=2, level=1)
-    layers, loss = profiled(2, split_backward=True)
-    stage = held_stage(layers, loss, Sharing(shards=2, level=3))
-    with pytest.raises(ValueError, match="which the profiles of its stage say nothing of"):
-        grid_peak_bytes([stage], named("zb-h1", 1, 2))
-
-
 def test_alone_it_is_the_same_model() -> None:
     """Two workers with two stages each."""
     layers, loss = profiled(4)

@@ -18,7 +18,7 @@ from gpipe_bench.experiments.guard.counters import (
     load,
     of_schedule,
 )
-from gpipe_bench.pipeline.plan.named import gpipe, one_f_one_b
+from gpipe_bench.pipeline import gpipe, one_f_one_b
 from gpipe_bench.pipeline.stage.layers import LayerRunner
 
 SMALL = CASES[0]

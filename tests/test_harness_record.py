@@ -6,7 +6,7 @@ import pathlib
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import of_first_schema, quantity, record
 
@@ -20,6 +20,7 @@ plain = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(texts, scalars, max_size=4), st.dictionaries(texts, plain, max_size=4), texts)
 def test_a_line_holds_a_record_and_gives_it_back(case, details, reason):
     written = record(case=case, details=details, reason=reason)

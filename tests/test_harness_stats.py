@@ -52,7 +52,3 @@ def test_too_few_or_equal_samples():
     assert median_interval([1.0]) is None
     assert from_samples("time", [1.0], "s").low is None
     assert median_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
-    with pytest.raises(ValueError, match="'time' has no samples"):
-        from_samples("time", [], "s")
-    with pytest.raises(ValueError, match="confidence is 95"):
-        median_interval([1.0, 2.0], 95)

@@ -16,7 +16,6 @@ from gpipe_bench.harness.unknowns import Unknown
 from gpipe_bench.harness.verdict import (
     NARROW,
     VERDICTS,
-    Allowed,
     Answer,
     Part,
     Spread,
@@ -147,8 +146,6 @@ def test_a_spread_is_the_range_and_names_its_parts():
     assert (judgement.verdict, judgement.range_low, judgement.range_high) == ("undecided", 3.0, 5.0)
     assert "memory cap bytes" in judgement.reason
     assert Spread.from_data(spread.to_data()) == spread
-    with pytest.raises(ValueError, match="5.0 to 3.0 is no range"):
-        Spread(low=5.0, high=3.0)
 
 
 @given(
@@ -196,14 +193,10 @@ def test_an_interval_names_the_unit_once(value, low, high, unit, text):
     assert show_with_interval(value, low, high, unit) == text
 
 
-def test_units_are_converted_and_different_kinds_refused():
+def test_units_are_converted():
     gib = ours(3_386_145_792, "bytes")
     assert judge(paper("3.15G", "GiB"), gib).verdict == "reproduced"
     assert judge(paper("3.15GB", "GB"), gib).verdict == "above"
-    with pytest.raises(ValueError, match="'s' measures time and 'GB' measures memory"):
-        judge(paper("3.15GB", "GB"), ours(3.15, "s"))
-    with pytest.raises(ValueError, match="unknown unit 'parsecs'"):
-        judge(paper("3.15GB", "GB"), ours(3.15, "parsecs"))
 
 
 def test_an_exact_number_has_no_rounding():
@@ -270,11 +263,6 @@ def test_about_is_as_near_as_the_word_may_mean_and_never_nearer_than_the_digit()
     assert judge(cell, ours(36.7, "%", allowed=found)).verdict == "above"
     with pytest.raises(ValueError, match="how near has no range"):
         worded(cell, "about", msgspec.structs.replace(unknown(0.04, 0.1), range=None, allowed=(1,)))
-
-
-def test_what_agrees_for_sure_lies_within_what_may_agree():
-    with pytest.raises(ValueError, match="not in order"):
-        Allowed(low=1.0, high=2.0, possible_low=1.5, possible_high=3.0, words="no reading")
 
 
 def test_an_erratum_with_a_correction_is_judged_by_it_and_says_so():

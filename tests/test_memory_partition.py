@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,18 +121,8 @@ def test_equal_layers_in_other_places_are_not_taken_for_one_another() -> None:
     assert len({peaks.peak(0, 2), peaks.peak(1, 3), peaks.peak(3, 5)}) == 3
 
 
-def test_stages_that_hold_different_numbers_of_micro_batches_are_refused() -> None:
+def test_one_stage_of_1f1b_can_be_asked_for_its_peaks() -> None:
     layers, loss = profiled([4] * 4)
-    with pytest.raises(
-        ValueError, match="'1f1b' hold different numbers of micro-batches: cut by costs instead"
-    ):
-        StagePeaks(layers, loss, one_f_one_b(3, 8, "never"))
-    StagePeaks(layers, loss, one_f_one_b(1, 8, "never"))
-
-
-def test_a_model_that_cannot_be_cut_is_refused() -> None:
-    layers, loss = profiled([4] * 4)
-    with pytest.raises(ValueError, match="cannot cut 3 layers into 4 non-empty stages"):
-        StagePeaks(layers, loss, gpipe(4, 4)).partition(10**9)
-    with pytest.raises(ValueError, match="a model without layers"):
-        StagePeaks((), loss, gpipe(1, 1))
+    schedule = one_f_one_b(1, 8, "never")
+    (alone,) = pipeline_memory(layers, loss, [range(3)], schedule)
+    assert StagePeaks(layers, loss, schedule).peak(0, 3) == alone.peak

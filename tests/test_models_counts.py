@@ -39,7 +39,7 @@ COLUMNS = (
     ("torchgpipe", False, 1000),
     ("torchgpipe", False, 1001),
 )
-BUILT = (COLUMNS[0], COLUMNS[3])
+BUILT = {(18, 208), (6, 512), (2, 128)}
 
 
 def build(name: str, **options):
@@ -49,16 +49,14 @@ def build(name: str, **options):
 
 @pytest.mark.parametrize(("size", "counts"), AMOEBANET_D.items(), ids=str)
 def test_amoebanet_d_has_every_published_and_derived_count(size, counts):
-    """Each preset is built once at each size; what another number of classes makes of it is the closed
-    form's to say, which is compared with built models layer by layer below.
-    """
+    """By the closed form, which is compared with built models layer by layer below; some are built here."""
     for column, expected in zip(COLUMNS, counts, strict=True):
         if expected is None:
             continue
         preset, aux_head, num_classes = column
         if not aux_head:
             assert sum(amoebanet_d_layers(*size, num_classes, preset)) == expected
-        if column in BUILT:
+        if size in BUILT or (aux_head and size[0] < 18):
             options = {"num_layers": size[0], "num_filters": size[1], "preset": preset, "image_size": 224}
             model = build("amoebanet-d", **options, num_classes=num_classes, aux_head=aux_head)
             assert count_parameters(model) == expected, column
@@ -176,12 +174,6 @@ def test_the_closed_form_of_amoebanet_d_is_the_built_model(num_layers, num_filte
     options = {"num_layers": num_layers, "num_filters": num_filters, "preset": preset, "num_classes": 10}
     model = build("amoebanet-d", aux_head=False, **options)
     assert layer_parameters(model) == amoebanet_d_layers(num_layers, num_filters, 10, preset)
-
-
-@pytest.mark.parametrize("size", [(0, 208), (18, 200), (18, 0)])
-def test_the_closed_form_refuses_what_it_does_not_cover(size):
-    with pytest.raises(ValueError, match="closed form"):
-        amoebanet_d_layers(*size, 1000)
 
 
 @pytest.mark.parametrize(

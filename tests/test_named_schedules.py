@@ -162,8 +162,6 @@ def test_chunks_of_sequences_as_published() -> None:
         step_s = replay(schedule, {Kind.F: f, Kind.B: b}).makespan_s
         assert most_alive(schedule)[0] == min(size * chunks, num_stages - 1 + chunks)
         assert step_s == (size * chunks + num_stages - 1) * (f + b)
-    with pytest.raises(ValueError, match="num_chunks is 0"):
-        seq1f1b(2, 2, 0)
 
 
 # num_workers, num_microbatches, F, I, W, message (ms), rates of ZB-H1 and ZB-H2 as published
@@ -209,8 +207,6 @@ def test_recomputation_is_early_and_fits_before_every_backward() -> None:
             make = one_f_one_b if name == "1f1b" else gpipe
             for remat in REMAT_MODES:
                 assert named(name, num_workers, size, remat=remat) == make(num_workers, size, remat=remat)
-    with pytest.raises(ValueError, match="recomputes already"):
-        recomputed(gpipe(2, 2, remat="always"), "always")
 
 
 def listed() -> Schedule:

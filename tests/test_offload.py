@@ -14,7 +14,9 @@ from torch import nn
 from gpipe_bench.pipeline import (
     SLOTS,
     Boundary,
+    Kind,
     Profiler,
+    Schedule,
     Timeline,
     bytes_of_stages,
     named,
@@ -23,7 +25,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.memory.workers import action_bytes
 from gpipe_bench.pipeline.plan.offload import BACKWARD, Copy, Offload, at_once, away, in_slots, longest
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, ends_of
+from gpipe_bench.pipeline.plan.schedule import ends_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half")
 copy_seconds = st.fractions(min_value=Fraction(1, 16), max_value=6, max_denominator=16)
@@ -43,7 +45,7 @@ def offloaded(draw: st.DrawFn) -> tuple[Schedule, Timeline, Offload, Timeline]:
     return schedule, plain, offload, replay(schedule, SLOTS, offload=offload)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(offloaded())
 def test_copies_keep_the_rules_and_what_is_alive_is_what_brute_force_counts(case) -> None:
     schedule, plain, offload, timeline = case
@@ -146,24 +148,3 @@ def test_what_is_recomputed_stays() -> None:
 
 
 OUT, IN = Copy(0, 0, False, 1), Copy(0, 0, True, 2)
-
-
-@pytest.mark.parametrize(
-    ("copies", "message"),
-    [
-        (((), ()), "copies of 2 workers for 1"),
-        (((IN,),), "in 0F0: a graph that a worker keeps goes out once and then in once"),
-        (((OUT, OUT),), "out 0F0: a graph that a worker keeps"),
-        (((OUT,),), r"the graph of \(0, 0\) goes out and does not come in again"),
-        (((OUT._replace(place=0), IN),), "out 0F0 at place 0: it begins behind its forward, at 0"),
-        (((OUT, IN._replace(place=4)),), "in 0F0 at place 4: it begins behind its forward, at 0, and all up"),
-        (((Copy(1, 0, False, 1), IN),), "out 1F0: a graph that a worker keeps"),
-    ],
-)
-def test_copies_that_cannot_be_are_refused(copies: tuple[tuple[Copy, ...], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replay(named("gpipe", 1, 2), SLOTS, offload=Offload(copies, (1.0,), 1))
-    with pytest.raises(ValueError, match="engines is 3"):
-        Offload(((),), (1.0,), 3)
-    with pytest.raises(ValueError, match=r"copy_s\[0\] is -1"):
-        Offload(((),), (-1.0,), 1)

@@ -43,7 +43,7 @@ def assert_covers(stages: Partition, num_layers: int, num_stages: int) -> None:
     assert all(len(stage) > 0 for stage in stages)
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(costs_lists, st.integers(1, 9))
 def test_bottleneck_equals_brute_force(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -53,7 +53,7 @@ def test_bottleneck_equals_brute_force(costs: list[float], num_stages: int) -> N
     assert max(stage_sums(costs, stages)) == best
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(costs_lists, st.integers(1, 9))
 def test_variance_equals_brute_force(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -66,7 +66,7 @@ def test_variance_equals_brute_force(costs: list[float], num_stages: int) -> Non
     assert squares(stages) == min(squares(split) for split in all_splits(len(costs), num_stages))
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 7), st.integers(1, 7), st.integers(0, 40))
 def test_arbitrary_stage_costs_equal_brute_force(
     data: st.DataObject, num_layers: int, num_stages: int, cap: int
@@ -139,7 +139,7 @@ def test_the_work_grows_with_layers_times_stages_and_no_faster(rule: str) -> Non
     assert_covers(found[0], 1665, 128)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_leanest_equals_brute_force_whatever_stages_cost(layers: int, stages: int, random: Random) -> None:
     if stages > layers:

@@ -19,12 +19,10 @@ from tiny_models import EXACT
 from torch.distributed.pipelining import PipelineStage
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.pipeline import launch
-from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.pipeline import LINKS, launch
+from gpipe_bench.planner import Candidate, Model, Request, model_of
 from gpipe_bench.planner.formats import FORMATS, Written, written
-from gpipe_bench.planner.model import Model, built, model_of
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.model import built
 
 SMALL = {"num_layers": 7, "d_model": 16, "ffn_dim": 32, "num_heads": 4, "vocab_size": 32, "seq_len": 8}
 REQUEST = Request(accelerators=2, memory_bytes=2**30, batch_size=16, link=LINKS["loopback"], optimizer="sgd")
@@ -233,6 +231,7 @@ def test_torchtitan_gets_names_of_modules_and_a_schedule(monkeypatch: pytest.Mon
         ("torch", "tied", planned(cut="4 4"), "layers 0, 7 of .* would train apart .*; give --pp 1"),
         ("torchtitan", "tied", planned(cut="4 4"), "torchtitan shares none over stages; give --pp 1, or"),
         ("torchtitan", "plain", planned(), "for decoders: .*:plain is none: give --format torch"),
+        ("torchtitan", "bare", planned(cut="1 1"), "for decoders: .*:bare is none"),
         ("megatron", "tied", planned("zb-h1", "4 4"), "has no schedule zb-h1: .* of 1f1b, interleaved"),
         (
             "megatron", "tied", planned("interleaved", "2 2 2 2", stages_per_worker=2, num_microbatches=3),

@@ -26,8 +26,6 @@ def test_the_error_is_that_of_the_prediction_with_its_sign() -> None:
 def test_regret_is_what_the_first_choice_took_over_the_fastest_that_ran() -> None:
     assert regret(SOME[:3]) == pytest.approx(0.1)
     assert regret(SOME[3:]) == 0
-    with pytest.raises(ValueError, match="no configuration ran"):
-        regret([])
 
 
 @settings(max_examples=40)
@@ -38,8 +36,6 @@ def test_rank_correlation_is_scipys(pairs: list[tuple[int, int]]) -> None:
     varied = len(set(one)) > 1 and len(set(other)) > 1
     expected = stats.spearmanr(one, other).statistic if varied else 0.0
     assert rank_correlation(one, other) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="two pairs"):
-        rank_correlation(one[:1], other[:1])
 
 
 def test_all_configurations_count_once_and_models_by_their_median() -> None:
@@ -56,8 +52,6 @@ def test_all_configurations_count_once_and_models_by_their_median() -> None:
     }
     assert numbers == pytest.approx(expected)
     assert {rule.number for rule in RULES} == set(numbers)
-    with pytest.raises(ValueError, match="no configuration ran"):
-        found([])
 
 
 def test_the_worst_worker_keeps_its_sign() -> None:

@@ -19,12 +19,10 @@ from command_line import NO_TORCH, ROOT, call
 from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.plan.links import LINKS
-from gpipe_bench.planner import answer
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.pipeline import LINKS
+from gpipe_bench.planner import Candidate, Request, answer, model_of
 from gpipe_bench.planner.formats import command, script
-from gpipe_bench.planner.model import built, model_of
-from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.model import built
 
 OWN = (
     "plan planning_models:tied --memory-gib 2.5 --batch-size 8 --optimizer sgd --device-type a10 --link pcie"
@@ -188,74 +186,6 @@ def test_ones_own_plan_of_tensor_parallelism_is_applied() -> None:
     assert "layers, inputs, target, loss_fn, divide = divided()" in lines
     assert lines.index('divide(layers, mesh["tp"])') < lines.index("pipeline = Pipeline(")
     compile(text, "train.py", "exec")
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            "planning_models:plain",
-            "nothing says how the layers of planning_models:plain are divided; return a",
-        ),
-        (
-            "planning_models:tied",
-            "--tp 2: no layer can be divided, since layers share a weight; leave --tp out",
-        ),
-        (
-            "planning_models:divided --compiled",
-            "since compiled layers keep their parameters whole; leave --tp",
-        ),
-        ("planning_models:indivisible", "returned type int as its fifth value; give a function of (layers"),
-        ("gpt2 --num-layers 2", "--tp 2: no layer can be divided, since layers share a weight"),
-        ("unet-5-64", "--tp 2: unet-5-64: no plan is known for layer "),
-        ("llama-7b --num-layers 2 --tp 3", "--tp 3: llama-7b: the key and value heads of layer_1 is 32"),
-    ],
-)
-def test_tensor_parallelism_without_a_plan_is_refused(
-    capsys: pytest.CaptureFixture[str], model: str, message: str
-) -> None:
-    options = "--accelerators 6 --memory-gib 24 --batch-size 4 --device-type a10 --link pcie --tp 2 --pp 1"
-    name, *more = model.split()
-    given = [each for each in options.split() if "--tp" not in more or each not in ("--tp", "2")]
-    assert main(["plan", name, *given, "--no-fsdp", "--pp", "3", "--pp", "2", *more]) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
-    assert message in err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--accelerators 0", "--accelerators 0: give 1 or more"),
-        ("--accelerators 2 --pp -2", "--pp -2: give 1 or more"),
-        ("--accelerators 2 --pp 2 --tp 0", "--tp 0: give 1 or more"),
-        ("--accelerators 2 --num-microbatches -1", "--num-microbatches -1: give 1 or more"),
-        ("--accelerators 2 --memory-gib -8", "--memory-gib -8: give the GiB of one accelerator"),
-        ("--accelerators 2 --num-layers -8", "--num-layers -8: give 1 or more"),
-        ("--accelerators 2 --num-filters 8", "--num-filters 8 is AmoebaNet's; leave it out"),
-        ("--accelerators 2 --device-type h1000", "unknown accelerator 'h1000'; known: p100-12, p100, v100"),
-        ("--accelerators 2 --link nvlik", "--link nvlik: unknown link 'nvlik'; known: nvlink, pcie"),
-        ("--accelerators 4 --hosts 2", "--hosts 2 needs --between LINK, such as infiniband"),
-        ("--accelerators 4 --between infiniband", "--between infiniband: there is one host; give --hosts N"),
-        ("--accelerators 4 --device-type rtx4090 --link nvlink", "--link nvlink: no nvlink of rtx4090"),
-        ("--accelerators 4 --device-type v100 --precision bf16", "bfloat16, for which a V100 SXM2 has no un"),
-        ("--accelerators 4 --hosts 3 --between infiniband", "cannot be spread evenly over 3 hosts"),
-        ("--accelerators 2 --precision fp4", "--precision fp4: choose one of float32, fp32, bfloat16, bf16"),
-        ("--accelerators 2 --schedule 2f2b", "unknown schedule '2f2b'; known: naive, gpipe, 1f1b"),
-        ("--accelerators 16 --pp 16", "cannot cut 8 layers into 16 stages: use at most 8 workers"),
-        ("--accelerators 2 --num-microbatches 3", "3 micro-batches do not divide a mini-batch of 8"),
-        (
-            "--accelerators 2 --reserve-gib 2.5",
-            "2.5 GiB are held back of 2.5, for what is no tensor: give more memory, or hold back less",
-        ),
-    ],
-)
-def test_refusals_are_one_line_with_the_remedy(
-    capsys: pytest.CaptureFixture[str], options: str, message: str
-) -> None:
-    status, out, err = plan(capsys, *options.split())
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
-    assert message in err
 
 
 def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(

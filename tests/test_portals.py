@@ -250,21 +250,6 @@ def test_a_receive_has_a_buffer_before_its_stage_needs_the_portal(name: str) -> 
                 done.add(action.microbatch)
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([_linear(), Pop("a", Add())], "layer 1 pops portal 'a', which no layer stashes"),
-        ([Pop("a", Add()), Stash("a")], "layer 0 pops portal 'a', which layer 1 stashes"),
-        ([Stash("a"), _linear()], "layer 0 stashes portal 'a', which no later layer pops"),
-        ([Stash("a"), Stash("a"), Pop("a")], "portal 'a' is stashed by layer 0 and by layer 1"),
-        ([nn.Sequential(Stash("a")), Pop("a")], "portal 'a' is declared inside of layer 0"),
-    ],
-)
-def test_what_is_no_portal_is_refused_before_any_step(layers: list[nn.Module], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Pipeline(layers, num_stages=1, num_microbatches=1)
-
-
 def test_names_that_are_one_string_are_refused() -> None:
     layer = _linear()
     layer.stashes = "skip"  # type: ignore[assignment]

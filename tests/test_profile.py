@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
-from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline import Boundary, Profiler
+from gpipe_bench.pipeline.memory.boundary import TensorSpec
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 

@@ -12,8 +12,8 @@ from gpipe_bench.experiments.predicted.sizes import of_the_paper
 from gpipe_bench.experiments.schedules import recomputing
 from gpipe_bench.experiments.schedules.recomputing import GIB, SHARES, WAYS, Found, Subject
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
+from gpipe_bench.pipeline import Boundary, Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.planner.accelerators import TPU_V2
 
 

@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import gzip
 import hashlib
+import json
 import math
 import re
 import shlex
@@ -20,35 +21,54 @@ import struct
 import sys
 import tempfile
 import zipfile
+from collections import UserDict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 sys.path.append(str(Path(__file__).parent))  # for what is not run by pytest
 import command_line
+from own_graphs import Residual, UNet
 from records import quantity, record
+from tiny_models import mlp, mlp_batch, seeded
 
 from gpipe_bench import models, pipeline, planner
-from gpipe_bench.experiments.consistency.judging import PATH as PROTOCOL
-from gpipe_bench.experiments.consistency.judging import load_protocol
+from gpipe_bench.experiments.consistency import judging as consistency
 from gpipe_bench.experiments.consistency.tasks import own_images
+from gpipe_bench.experiments.directions import protocol as directions
+from gpipe_bench.experiments.engines.setup import Setup, resolve
+from gpipe_bench.experiments.paper_profiles import Label, Relabel
+from gpipe_bench.experiments.plan.rules import found, rank_correlation, regret
+from gpipe_bench.experiments.timed.claims import prediction_interval
 from gpipe_bench.harness.bundle import pack
+from gpipe_bench.harness.hypotheses import load_claims
 from gpipe_bench.harness.paper import COLUMNS, load_paper
 from gpipe_bench.harness.record import encode
+from gpipe_bench.harness.rounds import against_itself, ratios
+from gpipe_bench.harness.stats import from_samples, median_interval
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.units import parse_printed
+from gpipe_bench.harness.units import convert, parse_printed
 from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.harness.verdict import Allowed, Spread
 from gpipe_bench.models.amoebanet.modules import DropPath, SamePool2d
 from gpipe_bench.models.transformer.blocks import to_cut
+from gpipe_bench.pipeline.arguments import worker_of
+from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.links import Bucket, Gather
+from gpipe_bench.pipeline.plan.named import seq1f1b
+from gpipe_bench.pipeline.plan.offload import Copy, Offload
 from gpipe_bench.pipeline.plan.remat import from_text
+from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.planner.breakdown import breakdown
-from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s
+from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s, fetched, pass_s
 from gpipe_bench.planner.costs import SizeCosts
 from gpipe_bench.planner.cuts import best_cut
 from gpipe_bench.planner.recompute import Held
@@ -61,6 +81,7 @@ SMALL = {
     "resnet101": {"num_filters": 8, "num_classes": 3, "image_size": 32},
     "transformer-lm": {"vocab_size": 11, "d_model": 8, "ffn_dim": 12, "num_heads": 2, "seq_len": 6},
 }
+SMALL["attnres"] = SMALL["transformer-lm"]
 SMALL["transformer-seq2seq"] = {**SMALL["transformer-lm"], "head_dim": 3}
 
 
@@ -81,6 +102,20 @@ def auto(**options: Any) -> pipeline.Pipeline:
     layers = [nn.Linear(1, 1) for _ in range(4)]
     options = {"num_stages": 4, "num_microbatches": 4, "schedule": "auto", "remat": "never", **options}
     return pipeline.Pipeline(layers, **options)
+
+
+def pipe(**arguments: Any) -> pipeline.Pipeline:
+    """Eight layers on two stages, but for these arguments."""
+    given = {"num_stages": 2, "num_microbatches": 4, **arguments}
+    return pipeline.Pipeline(**{"layers": seeded(mlp), **given})
+
+
+OUT, IN = Copy(0, 0, False, 1), Copy(0, 0, True, 2)
+
+
+def copied(*copies: Any) -> None:
+    """One stage whose graphs go to the host like this."""
+    pipeline.replay(pipeline.named("gpipe", 1, 2), pipeline.SLOTS, offload=Offload(copies, (1.0,), 1))
 
 
 NUMBER = {
@@ -127,12 +162,19 @@ def unknowns(old: str, new: str) -> None:
         load_unknowns(Path(f"{name}.toml"))
 
 
-def protocol(old: str, new: str) -> None:
-    """The protocol of the consistency experiment with one text replaced."""
-    text = PROTOCOL.read_text(encoding="utf-8")
+def protocol(old: str, new: str, of: Any = consistency) -> None:
+    """The protocol of an experiment with one text replaced."""
+    text = of.PATH.read_text(encoding="utf-8")
     assert text.count(old) == 1, old
     Path("protocol.toml").write_text(text.replace(old, new), encoding="utf-8")
-    load_protocol(Path("protocol.toml"))
+    of.load_protocol(Path("protocol.toml"))
+
+
+def joint(file: str, **claim: Any) -> None:
+    """A file of one claim about several numbers."""
+    lines = (f"{key} = {json.dumps(value).replace(':', ' =')}" for key, value in claim.items())
+    Path("given").write_text("\n".join(["[[claim]]", *lines]), encoding="utf-8")
+    load_claims(Path(file))
 
 
 def data(options: str, *files: str, **contents: bytes) -> None:
@@ -217,6 +259,18 @@ def size(line: str) -> None:
     )
 
 
+def planned(line: str) -> None:
+    """Of a small model."""
+    model = "planning_models:tied --memory-gib 2.5 --batch-size 8 --optimizer sgd"
+    command(f"plan {model} --device-type a10 --link pcie {line}")
+
+
+def given(line: str, content: str | bytes) -> None:
+    """A command about the file `given`."""
+    Path("given").write_bytes(content if isinstance(content, bytes) else content.encode())
+    command(line)
+
+
 def held(cap: float, *, at_rest: tuple[int, int] = (10, 20), graphs: int = 5) -> None:
     """Two stages of 1F1B, two micro-batches; each action holds the graph that it makes or uses up."""
     inputs, schedule = (2, 1) if graphs else (0, 0), pipeline.one_f_one_b(2, 2)
@@ -241,9 +295,28 @@ PREDICTION = planner.Prediction(
     peak_when=("0B0", "1B0"), parts_s={"computation": 2.0},
 )  # fmt: skip
 
+EXAMPLE = pipeline.Boundary.of(torch.empty(2, 4))
+PROFILED = pipeline.Profiler().model(
+    [nn.Linear(4, 4) for _ in range(2)], nn.functional.mse_loss, EXAMPLE, EXAMPLE
+)
+RESERVED = Residual()
+RESERVED.stages = nn.Linear(1, 1)
+
+SETUP = Setup([nn.Linear(4, 4)] * 2, (range(1), range(1, 2)), 4, "never", torch.device("cpu"))
+
 NAMES = {
+    "resolve": resolve, "joint": joint, "directions": partial(protocol, of=directions),
+    "load_paper": load_paper, "load_unknowns": load_unknowns, "SETUP": SETUP,
+    **{each.__name__: each for each in (pipe, copied, Copy, Offload, Sharing, held_stage, worker_of)},
+    **{each.__name__: each for each in (seq1f1b, recomputed, fetched, pass_s, from_samples, median_interval)},
+    **{each.__name__: each for each in (against_itself, ratios, prediction_interval, Spread, Allowed)},
+    **{each.__name__: each for each in (convert, regret, rank_correlation, found, Label, Relabel, UNet)},
+    **{each.__name__: each for each in (mlp_batch, nn.functional.mse_loss, DataLoader, UserDict)},
+    "OUT": OUT, "IN": IN, "TWO": SimpleNamespace(size=2, rank=0), "NORM": nn.BatchNorm1d(6), "nn": nn,
+    "torch": torch, "PROFILED": PROFILED, "SPANS": [range(1), range(1, 2)], "RESERVED": RESERVED,
     **{name: getattr(planner, name) for name in planner.__all__},
     **{each.__name__: each for each in (paper, unknowns, protocol, data, idx, sent, command, size, held)},
+    "planned": planned, "given": given,
     **{each.__name__: each for each in (quantity, record, Store, Bucket, Gather, breakdown, best_cut, check)},
     **{each.__name__: each for each in (all_gather_s, all_reduce_s, SizeCosts, LayerTimes, QuickSteps)},
     "parse_printed": parse_printed, "gzip": gzip, "OFF": OFF, "Path": Path, "REQUEST": REQUEST,
@@ -274,10 +347,11 @@ def sections() -> dict[str, dict[str, str]]:
 def said(call: str) -> str:
     """By a call."""
     try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        own_path = mock.patch.object(sys, "path", sys.path.copy())
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), own_path:
             eval(call, dict(NAMES))
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".replace(f"{folder}/", "")
+        text = f"{type(error).__name__}: {error}".replace(f"{folder}/", "").replace(folder, "its folder")
         lines = (line.strip() for line in text.splitlines())
         return "\n".join(line for line in lines if line)
     return "nothing"

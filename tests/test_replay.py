@@ -206,7 +206,7 @@ def expected_starts(schedule: Schedule, link: Link, costs) -> dict[Action, float
     return start
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(steps(), links())
 def test_every_start_is_the_earliest_that_the_rules_allow(step, link) -> None:
     schedule, costs = step
@@ -217,7 +217,7 @@ def test_every_start_is_the_earliest_that_the_rules_allow(step, link) -> None:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(steps(), st.booleans().flatmap(links))
 def test_nothing_starts_before_what_it_needs(step, link) -> None:
     schedule, costs = step
@@ -250,7 +250,7 @@ def test_nothing_starts_before_what_it_needs(step, link) -> None:
             assert again not in event or message.end_s <= event[again].start_s
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(steps(), st.booleans().flatmap(links))
 def test_messages_of_a_queue_do_not_overlap(step, link) -> None:
     schedule, costs = step
@@ -265,7 +265,7 @@ def test_messages_of_a_queue_do_not_overlap(step, link) -> None:
             assert left <= entered
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(steps(), links(), st.integers(0, 3), st.fractions(Fraction(1, 4), 1, max_denominator=4))
 def test_a_slower_link_never_makes_a_step_faster(step, link, more_latency, less_bandwidth) -> None:
     schedule, costs = step
@@ -277,7 +277,7 @@ def test_a_slower_link_never_makes_a_step_faster(step, link, more_latency, less_
     assert link_s <= shared_s
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(steps(), st.booleans().flatmap(links))
 def test_no_step_is_shorter_than_its_bounds(step, link) -> None:
     """The longest chain of dependencies, and the work of the busiest stage."""

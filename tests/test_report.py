@@ -493,6 +493,7 @@ def test_a_sentence_whose_verdict_has_changed_is_left_out_and_named(page):
     found = first_screen(changed, {"hardware": "It ran on a machine."})
     assert not any("too strong" in sentence for sentence in found.sentences)
     assert any("'idle': 'reproduced'" in each for each in found.stale)
+    assert any("same_runs" in each.partition(" of ")[0] for each in found.stale), "nobody said how many"
     (line,) = [line for line in found.claims if line[0].startswith("Idle time")]
     assert line[2] == "yes"
 

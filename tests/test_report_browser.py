@@ -22,7 +22,7 @@ from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.units import convert
-from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline import Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [

@@ -16,10 +16,9 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.models import SHAPES
-from gpipe_bench.pipeline.plan.named import named, seq1f1b
-from gpipe_bench.pipeline.plan.schedule import validate
+from gpipe_bench.pipeline import named, replay, validate
+from gpipe_bench.pipeline.plan.named import seq1f1b
 from gpipe_bench.pipeline.plan.simulate import SLOTS as SLOTS_OF
-from gpipe_bench.pipeline.plan.simulate import replay
 
 PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 SMALL = [setting for setting in published.SETTINGS if setting.num_workers <= 16]

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from own_graphs import CASES, Case, Residual, UNet
+from own_graphs import CASES, Case
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, split
@@ -310,40 +310,6 @@ def test_a_cut_between_a_value_and_its_change_in_place_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot be cut before 'second'.*in place"):
         split(InPlace(), ["second"])
     assert len(split(InPlace(), num_layers=1)) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "either at="),
-        ({"at": ["up"], "num_layers": 2}, "either at="),
-        ({"at": []}, "give names of modules"),
-        ({"at": "up.0"}, "give names of modules"),
-        ({"at": ["sideways"]}, "no module 'sideways'; it has down, down.0"),
-        ({"at": ["down.0"]}, "nothing is computed before it"),
-        ({"at": ["down"]}, "'down' is not called"),
-        ({"at": ["out"], "example": torch.zeros(1)}, "example= is for balancing"),
-        ({"num_layers": 0}, "1 to"),
-        ({"num_layers": 99}, "1 to"),
-        ({"at": ["out"], "inputs": ["y"]}, "from: x"),
-        ({"at": ["out"], "inputs": []}, "from: x"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        split(UNet(), **arguments)
-
-
-def test_a_batch_of_other_tensors_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 tensors came where 1 were expected"):
-        split(UNet(), ["out"])((torch.zeros(1, 2, 8, 8), torch.zeros(1)))
-
-
-def test_a_module_named_like_something_of_the_pipeline_is_refused() -> None:
-    model = Residual()
-    model.stages = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="'stages', which is a name that a Pipeline has"):
-        Pipeline(split(model, ["norm"]), num_stages=2, num_microbatches=1)
 
 
 def test_inputs_with_a_default_are_taken_when_they_are_named() -> None:

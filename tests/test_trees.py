@@ -5,7 +5,7 @@ them train is seen in `test_transparency`, over several processes in `tree_cases
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import assert_trains_as_plain, mlp_batch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from tree_models import Anything, Masked, Mode, Output, Pair, Part
 
 from gpipe_bench.pipeline import Pipeline
@@ -125,17 +124,6 @@ def test_what_cannot_travel_is_named() -> None:
             flatten(tree)
 
 
-def test_what_is_no_batch_but_holds_batches_is_refused_with_what_to_do() -> None:
-    loader = DataLoader([torch.zeros(1)])
-    for batch, remedy in (
-        (loader, ".*for batch in loader"),
-        (iter(loader), ".*for batch in loader"),
-        (UserDict(x=torch.zeros(1)), r".*a dict\(...\) of it"),
-    ):
-        with pytest.raises(TypeError, match=rf"the mini-batch .*{type(batch).__name__}{remedy}"):
-            Pipeline([nn.Linear(1, 1)], num_stages=1, num_microbatches=1)(batch)
-
-
 def test_outputs_that_differ_cannot_be_merged() -> None:
     x = torch.zeros(2, 2)
     for one, other in (({"a": x, "n": 1}, {"a": x, "n": 2}), ({"a": x}, {"b": x}), ((x, x), (x, x + 1))):
@@ -205,28 +193,6 @@ def test_split_gives_views_and_merge_undoes_it() -> None:
     for merged, whole in zip(merge(parts), batch, strict=True):
         assert torch.equal(merged, whole)
     assert torch.equal(merge(split(batch[0], 4)), batch[0])
-
-
-@pytest.mark.parametrize(
-    ("batch", "num_microbatches", "complaint"),
-    [
-        (torch.zeros(3, 2), 4, "num_microbatches is 4 but the mini-batch has only 3 examples"),
-        (torch.zeros(0, 2), 1, "empty"),
-        (torch.tensor(1.0), 1, "without dimensions"),
-        ((torch.zeros(4), torch.zeros(5)), 2, r"\[4, 5\] examples"),
-    ],
-)
-def test_batches_that_cannot_be_split(batch, num_microbatches: int, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        split(batch, num_microbatches)
-
-
-@pytest.mark.parametrize("batch", [None, (), {}, [1, 2], ({"x": None},)])
-def test_a_batch_without_tensors_is_refused(batch) -> None:
-    with pytest.raises(
-        TypeError, match="the mini-batch is of type .* and holds no tensor; it must be a tensor"
-    ):
-        split(batch, 1)
 
 
 def test_an_output_without_examples_cannot_be_merged() -> None:

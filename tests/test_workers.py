@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import random
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -29,7 +28,6 @@ from gpipe_bench.pipeline import (
     to_csv,
     validate,
 )
-from gpipe_bench.pipeline.arguments import worker_of
 from gpipe_bench.pipeline.plan.edges import turns
 from gpipe_bench.pipeline.plan.schedule import channels, dependencies, execution_order, transfers
 from gpipe_bench.planner.breakdown import breakdown
@@ -187,12 +185,3 @@ def test_any_change_of_a_row_is_refused_or_runs() -> None:
             continue
         assert len(replay(changed, SLOTS).events) == sum(map(len, rows))
     assert 10 < refused < 140
-
-
-def test_too_few_ranks_for_the_stages_hear_of_schedules_that_give_each_several() -> None:
-    pair = SimpleNamespace(size=2, rank=0)
-    said = "2 ranks for 4 stages; it needs one rank per stage, or a schedule by which each has 2 stages, such"
-    with pytest.raises(ValueError, match=f"{said} as schedule='interleaved'$"):
-        worker_of(pair, named("gpipe", 4, 4))
-    with pytest.raises(ValueError, match="2 ranks for 3 stages; it needs one rank per stage$"):
-        worker_of(pair, named("gpipe", 3, 4))

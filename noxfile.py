@@ -109,7 +109,8 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none", tags=["ci"], default=False)
 def checks(session: nox.Session) -> None:
     """What is not behaviour: pages and their generated tables, packaging, sessions, rules for all code."""
-    run_python(session, "-m", "pytest", "tests/checks")
+    side_by_side = ("--numprocesses", usable_cores(session), "--dist", "loadfile")  # one builds the wheel
+    run_python(session, "-m", "pytest", "tests/checks", *side_by_side)
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)

@@ -47,6 +47,6 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=lambda records: [],
-    tables=lambda records, comparisons: "the comparison",
+    tables=lambda records: "the comparison",
     options=(),
 )

@@ -21,13 +21,16 @@ from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
-# Background jobs of a shell ignore interrupts, and so would their children.
+# Background jobs of a shell ignore interrupts, and so would their children. On a busy machine, too, the way out
+# is to be the good one.
 START = """
 import signal
 import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import gpipe_bench.experiments.registry
 gpipe_bench.experiments.registry.EXPERIMENTS["fake"] = "fake_experiment"
+import gpipe_bench.harness.signals
+gpipe_bench.harness.signals.GRACE_S = 600.0
 from gpipe_bench.experiments.commands.cli import main
 sys.exit(main())
 """

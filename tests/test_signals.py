@@ -179,7 +179,7 @@ def run(case, options):
 import dataclasses
 fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, run=run)
 """
-    + START
+    + START.replace("GRACE_S = 600.0", "GRACE_S = 1.5")
 )
 
 

@@ -21,8 +21,8 @@ from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
-# Background jobs of a shell ignore interrupts, and so would their children. On a busy machine, too, the way out
-# is to be the good one.
+# Background jobs of a shell ignore interrupts, and so would their children. On a busy machine, too, the way
+# out is to be the good one.
 START = """
 import signal
 import sys

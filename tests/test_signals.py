@@ -165,8 +165,7 @@ def test_what_was_started_twice_to_end_ends_once(tmp_path, gate, number, status)
     assert kept(results) == [(1, "done")]
 
 
-STUBBORN = (
-    """
+STUBBORN = """
 import fake_experiment
 import signal
 take = fake_experiment.run
@@ -178,9 +177,7 @@ def run(case, options):
             pass
 import dataclasses
 fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, run=run)
-"""
-    + START.replace("GRACE_S = 600.0", "GRACE_S = 1.5")
-)
+""" + START.replace("GRACE_S = 600.0", "GRACE_S = 1.5")
 
 
 def test_a_library_that_swallows_the_interrupt_does_not_hold_it_up(tmp_path, gate):

@@ -47,9 +47,7 @@ def computed(
 ) -> Computed:
     """A number for that row and column; `what` says in a few words what it is."""
     key: dict[str, Scalar] = {"column": column}
-    return Computed(
-        Quantity(name=row, key=key, value=value, unit=unit, provenance=provenance, note=what), spread
-    )
+    return Computed(Quantity(row, value, unit, provenance, key=key, note=what), spread)
 
 
 def over(what: str, values: Sequence[float]) -> Spread:

@@ -180,10 +180,10 @@ def _overlap(job: Job, times: Times) -> list[Quantity]:
     of_bare = ratios(times, "bare layers", "ours", num_slots / bare_actions)
     bare_ms = [1e3 * s / bare_actions for s in times["bare layers"]]
     return [
-        from_samples("share of the ideal", of_ideal, "ratio", higher_is_better=True),
-        from_samples("share of the bare ideal", of_bare, "ratio", higher_is_better=True),
-        Quantity(name="ideal step", value=1e3 * num_slots * WAIT_S, unit="ms", provenance="replayed"),
-        from_samples("bare action", bare_ms, "ms", higher_is_better=False),
+        from_samples("share of the ideal", of_ideal, "ratio"),
+        from_samples("share of the bare ideal", of_bare, "ratio"),
+        Quantity("ideal step", 1e3 * num_slots * WAIT_S, "ms", "replayed"),
+        from_samples("bare action", bare_ms, "ms"),
     ]
 
 
@@ -194,11 +194,11 @@ def _transformer(job: Job, times: Times) -> list[Quantity]:
         ideal = (count + num_stages - 1) / (count * num_stages)  # of the sequential step
         for name, variant in (("efficiency", "ours"), ("efficiency of ScheduleGPipe", "ScheduleGPipe")):
             reached = ratios(times, "sequential", variant, ideal)
-            found.append(from_samples(name, reached, "ratio", higher_is_better=True))
+            found.append(from_samples(name, reached, "ratio"))
         found.append(
             from_samples(
                 "core beside a busy one", ratios(times, "sequential", "sequential on every core"), "ratio",
-                higher_is_better=True, note="speed of one core while all compute, against alone",
+                note="speed of one core while all compute, against alone",
             )
         )  # fmt: skip
     return found
@@ -232,13 +232,13 @@ def _in_process(job: Job, times: Times) -> list[Quantity]:
 
 def _rate(other: str, times: Times) -> Quantity:
     """Our steps per second over another engine's."""
-    return from_samples(f"rate against {other}", ratios(times, other, "ours"), "ratio", higher_is_better=True)
+    return from_samples(f"rate against {other}", ratios(times, other, "ours"), "ratio")
 
 
 def _cost(name: str, variant: str, times: Times, number: int, note: str) -> Quantity:
     """What a step takes longer than the bare layers, for each of `number` things in it."""
     cost_us = differences(times, variant, "bare layers", 1e6 / number)
-    return from_samples(name, cost_us, "us", higher_is_better=False, note=note)
+    return from_samples(name, cost_us, "us", note=note)
 
 
 # The targets and what was measured: one line each, missed ones too

@@ -118,7 +118,7 @@ def _quantity(
 
 
 def _bytes(sizes: Mapping[str, int], **key: Scalar) -> list[Quantity]:
-    return [_quantity(name, size, "bytes", key=key, higher_is_better=False) for name, size in sizes.items()]
+    return [_quantity(name, size, "bytes", key=key) for name, size in sizes.items()]
 
 
 # Schedules
@@ -149,7 +149,7 @@ def _run_bubble(key: dict[str, Any]) -> Outcome:
         differing += closed != replayed
         fractions[f"{name} M={count}"] = {"closed form": str(closed), "replay": str(replayed)}
         at: dict[str, Scalar] = {"schedule": name, "M": count}
-        found = _quantity("bubble", float(replayed), "ratio", "replayed", at, higher_is_better=False)
+        found = _quantity("bubble", float(replayed), "ratio", "replayed", at)
         quantities.append(found)
     off = _quantity("fractions that differ from the closed form", differing, "number", "replayed")
     return Outcome((*quantities, off), {"num_microbatches": counts, "fractions": fractions})

@@ -30,7 +30,6 @@ from gpipe_bench.harness.rounds import Times, ratios
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.harness.workers import memory_error
-from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -200,24 +199,22 @@ def numbers(job: Job, times: Times, found: Sequence[Found]) -> Outcome:
     step_s = [each + max(update_s) for each in times["ours"]]
     quantities = [
         *steps_of(times),
-        from_samples("real step", [1e3 * each for each in step_s], "ms", higher_is_better=False,
+        from_samples("real step", [1e3 * each for each in step_s], "ms",
                      note="of ours, with the slowest stage's update"),
-        from_samples("throughput", [job.workload.batch_size / each for each in step_s], "samples/s",
-                     higher_is_better=True),
-        Quantity(name="update", value=1e3 * max(update_s), unit="ms", provenance="measured",
-                 higher_is_better=False),
-        *_of_link(first["link"]),
+        from_samples("throughput", [job.workload.batch_size / each for each in step_s], "samples/s"),
+        Quantity("update", 1e3 * max(update_s), "ms", "measured"),
+        Quantity("bandwidth", first["link"].bandwidth_bytes_per_s / 1e9, "GB/s", "measured"),
+        Quantity("latency", 1e6 * first["link"].latency_s, "us", "measured"),
     ]  # fmt: skip
     if "ScheduleGPipe" in times:
         rate = ratios(times, "ScheduleGPipe", "ours")
-        quantities.append(from_samples("rate against ScheduleGPipe", rate, "ratio", higher_is_better=True))
+        quantities.append(from_samples("rate against ScheduleGPipe", rate, "ratio"))
     for stage, each in enumerate(found):
         for name, peaks in each.details["peaks"].items():
             for what, value in zip(("peak memory", "reserved memory"), peaks, strict=True):
                 quantities.append(
-                    Quantity(name=what, key={"engine": name, "stage": stage}, value=value, unit="bytes",
-                             provenance="measured", higher_is_better=False)
-                )  # fmt: skip
+                    Quantity(what, value, "bytes", "measured", key={"engine": name, "stage": stage})
+                )
     facts = {
         **job.workload.facts(), "engines": job.names, "batch_size": job.workload.batch_size,
         "refused": first["refused"], "checks": [each.details["checks"] for each in found],
@@ -235,17 +232,6 @@ def numbers(job: Job, times: Times, found: Sequence[Found]) -> Outcome:
     return Outcome(tuple(quantities), facts)
 
 
-def _of_link(link: Link) -> list[Quantity]:
-    slowest = (
-        ("bandwidth", link.bandwidth_bytes_per_s / 1e9, "GB/s", True),
-        ("latency", 1e6 * link.latency_s, "us", False),
-    )
-    return [
-        Quantity(name=name, value=value, unit=unit, provenance="measured", higher_is_better=more)
-        for name, value, unit, more in slowest
-    ]
-
-
 def _of_timeline(
     job: Job, first: Mapping[str, Any], timeline: Timeline, step_s: float
 ) -> tuple[list[Quantity], dict[str, Any]]:
@@ -256,12 +242,14 @@ def _of_timeline(
     )  # fmt: skip
     laid_out = lay_out(timed, first["link"])
     quantities = [
-        Quantity(name="idle", value=timeline.bubble, unit="ratio", provenance="measured",
-                 higher_is_better=False, note="share of K x step in which no action ran"),
-        Quantity(name="replayed step", value=1e3 * laid_out.makespan_s, unit="ms", provenance="replayed",
-                 higher_is_better=False, note="its own actions over the measured link"),
-        Quantity(name="replayed over measured", value=laid_out.makespan_s / step_s, unit="ratio",
-                 provenance="replayed"),
+        Quantity(
+            "idle", timeline.bubble, "ratio", "measured", note="share of K x step in which no action ran"
+        ),
+        Quantity(
+            "replayed step", 1e3 * laid_out.makespan_s, "ms", "replayed",
+            note="its own actions over the measured link",
+        ),
+        Quantity("replayed over measured", laid_out.makespan_s / step_s, "ratio", "replayed"),
     ]  # fmt: skip
     drawn = timeline.to_data() if len(timeline.events) <= MOST_DRAWN else None
     return quantities, {"actions": timed.to_data(), "timeline": drawn}

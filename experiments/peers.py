@@ -221,9 +221,7 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
     quantities = [
         *steps_of(times),
         *(
-            from_samples(
-                f"{a} against {b}", ratios(times, b, a), "ratio", higher_is_better=True, note=note
-            )
+            from_samples(f"{a} against {b}", ratios(times, b, a), "ratio", note=note)
             for a, b, note in (
                 *(("ours", name, "our steps per second over its, round by round") for name in others),
                 *((a, b, "both with the same schedule" * (SAME_SCHEDULE.get(b) == a)) for a, b in pairs),
@@ -231,16 +229,15 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
         ),
         *(
             Quantity(
-                name=f"peak memory of {name}", key={"process": rank}, value=num_bytes, unit="bytes",
-                provenance="measured", higher_is_better=False,
+                f"peak memory of {name}", num_bytes, "bytes", "measured", key={"process": rank},
                 note=memory if num_bytes is not None else "its operations run in threads, where none is seen",
             )
             for rank, each in enumerate(found)
             for name, num_bytes in each.details["peak_bytes"].items()
         ),
         Quantity(
-            name="shortest action", value=min(details["actions_ms"].values()), unit="ms",
-            provenance="measured", note="mean over the micro-batches of our latest step",
+            "shortest action", min(details["actions_ms"].values()), "ms", "measured",
+            note="mean over the micro-batches of our latest step",
         ),
     ]  # fmt: skip
     reasons = {name: fault.reason for name, fault in faulty.items()}

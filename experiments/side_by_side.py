@@ -141,8 +141,7 @@ def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) ->
     return [
         from_samples("control", ratios, "ratio", note=note),
         Quantity(
-            name="used by others", value=used_by_others([each.usage for each in found]), unit="ratio",
-            provenance="measured", higher_is_better=False,
+            "used by others", used_by_others([each.usage for each in found]), "ratio", "measured",
             note="share of the machine's cores that other programs used meanwhile",
         ),
     ]  # fmt: skip
@@ -156,7 +155,7 @@ def facts_of(found: Sequence[Found]) -> dict[str, Any]:
 def steps_of(times: Times) -> list[Quantity]:
     """Milliseconds of a step of each variant."""
     return [
-        from_samples(f"step of {name}", [1e3 * sample for sample in samples], "ms", higher_is_better=False)
+        from_samples(f"step of {name}", [1e3 * sample for sample in samples], "ms")
         for name, samples in times.items()
     ]
 

@@ -301,8 +301,8 @@ def over_link(
         quantities += [
             of("bandwidth", [each.bandwidth_bytes_per_s / 1e6 for each in at], "MB/s"),
             of("latency", [1e6 * each.latency_s for each in at], "us"),
-            of("real step", [1e3 * s for s in real_s], "ms", higher_is_better=False),
-            of("step", [1e3 * s for s in laid_out_s], "ms", provenance="replayed", higher_is_better=False),
+            of("real step", [1e3 * s for s in real_s], "ms"),
+            of("step", [1e3 * s for s in laid_out_s], "ms", provenance="replayed"),
             replay_error(laid_out_s, real_s, key),
         ]
         measured.append(
@@ -352,7 +352,7 @@ def _numbers(
         quantities.append(
             Quantity(
                 name="hidden from", key={"K": k}, value=None if least is None else least / 1e9, unit="GB/s",
-                provenance=provenance, higher_is_better=False,
+                provenance=provenance,
                 note="least bandwidth per direction with a step at most 5 % longer than over a free link",
             )
         )  # fmt: skip
@@ -374,7 +374,7 @@ def _numbers(
 def _ratio(
     name: str, samples: Sequence[float], key: Mapping[str, Scalar], provenance: Provenance
 ) -> Quantity:
-    return from_samples(name, samples, "ratio", key=key, provenance=provenance, higher_is_better=True)
+    return from_samples(name, samples, "ratio", key=key, provenance=provenance)
 
 
 def _steps_s(rounds: Rounds, link: Link) -> dict[int, list[float]]:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -38,28 +38,27 @@ FINAL: frozenset[str] = frozenset({"done", "out_of_memory"})
 A skipped or failed case is tried again by the next run: a device may have appeared, a bug may be fixed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Quantity:
     """One number with its unit, where it comes from and how sure it is.
 
     `name` says in a few words what is counted, `key` of what within the case: {"K": 4, "M": 32}. Readers look
     a number up by both and never take a name apart. `low` and `high` are the 95 % interval in the same unit,
     `samples` the raw measurements behind `value`. `value` is None where the case ended without one.
-    `higher_is_better` is None where neither direction is.
 
     Raises ValueError for values that are not finite, an interval that does not hold the value, an unknown
     provenance, or a key whose values are not plain.
     """
 
     name: str
-    key: Mapping[str, Scalar] = field(default_factory=dict)
+    key: Mapping[str, Scalar] = field(default_factory=dict, kw_only=True)
     value: float | int | None
     unit: str
     provenance: Provenance
+    _: KW_ONLY
     low: float | None = None
     high: float | None = None
     samples: tuple[float, ...] = ()
-    higher_is_better: bool | None = None
     note: str = ""
 
     def __post_init__(self) -> None:

@@ -48,7 +48,6 @@ def from_samples(
     *,
     key: Mapping[str, Scalar] | None = None,
     provenance: Provenance = "measured",
-    higher_is_better: bool | None = None,
     note: str = "",
 ) -> Quantity:
     """Median of the samples with its 95 % interval. Raises ValueError without samples."""
@@ -56,14 +55,13 @@ def from_samples(
         raise ValueError(f"quantity {name!r} has no samples")
     interval = median_interval(samples)
     return Quantity(
-        name=name,
+        name,
+        float(statistics.median(samples)),
+        unit,
+        provenance,
         key=dict(key or {}),
-        value=float(statistics.median(samples)),
-        unit=unit,
-        provenance=provenance,
         low=None if interval is None else interval[0],
         high=None if interval is None else interval[1],
         samples=tuple(float(sample) for sample in samples),
-        higher_is_better=higher_is_better,
         note=note,
     )

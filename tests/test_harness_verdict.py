@@ -32,10 +32,8 @@ def paper(printed="3.5x", unit="ratio", **changes):
     return PaperNumber(printed=printed, unit=unit, **fields, **value)
 
 
-def ours(value, unit="ratio", low=None, high=None, better=True, **changes):
-    quantity = Quantity(
-        name="x", value=value, unit=unit, provenance="measured", low=low, high=high, higher_is_better=better
-    )
+def ours(value, unit="ratio", low=None, high=None, **changes):
+    quantity = Quantity("x", value, unit, "measured", low=low, high=high)
     return Answer(table="t", row="r", column="c", quantity=quantity, **changes)
 
 
@@ -68,14 +66,11 @@ def test_whatever_rounds_to_the_printed_digits_is_reproduced(digits, places, sha
     st.integers(0, 3),
     st.floats(1.001, 100),
     st.booleans(),
-    st.sampled_from([True, False, None]),
 )
-def test_whatever_rounds_elsewhere_is_above_or_below_and_no_side_is_better(
-    digits, places, share, above, better
-):
+def test_whatever_rounds_elsewhere_is_above_or_below(digits, places, share, above):
     printed = f"{digits / 10**places:.{places}f}"
     value = digits / 10**places + (share if above else -share) * 0.5 * 10.0**-places
-    judgement = judge(paper(printed), ours(value, better=better))
+    judgement = judge(paper(printed), ours(value))
     assert judgement.verdict == ("above" if above else "below")
 
 
@@ -150,13 +145,12 @@ def test_a_spread_is_the_range_and_names_its_parts():
 
 @given(
     st.none() | st.floats(-1e3, 1e3),
-    st.sampled_from([True, False, None]),
     st.sampled_from(["", "other hardware"]),
     st.sampled_from(["done", "skipped", "out_of_memory", "failed"]),
     st.booleans(),
 )
-def test_every_verdict_has_a_reason(value, better, not_comparable, status, known):
-    mine = ours(value, better=better, not_comparable=not_comparable, status=status)
+def test_every_verdict_has_a_reason(value, not_comparable, status, known):
+    mine = ours(value, not_comparable=not_comparable, status=status)
     judgement = judge(paper() if known else None, mine)
     assert judgement.verdict in VERDICTS
     assert judgement.reason
@@ -270,7 +264,7 @@ def test_an_erratum_with_a_correction_is_judged_by_it_and_says_so():
     judgement = judge(cell, ours(3.154, "GiB"))
     assert judgement.verdict == "reproduced"
     assert "judged by the corrected 3.15, not the printed 11.7G" in judgement.reason
-    assert judge(cell, ours(11.7, "GiB", better=False)).verdict == "above"
+    assert judge(cell, ours(11.7, "GiB")).verdict == "above"
 
 
 def test_an_erratum_without_a_correction_may_leave_nothing_to_compare():

@@ -254,13 +254,13 @@ def _differences(trained: Trained, reference: Trained) -> list[Quantity]:
 def _score_quantity(task: Task, score: float, prefix: str = "") -> Quantity:
     finite = math.isfinite(score)
     return Quantity(
-        name=prefix + task.metric, value=score if finite else None, unit=task.unit, provenance="measured",
-        higher_is_better=task.higher_is_better, note="" if finite else "not finite: the training diverged",
+        prefix + task.metric, score if finite else None, task.unit, "measured",
+        note="" if finite else "not finite: the training diverged",
     )  # fmt: skip
 
 
 def _measured(name: str, value: float, unit: str) -> Quantity:
-    return Quantity(name=name, value=value, unit=unit, provenance="measured")
+    return Quantity(name, value, unit, "measured")
 
 
 def _details(task: Task, subject: Subject, curve: tuple[tuple[int, float, float], ...]) -> dict[str, Any]:

@@ -34,12 +34,11 @@ def cells(records: Sequence[Record]) -> list[Answer]:
         quantity, row = None, "distance to the sequential mean"
         if finding.distance is not None and not finding.reason:
             value, low, high = finding.distance
-            quantity = Quantity(
-                name=row, value=value, unit="standard deviations", low=low,
-                high=high, provenance="measured", higher_is_better=False,
-                note=f"the mean of {len(finding.scores)} runs; 90 % interval: two one-sided tests at 5 %, "
-                "all of it within the margin",
-            )  # fmt: skip
+            note = (
+                f"the mean of {len(finding.scores)} runs; 90 % interval: two one-sided tests at 5 %, all of "
+                "it within the margin"
+            )
+            quantity = Quantity(row, value, "standard deviations", "measured", low=low, high=high, note=note)
         compared = finding.word == "not comparable"
         found.append(
             Answer(

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.consistency.recipes import image_layout, read_text
 from gpipe_bench.experiments.directions.protocol import (
-    HIGHER_IS_BETTER,
     UNITS,
     Contrast,
     Finding,
@@ -99,13 +98,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     except NoDataError as error:
         return Outcome(status="skipped", reason=str(error))
     units = {"accuracy": "%", "loss": "nats", "chrF": "number"}
-    quantities = [
-        Quantity(
-            name=name, value=value, unit=units[name], provenance="measured",
-            higher_is_better=HIGHER_IS_BETTER[name],
-        )
-        for name, value in found.metrics.items()
-    ]  # fmt: skip
+    quantities = [Quantity(name, value, units[name], "measured") for name, value in found.metrics.items()]
     return Outcome(tuple(quantities), {"curve": found.curve, **found.details})
 
 

@@ -88,12 +88,12 @@ def run(key: Mapping[str, Scalar], *, quick: bool) -> Outcome:
             steps_s = [grids.step_s(place, level, setting) for setting in tried]
             quantities += [
                 Quantity(
-                    name="step", key=where, value=steps_s[0], unit="s", provenance="modelled",
-                    higher_is_better=False, note="a roofline's operations, laid out by the replay",
+                    "step", steps_s[0], "s", "modelled", key=where,
+                    note="a roofline's operations, laid out by the replay",
                 ),
                 Quantity(
-                    name="peak memory", key=where, value=grids.peak_bytes(place, level) / GIB, unit="GiB",
-                    provenance="modelled", higher_is_better=False, note="of the fullest accelerator",
+                    "peak memory", grids.peak_bytes(place, level) / GIB, "GiB", "modelled", key=where,
+                    note="of the fullest accelerator",
                 ),
             ]  # fmt: skip
             ranges.append({**where, "steps_s": steps_s, "M": grids.number(place)})

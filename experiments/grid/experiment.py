@@ -98,7 +98,7 @@ def _scaling(one: Record, many: Record, title: str) -> Answer:
         column=f"{title}, K={STAGES}",
         source="others",
         question="as published",
-        quantity=Quantity(name="throughput", value=ratios[0], unit="ratio", provenance="modelled"),
+        quantity=Quantity("throughput", ratios[0], "ratio", "modelled"),
         spread=_over("share of the peak and the link", ratios),
         record=many,
         note="As many examples per replica; a roofline's operations laid out by the replay.",

@@ -165,22 +165,16 @@ def _traffic(
     provenance: Provenance = "measured" if by_shape else by_rule
     busiest = {way: max(ranks) for way, ranks in sent.items()}
     quantities = [
-        Quantity(
-            name=name, key={"way": way}, value=num_bytes, unit="bytes", provenance=how,
-            higher_is_better=False, note=note,
-        )
+        Quantity(name, num_bytes, "bytes", how, key={"way": way}, note=note)
         for name, ways, how, note in (
             ("bytes sent", busiest, provenance, "of the rank that sends most, in a step"),
             ("bytes by shape", by_shape, by_rule, ""),
         )
         for way, num_bytes in ways.items()
-    ]  # fmt: skip
+    ]
     quantities.append(
-        Quantity(
-            name="pipeline over data parallelism", value=busiest["pp"] / busiest["dp"], unit="ratio",
-            provenance=provenance, higher_is_better=False,
-        )
-    )  # fmt: skip
+        Quantity("pipeline over data parallelism", busiest["pp"] / busiest["dp"], "ratio", provenance)
+    )
     facts = {
         "column": subject.column, "batch_size": subject.batch_size, "ranks": subject.ranks,
         "bytes_by_rank": {way: list(ranks) for way, ranks in sent.items()}, **more,
@@ -345,13 +339,9 @@ def _waiting() -> Outcome:
     step_s, timeline = case.measure()
     inside_s, behind_s = (case.replayed(overlap=each).makespan_s for each in (True, False))
     measured = Quantity(
-        name="step", value=1e3 * step_s, unit="ms", provenance="measured", higher_is_better=False,
-        note="the fastest of some, of the slowest process",
-    )  # fmt: skip
-    behind = Quantity(
-        name="replayed step, sums behind the last backward", value=1e3 * behind_s, unit="ms",
-        provenance="replayed", higher_is_better=False,
-    )  # fmt: skip
+        "step", 1e3 * step_s, "ms", "measured", note="the fastest of some, of the slowest process"
+    )
+    behind = Quantity("replayed step, sums behind the last backward", 1e3 * behind_s, "ms", "replayed")
     return Outcome((*_beside(measured, 1e3 * inside_s), behind), {"timeline": timeline.to_data()})
 
 
@@ -359,14 +349,9 @@ def _beside(measured: Quantity, replayed_ms: float) -> tuple[Quantity, ...]:
     assert measured.value is not None
     return (
         measured,
-        Quantity(
-            name="replayed step", value=replayed_ms, unit="ms", provenance="replayed", higher_is_better=False
-        ),
-        Quantity(
-            name="replayed over measured", value=replayed_ms / measured.value, unit="ratio",
-            provenance="replayed",
-        ),
-    )  # fmt: skip
+        Quantity("replayed step", replayed_ms, "ms", "replayed"),
+        Quantity("replayed over measured", replayed_ms / measured.value, "ratio", "replayed"),
+    )
 
 
 def laid_out_s(job: Job, found: Sequence[Ran], link: Link) -> float:

@@ -207,8 +207,8 @@ def run_waiting(options: RunOptions) -> Outcome:
         samples = [1e3 * max(each) for each in zip(*(one[place] for one in found), strict=True)]
         predicted_ms = 1e3 * waiting_step(candidate, slot_s).step_s
         quantities += [
-            Quantity(name=PREDICTED, key=where, value=predicted_ms, unit="ms", provenance="replayed"),
-            from_samples(STEP, samples, "ms", key=where, higher_is_better=False),
+            Quantity(PREDICTED, predicted_ms, "ms", "replayed", key=where),
+            from_samples(STEP, samples, "ms", key=where),
         ]
     return Outcome(tuple(quantities), {"slot_ms": 1e3 * slot_s})
 

@@ -184,9 +184,9 @@ def run_at_scale(name: str) -> Outcome:
     ]
     quantities = [
         Quantity(
-            name=kind,
-            key={part: row[part] for part in ("name", "dp", "tp", "K") if row[part] != ""},
-            value=row["step_s"], unit="s", provenance="modelled", low=row["low_s"], high=row["high_s"],
+            kind, row["step_s"], "s", "modelled",
+            key={part: row[part] for part in ("name", "dp", "tp", "K") if row[part] != ""}, low=row["low_s"],
+            high=row["high_s"],
         )
         for kind, some in ((STEP, rows), (THEIRS, theirs))
         for row in some
@@ -327,8 +327,8 @@ def run_published() -> Outcome:
     ]
     quantities = [
         Quantity(
-            name=STEP, key={"name": row["name"]}, value=row["step_s"], unit="s", provenance="modelled",
-            low=row["low_s"], high=row["high_s"],
+            STEP, row["step_s"], "s", "modelled", key={"name": row["name"]}, low=row["low_s"],
+            high=row["high_s"],
         )
         for row in rows
     ]  # fmt: skip
@@ -363,13 +363,10 @@ def run_order(source: str) -> Outcome:
     """The case of one source."""
     orders = SOURCES[source]()
     quantities = [
-        Quantity(
-            name=name, key={"group": each.group}, value=value, unit="ratio", provenance="modelled",
-            note=each.source,
-        )
+        Quantity(name, value, "ratio", "modelled", key={"group": each.group}, note=each.source)
         for each in orders
         for name, value in (("rank correlation", each.correlation), ("regret", each.regret))
-    ]  # fmt: skip
+    ]
     details = [each._asdict() | {"correlation": each.correlation, "regret": each.regret} for each in orders]
     return Outcome(tuple(quantities), {"orders": details})
 

@@ -361,17 +361,15 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
         steps[name] = at_reference_s(prediction, costs, request, clock[name], speeds)
         quantities += [
             Quantity(
-                name=PREDICTED, key=key, value=1e3 * prediction.step_s, low=1e3 * prediction.low_s,
-                high=1e3 * prediction.high_s, unit="ms", provenance="replayed", higher_is_better=False,
+                PREDICTED, 1e3 * prediction.step_s, "ms", "replayed", key=key, low=1e3 * prediction.low_s,
+                high=1e3 * prediction.high_s,
                 note="made before any step of it; 95 % of single steps",
             ),
             from_samples(
-                STEP, [1e3 * each for each in steps[name]], "ms", key=key, higher_is_better=False,
+                STEP, [1e3 * each for each in steps[name]], "ms", key=key,
                 note="at the speed that the machine had when the layers were timed",
             ),
-            from_samples(
-                BY_THE_CLOCK, [1e3 * each for each in clock[name]], "ms", key=key, higher_is_better=False
-            ),
+            from_samples(BY_THE_CLOCK, [1e3 * each for each in clock[name]], "ms", key=key),
         ]  # fmt: skip
     ratios = [ratio for name in steps for ratio in against_itself(steps, name)]
     drifts = [each.details["drift"] for each in found]
@@ -379,7 +377,7 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
         *conditions_of(found, ratios, "first sample of a round / second, of all configurations"),
         *(
             Quantity(
-                name="drift", key={"process": number}, value=drift, unit="ratio", provenance="measured",
+                "drift", drift, "ratio", "measured", key={"process": number},
                 note="the reference step while the plan ran, over the same while the layers were timed",
             )
             for number, drift in enumerate(drifts)

@@ -104,7 +104,7 @@ def numbers(job: Job, times: Times, found: Sequence[Found]) -> Outcome:
 
     base = next(iter(times))
     steps = [
-        from_samples("step", [1e3 * s for s in samples], "ms", key={"arm": name}, higher_is_better=False)
+        from_samples("step", [1e3 * s for s in samples], "ms", key={"arm": name})
         for name, samples in times.items()
     ]
     pairs = [(name, base) for name in times if name != base and name not in THEIRS]
@@ -112,7 +112,7 @@ def numbers(job: Job, times: Times, found: Sequence[Found]) -> Outcome:
     over = [
         from_samples(
             "step over", ratios(times, name, against), "ratio", key={"arm": name, "against": against},
-            higher_is_better=False, note="round by round",
+            note="round by round",
         )
         for name, against in pairs
     ]  # fmt: skip

@@ -171,10 +171,7 @@ def _quantities(
     ]
     if gib is not None:
         found.append(("peak memory", gib, "GiB", "modelled"))
-    return [
-        Quantity(name=name, key=key, value=value, unit=unit, provenance=provenance)
-        for name, value, unit, provenance in found
-    ]
+    return [Quantity(name, value, unit, provenance, key=key) for name, value, unit, provenance in found]
 
 
 def _peaks(name: str) -> Any:

@@ -84,7 +84,7 @@ def run_equal(num_workers: int) -> Outcome:
                 alive = max(alive_by_worker(schedule)) / (schedule.num_stages / num_workers)
                 key: dict[str, Scalar] = {"schedule": name, "M": number, "remat": remat}
                 quantities += [
-                    Quantity(name=what, key=key, value=value, unit=unit, provenance="replayed")
+                    Quantity(what, value, unit, "replayed", key=key)
                     for what, value, unit in (
                         ("step in slots", float(timeline.makespan_s), "number"),
                         ("bubble", float(timeline.bubble), "ratio"),
@@ -167,12 +167,9 @@ def run_measured(name: str, profile: str, num_microbatches: int) -> Outcome:
     numbers = sorted({turns * workers for workers in WORKERS[profile] for turns in (1, 2)})
     found = measure(name, profile, size, numbers)
     quantities = [
-        Quantity(
-            name="(I + W) / B", key={"stages": number}, value=costs.price_of_split(), unit="ratio",
-            provenance="measured", higher_is_better=False,
-        )
+        Quantity("(I + W) / B", costs.price_of_split(), "ratio", "measured", key={"stages": number})
         for number, costs in found.items()
-    ]  # fmt: skip
+    ]
     profiles = profiles_of(name, profile, size)
     for num_workers in WORKERS[profile]:
         quantities += at_costs(found, profiles, num_workers, num_microbatches)
@@ -207,12 +204,11 @@ def at_costs(
                 "schedule": name, "K": num_workers, "M": num_microbatches, "remat": remat,
             }  # fmt: skip
             step_ms = 1e3 * timeline.makespan_s
-            yield Quantity(name="step", key=key, value=step_ms, unit="ms", provenance="replayed")
-            yield Quantity(name="bubble", key=key, value=timeline.bubble, unit="ratio", provenance="replayed")
+            yield Quantity("step", step_ms, "ms", "replayed", key=key)
+            yield Quantity("bubble", timeline.bubble, "ratio", "replayed", key=key)
             yield Quantity(
-                name="peak memory", key=key, value=peak / MIB, unit="MiB", provenance="modelled",
-                note="of the fullest worker; plain SGD",
-            )  # fmt: skip
+                "peak memory", peak / MIB, "MiB", "modelled", key=key, note="of the fullest worker; plain SGD"
+            )
 
 
 def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]) -> dict[int, StageCosts]:

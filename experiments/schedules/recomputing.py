@@ -162,22 +162,21 @@ def quantities_of(
     middle = by_share[SHARES[1]]
     for way, found in middle.items():
         own: dict[str, Scalar] = {**key, "recomputed": way}
-        yield Quantity(name="step", key=own, value=1e3 * found.step_s, unit="ms", provenance="modelled")
+        yield Quantity("step", 1e3 * found.step_s, "ms", "modelled", key=own)
         yield Quantity(
-            name="peak memory", key=own, value=found.peak_bytes / GIB, unit="GiB", provenance="modelled",
-            note="of the fullest worker",
-        )  # fmt: skip
+            "peak memory", found.peak_bytes / GIB, "GiB", "modelled", key=own, note="of the fullest worker"
+        )
     if "adaptive" in middle:
         yield Quantity(
-            name="bound", key=key, value=1e3 * middle["adaptive"].bound_s, unit="ms", provenance="modelled",
+            "bound", 1e3 * middle["adaptive"].bound_s, "ms", "modelled", key=key,
             note="no choice under the cap has a shorter step",
         )  # fmt: skip
     for way in WAYS[1:3]:
         saved = [1 - ways["adaptive"].step_s / ways[way].step_s for ways in by_share.values() if way in ways]
         if len(saved) == len(SHARES):
             yield Quantity(
-                name="saved", key={**key, "of": way}, value=saved[1], unit="ratio", provenance="modelled",
-                low=min(saved), high=max(saved), higher_is_better=True, note="of the step; over the shares",
+                "saved", saved[1], "ratio", "modelled", key={**key, "of": way}, low=min(saved),
+                high=max(saved), note="of the step; over the shares",
             )  # fmt: skip
 
 

@@ -69,9 +69,7 @@ def run() -> Outcome:
                 between = [size for (source, end), size in ways.items() if source != end]
                 key: dict[str, Scalar] = {"K": workers, "stages": turns, "way": way}
                 for name, size in (("sent", sum(between)), ("busiest", max(between))):
-                    quantities.append(
-                        Quantity(name=name, key=key, value=size / MIB, unit="MiB", provenance="modelled")
-                    )
+                    quantities.append(Quantity(name, size / MIB, "MiB", "modelled", key=key))
         spans = evenly(len(layers), workers)
         for remat in REMATS:
             schedule = named("1f1b", workers, 2 * workers, remat=remat)
@@ -84,9 +82,7 @@ def run() -> Outcome:
             for way, found in peaks.items():
                 key = {"K": workers, "remat": remat, "way": way}
                 peak = max(each.peak for each in found) / MIB
-                quantities.append(
-                    Quantity(name="peak memory", key=key, value=peak, unit="MiB", provenance="modelled")
-                )
+                quantities.append(Quantity("peak memory", peak, "MiB", "modelled", key=key))
     return Outcome(tuple(quantities), {"options": OPTIONS})
 
 

@@ -201,12 +201,12 @@ def _run_verify(key: dict[str, Any]) -> Outcome:
         (
             Quantity(
                 name="tracked peak", value=found.tracked[fullest], unit="bytes", provenance="measured",
-                higher_is_better=False, note="fullest stage",
+                note="fullest stage",
             ),
             _modelled("modelled peak", found.modelled[fullest].peak, "bytes", note="the same stage"),
             Quantity(
                 name="largest error", value=found.largest_error, unit="ratio", provenance="measured",
-                higher_is_better=False, note="relative difference, largest over the stages",
+                note="relative difference, largest over the stages",
             ),
         ),
         {

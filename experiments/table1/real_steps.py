@@ -268,7 +268,7 @@ def run_largest(half: str, name: str) -> Outcome:
     }  # fmt: skip
     quantities = [
         Quantity(
-            name=f"{how} parameters", value=count, unit="parameters", provenance=how, higher_is_better=True,
+            name=f"{how} parameters", value=count, unit="parameters", provenance=how,
             note="" if count is not None else f"not even {MOST_SMALLER} sizes below the modelled largest",
         )
         for how, count in counts.items()
@@ -339,9 +339,7 @@ def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Quantity, ...]:
 
     out = "; ".join(f"stage {stage['stage']}: {stage['ran_out']}" for stage in stages if stage["ran_out"])
     return (
-        Quantity(
-            name="measured peak", value=most("measured"), unit="bytes", provenance="measured", note=out
-        ),
+        Quantity(name="measured peak", value=most("measured"), unit="bytes", provenance="measured", note=out),
         Quantity(
             name="workspace", value=most("workspace"), unit="bytes", provenance="measured",
             note="taken by the device's libraries at their first use; not part of the measured peak",

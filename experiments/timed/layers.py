@@ -153,11 +153,7 @@ def run(workload: Workload, examples: int, device: str) -> Outcome:
         _measured("seconds of all layers", 1e3 * sum(whole_s), "ms"),
         _measured("seconds of an example", 1e3 * sum(whole_s) / examples, "ms"),
         _measured("peak memory", devices.peak_bytes(where), "bytes"),
-        *(
-            _measured("balance", _balance(whole_s, k), "ratio", K=k, higher_is_better=True)
-            for k in STAGES
-            if k <= len(layers)
-        ),
+        *(_measured("balance", _balance(whole_s, k), "ratio", K=k) for k in STAGES if k <= len(layers)),
     ]
     facts = {**workload.facts(), "device": devices.name(where), "repeats": REPEATS}
     return Outcome(
@@ -165,10 +161,8 @@ def run(workload: Workload, examples: int, device: str) -> Outcome:
     )
 
 
-def _measured(name: str, value: float, unit: str, higher_is_better: bool = False, **key: int) -> Quantity:
-    return Quantity(
-        name=name, key=key, value=value, unit=unit, provenance="measured", higher_is_better=higher_is_better
-    )
+def _measured(name: str, value: float, unit: str, **key: int) -> Quantity:
+    return Quantity(name, value, unit, "measured", key=key)
 
 
 def _balance(layers_s: Sequence[float], num_stages: int) -> float:

@@ -110,18 +110,15 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Quantity], dict[str,
                 }
                 shares = [even / laid_out for even, laid_out in zip(even_s, laid_out_s, strict=True)]
                 quantities += [
-                    from_samples("step", [1e3 * s for s in laid_out_s], "ms", key=key,
-                                 provenance="replayed", higher_is_better=False),
-                    from_samples("share of the balanced step", shares, "ratio", key=key,
-                                 provenance="replayed", higher_is_better=True),
-                ]  # fmt: skip
+                    from_samples("step", [1e3 * s for s in laid_out_s], "ms", key=key, provenance="replayed"),
+                    from_samples(
+                        "share of the balanced step", shares, "ratio", key=key, provenance="replayed"
+                    ),
+                ]
             if steps[0].real_s and ran:
                 real_s = [max(samples) for samples in zip(*(each.real_s for each in steps), strict=True)]
                 real.append((key, [examples / s for s in real_s]))
-                quantities.append(
-                    from_samples("real step", [1e3 * s for s in real_s], "ms", key=key,
-                                 higher_is_better=False)
-                )  # fmt: skip
+                quantities.append(from_samples("real step", [1e3 * s for s in real_s], "ms", key=key))
                 if timed:
                     quantities.append(replay_error(laid_out_s, real_s, key))
                 facts["real_busy_share"] = [
@@ -180,7 +177,7 @@ def normalised(
     """Examples per second, and relative to the base, turn by turn, where it has such a throughput."""
     found = []
     for key, samples in rates:
-        of = partial(from_samples, key=key, provenance=provenance, higher_is_better=True)
+        of = partial(from_samples, key=key, provenance=provenance)
         found.append(of(name, samples, "samples/s"))
         if base is not None:
             relative = [ours / theirs for ours, theirs in zip(samples, base, strict=True)]

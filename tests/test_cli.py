@@ -15,7 +15,7 @@ from fake_experiment import steps
 from records import quantity, record
 
 import gpipe_bench
-from gpipe_bench.experiments import lacking
+from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import VERBS, main, parser
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, program, spelled_out
 from gpipe_bench.harness.store import Store
@@ -521,8 +521,8 @@ def test_the_doctor_survives_a_torch_that_does_not_and_a_folder_that_is_none(tmp
 
 
 def test_the_doctor_names_missing_packages_and_how_to_get_them(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(lacking, "ask_torch", lambda: "is not asked here")
-    monkeypatch.setattr(lacking, "declared", lambda: ["msgspec", "no-such-package"])
+    monkeypatch.setattr(gpu, "ask_torch", lambda: "is not asked here")
+    monkeypatch.setattr(gpu, "declared", lambda: ["msgspec", "no-such-package"])
     assert main(["doctor", "--results", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert re.search(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from records import record
 
-from gpipe_bench.experiments import gpu, lacking
+from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import main as cli
 from gpipe_bench.experiments.commands.cli import parser as cli_parser
 from gpipe_bench.experiments.gpu import DONE, FAILED, LACKING, NO_GPU, STEPS, Step, main
@@ -37,7 +37,7 @@ NONE = {**ONE, "gpus": [], "gib": 0.0}
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for results, on a machine with one GPU."""
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(lacking, "ask_torch", lambda: ONE)
+    monkeypatch.setattr(gpu, "ask_torch", lambda: ONE)
     return tmp_path
 
 
@@ -121,7 +121,7 @@ except KeyboardInterrupt:
 def test_without_a_gpu_there_is_one_clear_line(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Any
 ) -> None:
-    monkeypatch.setattr(lacking, "ask_torch", lambda: answer)
+    monkeypatch.setattr(gpu, "ask_torch", lambda: answer)
     assert main([]) == NO_GPU
     said, error = capsys.readouterr()
     assert (said, error.count("\n"), list(out.iterdir())) == ("", 1, [])
@@ -153,7 +153,7 @@ def test_versions_are_compared_by_their_numbers(
     monkeypatch: pytest.MonkeyPatch, version: str, requirement: str, fits: bool
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert (lacking.absent([requirement]) == []) == fits
+    assert (gpu.absent([requirement]) == []) == fits
 
 
 def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path:
 def test_the_doctor_says_what_would_run_and_what_it_takes(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lacking, "ask_torch", lambda: {**ONE, "gib": 24.0})
+    monkeypatch.setattr(gpu, "ask_torch", lambda: {**ONE, "gib": 24.0})
     assert cli(["doctor", "--device", "cuda", "--results", str(out), "--json"]) == 0
     checks = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
     steps = [name.removeprefix("step ") for name in checks if name.startswith("step ")]
@@ -192,6 +192,6 @@ def test_the_doctor_says_what_would_run_and_what_it_takes(
     assert (fits["status"], fits["found"]) == ("ok", "at most 1 min a case and 16 GiB of a GPU (estimated)")
     assert (does_not["status"], does_not["remedy"]) == ("optional", "needs 75 GiB (estimated)")
     assert (alone["status"], alone["remedy"]) == ("optional", "needs 2 GPUs")
-    monkeypatch.setattr(lacking, "ask_torch", lambda: NONE)
+    monkeypatch.setattr(gpu, "ask_torch", lambda: NONE)
     assert cli(["doctor", "--device", "cuda", "--results", str(out)]) == 1
     assert "missing: gpus" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gpipe_bench.experiments import gpu, lacking
+from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell
 
 Status = Literal["ok", "missing", "optional"]
@@ -73,7 +73,7 @@ def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:
         "" if new_enough else "install Python 3.11 or newer",
     )
     yield _packages()
-    torch = lacking.ask_torch()
+    torch = gpu.ask_torch()
     yield _torch(torch)
     yield from _machine()
     yield _results(results)
@@ -85,9 +85,9 @@ def examine(results: Path, *, on_gpu: bool = False) -> Iterator[Check]:
 
 
 def _packages() -> Check:
-    wanted = lacking.declared()
-    if absent := lacking.absent(wanted):
-        return Check("packages", "missing", *lacking.how_to_install(absent).split(": ", 1))
+    wanted = gpu.declared()
+    if absent := gpu.absent(wanted):
+        return Check("packages", "missing", *gpu.how_to_install(absent).split(": ", 1))
     return Check("packages", "ok", f"all {len(wanted)} that the project needs")
 
 
@@ -151,7 +151,7 @@ def _gpus(torch: dict[str, Any] | str) -> Check:
 def _steps(torch: dict[str, Any] | str) -> Iterator[Check]:
     """The GPUs, and a finding for each step of `.ci/gpu`: what it takes and lacks."""
     if isinstance(torch, str) or not torch["gpus"]:
-        yield Check("gpus", "missing", lacking.why_no_gpu(torch), "use a machine with one")
+        yield Check("gpus", "missing", gpu.why_no_gpu(torch), "use a machine with one")
     else:
         yield Check("gpus", "ok", f"{len(torch['gpus'])} x {torch['gpus'][0]}")
     for step in gpu.STEPS:

@@ -48,8 +48,8 @@ def test_titles_read_from_the_source_are_the_experiments_own(
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
         assert (experiment.name, experiment.title) == (name, registry.title(name))
-    monkeypatch.setitem(registry.EXPERIMENTS, "untitled", "gpipe_bench.experiments.lacking")
-    with pytest.raises(ValueError, match=r"lacking\.py has no EXPERIMENT = .*; nox lists"):
+    monkeypatch.setitem(registry.EXPERIMENTS, "untitled", "gpipe_bench.experiments.gpu")
+    with pytest.raises(ValueError, match=r"gpu\.py has no EXPERIMENT = .*; nox lists"):
         registry.title("untitled")
 
 

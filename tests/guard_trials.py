@@ -28,9 +28,9 @@ import their_repository
 from trials import Series, rate, timed
 
 from gpipe_bench.experiments.guard.arms import base_tree, repository, this_project
-from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, guard
+from gpipe_bench.experiments.guard.worker import BENCHMARKS
 from gpipe_bench.harness.places import PUBLISHED, ROOT
 
 TRIALS = {

@@ -8,7 +8,6 @@ import pytest
 
 from gpipe_bench.experiments.commands.guard import COUNTERS
 from gpipe_bench.experiments.engines.checks import forward_rows
-from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.counters import (
     CASES,
     content,
@@ -18,6 +17,7 @@ from gpipe_bench.experiments.guard.counters import (
     load,
     of_schedule,
 )
+from gpipe_bench.experiments.guard.worker import BENCHMARKS
 from gpipe_bench.pipeline import gpipe, one_f_one_b
 from gpipe_bench.pipeline.stage.layers import LayerRunner
 

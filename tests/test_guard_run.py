@@ -24,9 +24,9 @@ from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard.arms import Arm, Base, WorkerError, arms_of, this_project
-from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.counters import encode
 from gpipe_bench.experiments.guard.run import Finding, guard, measure, table
+from gpipe_bench.experiments.guard.worker import BENCHMARKS
 from gpipe_bench.harness.guard import Change, Judgement
 
 ROOT = Path(__file__).parents[1]

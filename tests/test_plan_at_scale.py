@@ -7,8 +7,7 @@ from planning_models import costs_of, planned
 from records import ran
 
 from gpipe_bench.experiments.plan import on_paper
-from gpipe_bench.experiments.plan.experiment import EXPERIMENT
-from gpipe_bench.experiments.plan.shown import figures, tables
+from gpipe_bench.experiments.plan.experiment import EXPERIMENT, figures, tables
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline import Link
 from gpipe_bench.planner import Request, Space

@@ -8,7 +8,7 @@ import pytest
 from records import quantity, ran, record
 
 from gpipe_bench.experiments.engine_turns import Job, work
-from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published, residuals
+from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published
 from gpipe_bench.experiments.schedules.experiment import EXPERIMENT, Point, figures, frontier
 from gpipe_bench.experiments.side_by_side import side_by_side
 from gpipe_bench.experiments.timed.steps import run_processes
@@ -145,10 +145,10 @@ def test_attention_residuals_send_as_much_by_portals_over_ways_that_are_less_bus
 ) -> None:
     """Eight blocks of one layer: with a block a stage the sums are counted by hand."""
     small = {"num_layers": 8, "layers_per_block": 1, "d_model": 8, "ffn_dim": 12, "num_heads": 2}
-    monkeypatch.setattr(residuals, "OPTIONS", small | {"vocab_size": 11, "seq_len": 4})
-    monkeypatch.setattr(residuals, "WORKERS", (2, 4))
-    found = ran(EXPERIMENT, {"part": residuals.PART})
-    one = 4 * 8 * 4 / residuals.MIB  # a sum: tokens, width and bytes of a number
+    monkeypatch.setattr(beyond, "OPTIONS", small | {"vocab_size": 11, "seq_len": 4})
+    monkeypatch.setattr(beyond, "WORKERS", (2, 4))
+    found = ran(EXPERIMENT, {"part": beyond.RESIDUALS})
+    one = 4 * 8 * 4 / beyond.MIB  # a sum: tokens, width and bytes of a number
     # Behind layer n there are n + 2 sums, the embedding among them.
     sent = {  # K, stages of a worker: all, busiest; passed on and by portals
         (2, 1): (5, 5, 5, 5), (4, 1): (3 + 5 + 7, 7, 15, 3),
@@ -157,13 +157,13 @@ def test_attention_residuals_send_as_much_by_portals_over_ways_that_are_less_bus
     for (workers, stages), sums in sent.items():
         values = [
             found.quantity(name, K=workers, stages=stages, way=way).value / one
-            for way in residuals.WAYS
+            for way in beyond.WAYS
             for name in ("sent", "busiest")
         ]
         assert values == pytest.approx(sums), (workers, stages)
     for workers in (2, 4):
         peaks = [
-            found.quantity("peak memory", K=workers, remat="always", way=way).value for way in residuals.WAYS
+            found.quantity("peak memory", K=workers, remat="always", way=way).value for way in beyond.WAYS
         ]
         assert peaks[0] == pytest.approx(peaks[1], rel=0.2)
     assert "Attention residuals, 8 layers in blocks of 1" in EXPERIMENT.tables([found])

@@ -317,7 +317,7 @@ def wait(case: Waits) -> tuple[float, Timeline]:
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
-    from gpipe_bench.experiments.waiting import Waiting, slow_sums
+    from gpipe_bench.experiments.engine_turns import Waiting, slow_sums
     from gpipe_bench.pipeline import Pipeline
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.guard.benchmarks import BENCHMARKS
 from gpipe_bench.experiments.guard.command import Command, CommandArm
+from gpipe_bench.experiments.guard.worker import BENCHMARKS
 from gpipe_bench.harness.guard import ARMS, Sample
 from gpipe_bench.harness.places import ROOT
 

@@ -236,7 +236,7 @@ def wait(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[lis
     import torch
     from torch import nn
 
-    from gpipe_bench.experiments.waiting import waiting_stages
+    from gpipe_bench.experiments.engine_turns import waiting_stages
     from gpipe_bench.planner.timing import time_step
 
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
-from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published, recomputing, residuals
+from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published, recomputing
 from gpipe_bench.experiments.schedules.laid_out import (
     CHART_WORKERS,
     EQUAL,
@@ -257,7 +257,10 @@ def cases(options: RunOptions) -> list[Case]:
         Case({"part": recomputing.PART, "model": model}, seconds)
         for model, seconds in recomputing.SECONDS.items()
     ]
-    again += [Case({"part": part.PART}, part.SECONDS) for part in (beyond, residuals)]
+    again += [
+        Case({"part": beyond.PART}, beyond.SECONDS),
+        Case({"part": beyond.RESIDUALS}, beyond.RESIDUALS_S),
+    ]
     return [
         *published.cases(smoke),
         *laid_out.cases(options.profile),
@@ -277,8 +280,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return recomputing.run(key["model"])
         case beyond.PART:
             return beyond.run()
-        case residuals.PART:
-            return residuals.run()
+        case beyond.RESIDUALS:
+            return beyond.run_residuals()
         case beside.PART:
             return beside.run(key, options)
     return laid_out.run_equal(key["num_workers"])
@@ -291,7 +294,7 @@ def tables(records: Sequence[Record]) -> str:
         parts += [table(r, remat) for r in of_case(records, "done", part=of_part) for remat in REMATS]
     for model in TABLE2:
         parts += _table2(of_case(records, "done", part=laid_out.MEASURED, model=model), model)
-    parts += [*recomputing.tables(records), *beyond.tables(records), *residuals.tables(records)]
+    parts += [*recomputing.tables(records), *beyond.tables(records)]
     return "\n\n".join(parts)
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import Model, model_of
     from gpipe_bench.planner.recompute import adaptive, held_by
-    from gpipe_bench.planner.request import Request, link_named, link_within
-    from gpipe_bench.planner.space import Space
+    from gpipe_bench.planner.request import Request, Space, link_named, link_within
 
 _HOMES = {
     "answer": ("Plan", "plan"),
@@ -29,8 +28,7 @@ _HOMES = {
     "measured": ("Timing",),
     "model": ("Model", "model_of"),
     "recompute": ("adaptive", "held_by"),
-    "request": ("Request", "link_named", "link_within"),
-    "space": ("Space",),
+    "request": ("Request", "Space", "link_named", "link_within"),
 }
 __all__ = [
     "Candidate",

@@ -26,9 +26,8 @@ from gpipe_bench.planner.infeasible import nothing_fits, smallest
 from gpipe_bench.planner.measured import Timing, as_measured
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import MEASURED, Request
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of
 from gpipe_bench.planner.search import KEPT, Found, Search
-from gpipe_bench.planner.space import Space, check, sizes_of
 
 SHOWN = 5
 """Ways that are printed."""

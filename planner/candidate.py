@@ -18,11 +18,12 @@ from typing import Any
 
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 FSDP_LEVELS = (0, 2, 3)
 """What the ranks of `fsdp` share out: nothing; gradients and optimizer state (ZeRO-2); parameters too."""
+REMATS = ("never", "except_last", "always")
+"""What a stage may recompute, what takes least first."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -107,7 +108,7 @@ class Candidate:
         cut: the layers of each stage, all of them in their order
         schedule: a name of `pipeline.plan.named.NAMED`
         num_microbatches: M, of each replica
-        remat: one of REMAT_MODES for each stage
+        remat: one of REMATS for each stage
         num_workers: of the pipeline, K where each holds one stage
         stages_per_worker: v
         dp: replicas that hold everything
@@ -151,8 +152,8 @@ class Candidate:
         if any(a >= b for a, b in pairwise(ends)) or [stage.start for stage in self.cut] != ends[:-1]:
             raise ValueError(f"the cut is {self.cut}; stages hold a layer or more each, in order, no gaps")
         for each in self.remat:
-            if each not in REMAT_MODES:
-                raise ValueError(f"remat is {each!r}; choose one of {', '.join(REMAT_MODES)}")
+            if each not in REMATS:
+                raise ValueError(f"remat is {each!r}; choose one of {', '.join(REMATS)}")
         if self.fsdp_level not in FSDP_LEVELS or (self.fsdp == 1) != (self.fsdp_level == 0):
             raise ValueError(
                 f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, 2 or 3 for "

@@ -24,7 +24,8 @@ from math import comb, inf, prod
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.planner.steps import REMATS, LayerTimes, QuickSteps, coded, recomputed
+from gpipe_bench.planner.candidate import REMATS
+from gpipe_bench.planner.steps import LayerTimes, QuickSteps, coded, recomputed
 
 EFFORT = 3_000_000
 """Actions that are laid out before the search settles for what it has: a few seconds."""
@@ -71,7 +72,7 @@ def best_cut(
         links: one for each boundary between stages; messages take no time if not given.
         fits: whether a worker has room; any has if not given.
         holds: what is asked besides of a whole cut that would be the best so far.
-        remats: what stages may recompute, of `steps.REMATS`.
+        remats: what stages may recompute, of `candidate.REMATS`.
         effort: actions to lay out at most.
 
     Raises:

@@ -20,8 +20,7 @@ from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
 from gpipe_bench.planner.candidate import Way
 from gpipe_bench.planner.memory import Footprints, Room, Rows
 from gpipe_bench.planner.model import Model
-from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.space import Space, ways
+from gpipe_bench.planner.request import Request, Space, ways
 
 GIB = 2**30
 MOST_LAYERS = 256

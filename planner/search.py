@@ -29,8 +29,7 @@ from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.cuts import EFFORT, Cut, best_cut
 from gpipe_bench.planner.infeasible import Smallest
 from gpipe_bench.planner.memory import Footprints, Known, Room, Rows
-from gpipe_bench.planner.request import Request, Topology
-from gpipe_bench.planner.space import Space, ways
+from gpipe_bench.planner.request import Request, Space, Topology, ways
 from gpipe_bench.planner.steps import LayerTimes, QuickSteps, StageTimes, times_on
 
 KEPT = 8

@@ -28,8 +28,6 @@ from gpipe_bench.planner.collectives import Collectives, all_reduce_s, forward_k
 from gpipe_bench.planner.costs import Costs, ShardCosts
 from gpipe_bench.planner.request import Topology
 
-REMATS = ("never", "except_last", "always")
-"""What a stage may recompute, what takes least first."""
 _SUMMED = ("forward_s", "again_s", "backward_s", "inputs_s", "weights_s", "update_s")
 
 

@@ -12,8 +12,8 @@ from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline import Link
 from gpipe_bench.planner import Request, Space
 from gpipe_bench.planner.cuts import EFFORT
+from gpipe_bench.planner.request import ways
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.space import ways
 
 TINY = on_paper.Scale(
     title="a small one", accelerators=4, memory_bytes=16 * 2**30, device_type="h100", link="nvlink",

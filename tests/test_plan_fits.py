@@ -23,9 +23,8 @@ from gpipe_bench.pipeline.memory.tracker import on_this_rank
 from gpipe_bench.planner import Request, Space, plan
 from gpipe_bench.planner.infeasible import smallest
 from gpipe_bench.planner.model import built
-from gpipe_bench.planner.request import MEASURED
+from gpipe_bench.planner.request import MEASURED, ways
 from gpipe_bench.planner.search import Search
-from gpipe_bench.planner.space import ways
 
 NEAR = Link("near", 1e-4, 1e6)
 REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)

@@ -72,7 +72,7 @@ from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s, fetched,
 from gpipe_bench.planner.costs import SizeCosts
 from gpipe_bench.planner.cuts import best_cut
 from gpipe_bench.planner.recompute import Held
-from gpipe_bench.planner.space import check
+from gpipe_bench.planner.request import check
 from gpipe_bench.planner.steps import LayerTimes, QuickSteps
 
 PAGE = Path(__file__).with_name("refusals.txt")

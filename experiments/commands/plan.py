@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     name = str(arguments.script or NAME)
     check_asked(arguments.format, arguments.schedule, request.optimizer, name)
-    from gpipe_bench.planner.space import Space
+    from gpipe_bench.planner.request import Space
 
     possible = tuple(name for name in Space.schedules if name in FORMATS[arguments.format].schedules)
     space = Space(

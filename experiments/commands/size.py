@@ -25,8 +25,7 @@ from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, check_remat, from_text, to_text
 from gpipe_bench.planner.accelerators import accelerator
 from gpipe_bench.planner.candidate import splits
-from gpipe_bench.planner.request import MEASURED, Request
-from gpipe_bench.planner.space import Space, divisors
+from gpipe_bench.planner.request import MEASURED, Request, Space, divisors
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.table1.largest import Placement, Setting

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpipe_bench.experiments.registry import ENGINES, suggestion
+from gpipe_bench.planner.candidate import REMATS
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from torch import distributed as dist
 
 LossFn = Callable[[Any, Any], "Tensor"]
-REMATS = ("never", "except_last", "always")
 
 
 @dataclass(frozen=True)

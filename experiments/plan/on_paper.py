@@ -170,7 +170,7 @@ SCALES: dict[str, Scale] = {
 def run_at_scale(name: str) -> Outcome:
     """The case of one model."""
     from gpipe_bench.planner.answer import predicted, search_for
-    from gpipe_bench.planner.space import Space
+    from gpipe_bench.planner.request import Space
 
     scale = SCALES[name]
     model, request = scale.model(name), scale.request()

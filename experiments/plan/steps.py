@@ -31,8 +31,7 @@ from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.predict import Layout, predict, schedule_of
-from gpipe_bench.planner.request import Request
-from gpipe_bench.planner.space import Space
+from gpipe_bench.planner.request import Request, Space
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.model import Subject

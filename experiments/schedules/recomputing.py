@@ -21,6 +21,7 @@ from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import Remat, to_text
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.simulate import replay
+from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.recompute import adaptive, held_by
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ SCHEDULES = ("gpipe", "1f1b")
 SHARES = (0.3, 0.45, 0.6)
 """Of the accelerator's peak; steps are given for the one in the middle."""
 OPTIMIZER = "rmsprop"
-WORDS = ("never", "except_last", "always")
-"""From the one that takes least time to the one that takes least memory."""
 WAYS = ("nothing", "one word", "per stage", "adaptive")
 GIB = 2**30
 
@@ -125,14 +124,14 @@ def ways_of(subject: Subject, cut: Partition, name: str, share: float) -> dict[s
         schedule = named(name, num_workers, number, remat=remat)
         return Found(lay_out(schedule).makespan_s, max(peaks_of(schedule=schedule)), remat)
 
-    peaks = {word: peaks_of(schedule=named(name, num_workers, number, remat=word)) for word in WORDS}
+    peaks = {word: peaks_of(schedule=named(name, num_workers, number, remat=word)) for word in REMATS}
     ways = {"nothing": found("never")}
-    one = next((word for word in WORDS if max(peaks[word]) <= cap_bytes), None)
+    one = next((word for word in REMATS if max(peaks[word]) <= cap_bytes), None)
     if one is not None:
         ways["one word"] = found(one)
     # A worker's bytes hang on its own stage alone, and a recomputation more makes no step shorter: so the
     # first word that fits is the best one for each stage.
-    fitting = [[word for word in WORDS if peaks[word][worker] <= cap_bytes] for worker in range(num_workers)]
+    fitting = [[word for word in REMATS if peaks[word][worker] <= cap_bytes] for worker in range(num_workers)]
     if all(fitting):
         ways["per stage"] = found([words[0] for words in fitting])
     schedule = named(name, num_workers, number)

@@ -112,7 +112,7 @@ def work(job: Job, rounds: int) -> Found:
     from gpipe_bench.experiments.engines.setup import Setup
     from gpipe_bench.experiments.side_by_side import take_turns
     from gpipe_bench.experiments.timed.layers import alone
-    from gpipe_bench.experiments.timed.steps import boundary_bytes, mean_over_processes, measured_link
+    from gpipe_bench.experiments.timed.steps import mean_over_processes, measured_link, sent_bytes
     from gpipe_bench.pipeline import devices
     from gpipe_bench.pipeline.stage.trees import change, split
 
@@ -125,7 +125,7 @@ def work(job: Job, rounds: int) -> Found:
     seconds = alone(layers, loss, first, wanted, device)
     layers_s = mean_over_processes([sum(each.values()) for each in seconds])
     stages = partition(layers_s, job.num_stages)
-    sent, returned = boundary_bytes(
+    sent, returned = sent_bytes(
         layers, stages, change(first, lambda tensor: tensor.to("meta"), "the mini-batch")
     )
     for layer in stages[dist.get_rank()]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 FSDP_LEVELS = (0, 2, 3)
@@ -179,6 +180,12 @@ class Candidate:
     def accelerators(self) -> int:
         """All that it needs."""
         return self.grid.accelerators
+
+    def rows(self, num_microbatches: int | None = None, *, recomputes: bool = True) -> Schedule:
+        """Its schedule, or that of another number of micro-batches. ValueError for what it does not have."""
+        again: Remat = self.remat if recomputes else "never"
+        number, each = num_microbatches or self.num_microbatches, self.stages_per_worker
+        return named(self.schedule, self.num_workers, number, remat=again, stages_per_worker=each)
 
     def microbatch_size(self, batch_size: int) -> int:
         """Examples of a micro-batch. `ValueError` for a mini-batch that does not divide into equal ones."""

@@ -20,7 +20,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.pipeline.plan.files import to_csv
-from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.planner.candidate import Candidate
 from gpipe_bench.planner.request import DIMENSIONS, Request
@@ -504,12 +504,8 @@ def _rows(candidate: Candidate) -> tuple[Schedule, bool]:
     """The schedule without recomputations, for which others have no actions; and whether torch reads it from
     a file: its 1F1B alone, for as many micro-batches as workers or more, has the very order of ours.
     """
-    schedule = named(
-        candidate.schedule, candidate.num_workers, candidate.num_microbatches,
-        stages_per_worker=candidate.stages_per_worker,
-    )  # fmt: skip
     named_there = candidate.schedule == "1f1b" and candidate.num_microbatches >= candidate.num_workers
-    return schedule, not named_there and candidate.num_workers > 1
+    return candidate.rows(recomputes=False), not named_there and candidate.num_workers > 1
 
 
 def _headed(title: str, differs: Sequence[str]) -> str:

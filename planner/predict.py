@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.breakdown import breakdown
@@ -34,17 +33,6 @@ DRAWS = 64
 SEED = 1811
 
 
-def schedule_of(candidate: Candidate) -> Schedule:
-    """The rows that a candidate names. ValueError for sizes that its schedule does not have."""
-    return named(
-        candidate.schedule,
-        candidate.num_workers,
-        candidate.num_microbatches,
-        remat=candidate.remat,
-        stages_per_worker=candidate.stages_per_worker,
-    )
-
-
 class Layout:
     """One candidate with its costs, ready to be laid out at any speed of its workers.
 
@@ -54,7 +42,7 @@ class Layout:
     def __init__(self, candidate: Candidate, costs: Costs, request: Request) -> None:
         if candidate.cut[-1].stop != costs.num_layers:
             raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
-        self.schedule = schedule_of(candidate)
+        self.schedule = candidate.rows()
         self.size = candidate.microbatch_size(request.batch_size)
         costs = divided(costs, self.size, candidate.tp)
         self.candidate, self.costs = candidate, costs

@@ -55,10 +55,10 @@ from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
 from gpipe_bench.pipeline.plan.timeline import Event
-from gpipe_bench.pipeline.stage.trees import flatten, split
+from gpipe_bench.pipeline.stage.trees import split
 from gpipe_bench.planner.costs import LEVELS, About, kinds_of
 from gpipe_bench.planner.model import Subject
-from gpipe_bench.planner.timing import settle, time_step
+from gpipe_bench.planner.timing import boundary_bytes, settle, time_step
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
 ALONE = 2  # coarse stages where there is one process
@@ -273,11 +273,12 @@ def probe(bench: Bench) -> Probed:
         chosen = bench.everyone(
             affordable(chosen, reference_s / (2 * bench.size), reference_s, job.budget_s)
         )[0]
-    boundary_bytes = {size: _boundary_bytes(bench, size) for size in chosen}
+    inputs = {size: split(job.subject.batch(size, str(bench.device))[0], 1)[0] for size in chosen}
+    boundaries = {size: boundary_bytes(layers, microbatch) for size, microbatch in inputs.items()}
     probes = list[_Probe]()
     cost = [0.0] * len(layers)
     for opened in (_fine, _coarse, _whole):
-        new = list(opened(bench, {size: sizes[0] for size, sizes in boundary_bytes.items()}, cost))
+        new = list(opened(bench, {size: sizes[0] for size, sizes in boundaries.items()}, cost))
         for _ in range(1 if limited else 2):
             steps = [_take(bench, each) for each in new]  # the first ones warm up
         if opened is _fine:
@@ -296,8 +297,8 @@ def probe(bench: Bench) -> Probed:
                 for number, (each, step) in enumerate(taken)
             ),
             tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
-            {size: boundary_bytes[size][0] for size in chosen},
-            {size: boundary_bytes[size][1] for size in chosen},
+            {size: boundaries[size][0] for size in chosen},
+            {size: boundaries[size][1] for size in chosen},
         )
 
     turns = known = probes
@@ -456,26 +457,6 @@ def _messages(
         for message in transfers(schedule)
         if free_s.get(message.target, -inf) < times[message.source].end_s
     ]
-
-
-def _boundary_bytes(bench: Bench, size: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Bytes of one micro-batch behind each layer but the last: distinct tensors; those with a gradient."""
-    value = split(bench.job.subject.batch(size, str(bench.device))[0], 1)[0]
-    ahead, back = list[float](), list[float]()
-    was_training = [layer.training for layer in bench.layers]
-    try:
-        for layer in bench.layers:
-            layer.eval()  # must not move batch normalization's averages
-        with torch.no_grad():
-            for layer in bench.layers[:-1]:
-                value = layer(value)
-                tensors = flatten(value)[0]
-                ahead.append(float(sum(t.nbytes for t in tensors)))
-                back.append(float(sum(t.nbytes for t in tensors if t.is_floating_point())))
-    finally:
-        for layer, training in zip(bench.layers, was_training, strict=True):
-            layer.train(training)
-    return tuple(ahead), tuple(back)
 
 
 def affordable(sizes: Sequence[int], example_s: float, reference_s: float, budget_s: float) -> list[int]:

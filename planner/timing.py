@@ -1,4 +1,4 @@
-"""Timing on a device from the host: start together, stop when the work is done; and how fast it copies.
+"""Timing on a device from the host: start together, stop when the work is done; how fast it copies, and what.
 
 A GPU runs behind the host and another process may still be busy, so a clock that is read without waiting for
 both times something else. What an earlier step left (gradients, garbage to collect) is cleared before the
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from gpipe_bench.pipeline.devices import synchronize
+from gpipe_bench.pipeline.stage.trees import flatten
 
 COPIED_BYTES = 2**25
 CPU = torch.device("cpu")
@@ -73,3 +75,22 @@ def copy_bandwidth(device: torch.device) -> float:
         synchronize(device)
         samples.append(time.perf_counter() - start_s)
     return COPIED_BYTES / median(samples[1:])
+
+
+def boundary_bytes(layers: Sequence[nn.Module], microbatch: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a micro-batch behind each layer but the last: of distinct tensors, and of those with a gradient."""
+    ahead, back = list[int](), list[int]()
+    was_training = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.eval()  # must not move batch normalization's averages
+        with torch.no_grad():
+            for layer in layers[:-1]:
+                microbatch = layer(microbatch)
+                tensors = flatten(microbatch)[0]
+                ahead.append(sum(t.nbytes for t in tensors))
+                back.append(sum(t.nbytes for t in tensors if t.is_floating_point()))
+    finally:
+        for layer, training in zip(layers, was_training, strict=True):
+            layer.train(training)
+    return tuple(ahead), tuple(back)

@@ -21,7 +21,7 @@ from gpipe_bench.experiments.commands.output import DONE, tell, warn, write_text
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED, Request, link_named, link_within
@@ -289,10 +289,7 @@ def _slower(each: Prediction, best: Prediction) -> str:
 
 def _cut(best: Prediction) -> str:
     candidate = best.candidate
-    workers = named(
-        candidate.schedule, candidate.num_workers, 1, stages_per_worker=candidate.stages_per_worker
-    )
-    lines = []
+    workers, lines = candidate.rows(1, recomputes=False), []
     for worker in range(candidate.num_workers):
         mine = workers.stages_of(worker)
         spans = [candidate.cut[stage] for stage in mine]
@@ -323,12 +320,8 @@ def _schedule(candidate: Candidate) -> str:
     if not 1 < candidate.num_workers <= MOST_WORKERS:
         return ""
     count = min(candidate.num_microbatches, max(MOST_MICROBATCHES, candidate.num_workers))
-    schedule = named(
-        candidate.schedule, candidate.num_workers, count, remat=candidate.remat,
-        stages_per_worker=candidate.stages_per_worker,
-    )  # fmt: skip
     less = "" if count == candidate.num_microbatches else f", drawn with {count} micro-batches"
-    return f"its schedule in slots{less}\n\n{draw(replay(schedule, SLOTS))}"
+    return f"its schedule in slots{less}\n\n{draw(replay(candidate.rows(count), SLOTS))}"
 
 
 def _frontier(plan: Plan) -> str:

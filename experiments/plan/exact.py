@@ -36,7 +36,7 @@ from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.simulate import SLOTS
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs, SizeCosts
-from gpipe_bench.planner.predict import predict, schedule_of
+from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _count(
     from gpipe_bench.pipeline.stage.trees import tensors_of
 
     clear(layers)
-    schedule, memory, rank = schedule_of(candidate), LiveMemory(), dist.get_rank()
+    schedule, memory, rank = candidate.rows(), LiveMemory(), dist.get_rank()
     worker = rank % candidate.num_workers
     mine = [layers[layer] for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
     with memory, memory.owned_by(rank):
@@ -178,7 +178,7 @@ def _pipeline(candidate: Candidate, layers: Sequence[Any], **more: Any) -> Pipel
 
     return Pipeline(
         layers, partition=candidate.cut, num_microbatches=candidate.num_microbatches,
-        schedule=schedule_of(candidate), **processes_of(candidate), **more,
+        schedule=candidate.rows(), **processes_of(candidate), **more,
     )  # fmt: skip
 
 

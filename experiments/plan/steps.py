@@ -30,7 +30,7 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.predict import Layout, predict, schedule_of
+from gpipe_bench.planner.predict import Layout, predict
 from gpipe_bench.planner.request import Request, Space
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class _Run:
         from gpipe_bench.planner.probes import Trained
 
         candidate = prediction.candidate
-        schedule = schedule_of(candidate)
+        schedule = candidate.rows()
         # torch divides parameters in place, and for good.
         layers = bench.fresh_layers() if candidate.fsdp > 1 else bench.layers
         self.pipeline, self._step = bench.pipeline(
@@ -287,7 +287,7 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
             space = Space(schedules=schedules, microbatches=counts, pp=(pp,), remats=(remat,), fewer=False)
             for each in Search(costs, request, space).run(kept=None, of_each=lambda way: way):
                 one = each.candidate
-                rows = schedule_of(one)
+                rows = one.rows()
                 found.setdefault((rows.actions, rows.placement, one.cut, one.dp, one.fsdp_level), one)
     return list(found.values())
 

@@ -328,14 +328,14 @@ def tables(records: Sequence[Record]) -> list[str]:
             )
         )
     for record in of_case(records, "done", part=RESIDUALS):
-        values: dict[Any, Any] = {(q.name, *q.key.values()): q.value for q in record.quantities}
+        numbers: dict[Any, Any] = {(q.name, *q.key.values()): q.value for q in record.quantities}
         pairs = [
             *((f"{name}, {turns} a worker", name, turns) for turns in (1, 2) for name in ("sent", "busiest")),
             *((f"peak, {remat}", "peak memory", remat) for remat in REMATS),
         ]
         columns = ["K", "", *(title for title, *_ in pairs)]
         lines = [
-            [str(workers), way, *(f"{values[name, workers, which, way]:.0f}" for _, name, which in pairs)]
+            [str(workers), way, *(f"{numbers[name, workers, which, way]:.0f}" for _, name, which in pairs)]
             for workers in WORKERS
             for way in WAYS
         ]

@@ -38,7 +38,7 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.stage.trees import flatten, split
-from gpipe_bench.planner.timing import CPU, copy_bandwidth, settle, time_step
+from gpipe_bench.planner.timing import CPU, boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
@@ -217,9 +217,7 @@ class TimedConfiguration:
         self._batch, self._target = training.example(configuration.batch_size)
         num_microbatches, remat = configuration.num_microbatches, configuration.remat
         self._program = gpipe(len(stages), num_microbatches, remat)
-        self._boundary_bytes = boundary_bytes(
-            training.layers, stages, split(self._batch, num_microbatches)[0]
-        )
+        self._boundary_bytes = sent_bytes(training.layers, stages, split(self._batch, num_microbatches)[0])
         self.found = Steps(stages)
         groups = {ALONE: None} | ({SHARED: dist.group.WORLD} if configuration.runs_for_real else {})
         self._engines: dict[str, Engine] = {}
@@ -298,27 +296,13 @@ class TimedConfiguration:
         )
 
 
-def boundary_bytes(
+def sent_bytes(
     layers: Sequence[nn.Module], stages: Partition, microbatch: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes of a micro-batch over each boundary: of distinct tensors, and of those that need a gradient."""
-    forward, back = [], []
-    was_training = [layer.training for layer in layers]
-    try:
-        for layer in layers:
-            layer.eval()  # must not move batch normalization's averages
-        with torch.no_grad():
-            value = microbatch
-            for span in stages[:-1]:
-                for index in span:
-                    value = layers[index](value)
-                tensors, _ = flatten(value)
-                forward.append(sum(tensor.nbytes for tensor in tensors))
-                back.append(sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point()))
-    finally:
-        for layer, training in zip(layers, was_training, strict=True):
-            layer.train(training)
-    return tuple(forward), tuple(back)
+    """Bytes of a micro-batch over each boundary between stages, forward and back."""
+    ends = [span.stop - 1 for span in stages[:-1]]
+    ahead, back = boundary_bytes(layers, microbatch)
+    return tuple(ahead[end] for end in ends), tuple(back[end] for end in ends)
 
 
 def attempt(call: Callable[[], object]) -> str:

@@ -53,15 +53,18 @@ def distances(plan: Plan, true: float, shared: float, seed: int = 0) -> numpy.nd
 
 
 def test_the_seeds_follow_from_the_papers_number_alone() -> None:
+    seeds: list[int] = []
     for model, plan in PROTOCOL.plans.items():
         roles = {"initial": plan.initial, "sequential": plan.sequential}
         roles |= {f"K={count}": seeds for count, seeds in plan.stages.items()}
-        for role, seeds in roles.items():
-            for number, seed in enumerate(seeds, start=1):
+        for role, own in roles.items():
+            for number, seed in enumerate(own, start=1):
                 words = f"1811.06965 {model} {role} {number}"
                 assert seed == int(hashlib.sha256(words.encode()).hexdigest()[:8], 16) // 2
-    seeds = [seed for plan in PROTOCOL.plans.values() for role in plan.roles.values() for seed in role]
+            seeds += own
     assert len(seeds) == len(set(seeds)) == 10 + 10 + 4 * 6 + 8 + 8 + 4 * 4
+    assert min(seeds) > 1999, "earlier trainings took theirs from 0 to 1999"
+    assert all({*map(len, plan.stages.values())} == {plan.runs} for plan in PROTOCOL.plans.values())
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ def test_the_numbers_of_runs_suffice_for_the_stated_power(model: str) -> None:
     found = distances(plan, 0.0, 0.0) <= most
     assert power(*numbers) == pytest.approx(found[:, 0].mean(), abs=0.004)
     assert joint_power(4, *numbers) == pytest.approx(found.all(axis=1).mean(), abs=0.004)
-    stated = joint_power(4, *numbers) if plan.joint else power(*numbers)
+    stated = joint_power(4, *numbers) if plan.power_of == "all K together" else power(*numbers)
     assert stated >= PROTOCOL.power
     paired = distances(plan, 0.0, 0.5) <= most
     assert paired.all(axis=1).mean() > found.all(axis=1).mean()

@@ -15,11 +15,11 @@ from command_line import call
 from msgspec import structs
 from records import record
 
-from gpipe_bench.experiments.consistency.judging import drawn
 from gpipe_bench.experiments.directions import protocol as protocol_module
 from gpipe_bench.experiments.directions.experiment import EXPERIMENT, LABEL, cases, figures, tables
 from gpipe_bench.experiments.directions.protocol import (
     Contrast,
+    drawn,
     drawn_seeds,
     interval,
     judged,
@@ -80,6 +80,16 @@ def test_the_seeds_follow_from_the_papers_number_and_differ_from_the_pilots() ->
     for role, seeds in (("directions", PROTOCOL.seeds), ("directions pilot", PROTOCOL.pilot_seeds)):
         assert list(seeds) == [drawn("1811.06965", role, number + 1) for number in range(len(seeds))]
     assert not {*PROTOCOL.seeds} & {*PROTOCOL.pilot_seeds}
+
+
+def test_a_contrast_compares_arms_of_one_task_over_several_seeds() -> None:
+    for contrast in PROTOCOL.contrasts.values():
+        arms = [PROTOCOL.arms[arm] for arm in (contrast.better, contrast.worse, *contrast.also)]
+        assert len({arm.task for arm in arms}) == 1
+        assert contrast.seeds >= 2
+        assert contrast.counts > 0
+    runs = [len(values) for arm in PROTOCOL.arms.values() for values in arm.pilot.values()]
+    assert all(2 <= count <= len(PROTOCOL.pilot_seeds) for count in runs)
 
 
 def test_what_has_no_power_by_the_pilot_is_not_run() -> None:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from gpipe_bench.pipeline import FREE, NAMED, Action, Kind, Link, Schedule, named, replay
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner import Costs, Request
-from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.candidate import REMATS, Grid
 from gpipe_bench.planner.collectives import Collectives
 from gpipe_bench.planner.costs import SizeCosts
 from gpipe_bench.planner.cuts import AloneBound, best_cut
 from gpipe_bench.planner.request import Topology
-from gpipe_bench.planner.steps import REMATS, LayerTimes, QuickSteps
+from gpipe_bench.planner.steps import LayerTimes, QuickSteps
 
 SLOW = Link("slow", 0.25, 4.0)
 RING = Link("ring", 0.25, 2**21)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.experiments.side_by_side import (
     Found,
     Sign,
+    lacks_gpus,
     measured,
     side_by_side,
     state_of,
@@ -106,14 +107,12 @@ def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.engine_turns import work
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
     from gpipe_bench.experiments.timed.steps import run_processes
-    from gpipe_bench.pipeline import devices
 
-    if case.key.get("against") == "torchgpipe" and (reason := why_no_torchgpipe()):
-        return Outcome(status="skipped", reason=reason)
     part = str(case.key["part"])
     job = job_of(**case.key)  # type: ignore[arg-type]
-    if job.device != "cpu" and (found := devices.count(job.device)) < job.num_processes:
-        return Outcome(status="skipped", reason=f"needs {job.num_processes} GPUs; torch sees {found}")
+    missing = why_no_torchgpipe() if case.key.get("against") == "torchgpipe" else ""
+    if reason := missing or lacks_gpus(job.device, job.num_processes):
+        return Outcome(status="skipped", reason=reason)
     # Without GPUs of their own the processes measure the host's side, and there may be more of them.
     return side_by_side(
         partial(run_processes, work, job.num_processes, job, device=job.device), partial(numbers, part, job),
@@ -348,7 +347,6 @@ EXPERIMENT = Experiment(
     },
     cases=cases,
     run=run,
-    cells=lambda records: [],  # the paper measured no engine but its own
     tables=tables,
     options=(),
 )

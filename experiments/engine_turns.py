@@ -9,7 +9,7 @@ and layers that wait instead of computing, so that what is left of a step is the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -82,16 +82,9 @@ def work(job: Job, rounds: int) -> Found:
     """What one process does for a case. RuntimeError where an engine does something else than it should."""
     layers, batch, target, loss = trained(job)
     layers_s = _seconds(job, layers, loss)
-    setups: dict[str, Setup] = {}
-    engines: dict[str, Engine] = {}
-    refused: dict[str, str] = {}
-    for name, (engine, _) in job.engines.items():
-        setup = setup_of(job, layers, layers_s, name)
-        found = built(engine, setup)
-        if isinstance(found, str):
-            refused[name] = found
-        else:
-            engines[name], setups[name] = found, setup
+    setups = {name: setup_of(job, layers, layers_s, name) for name in job.engines}
+    names = {name: engine for name, (engine, _) in job.engines.items()}
+    engines, refused = all_built(names, setups)
     first = next(iter(job.engines))
     ours = engines[first]
     assert isinstance(ours, Ours)
@@ -215,6 +208,15 @@ def built(name: str, setup: Setup) -> Engine | str:
     dist.all_gather_object(reasons, reason)
     reason = next((each for each in reasons if each), "")
     return reason if found is None or reason else found
+
+
+def all_built(
+    names: Mapping[str, str], setups: Mapping[str, Setup]
+) -> tuple[dict[str, Engine], dict[str, str]]:
+    """The engines by what results call them, and why the others can't run this."""
+    found = {name: built(engine, setups[name]) for name, engine in names.items()}
+    refused = {name: each for name, each in found.items() if isinstance(each, str)}
+    return {name: each for name, each in found.items() if not isinstance(each, str)}, refused
 
 
 def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:

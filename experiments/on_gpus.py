@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, steps_of
+from gpipe_bench.experiments.side_by_side import Found, lacks_gpus, measured, side_by_side, steps_of
 from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed.replay import TimedActions, lay_out
 from gpipe_bench.experiments.timed.results import MOST_DRAWN, samples_of
@@ -75,13 +75,10 @@ def run(workload: Workload, key: Mapping[str, Any], engine: str, profile: str, d
     is run by itself, and why is in the record.
     """
     from gpipe_bench.experiments.timed.steps import run_processes
-    from gpipe_bench.pipeline import devices
 
     k, m = int(key["K"]), int(key["M"])
-    if device != "cpu" and devices.count(device) < k:
-        return Outcome(
-            status="skipped", reason=f"{k} stages need {k} GPUs; torch sees {devices.count(device)}"
-        )
+    if reason := lacks_gpus(device, k):
+        return Outcome(status="skipped", reason=reason)
     job = Job(workload, k, m, tuple(dict.fromkeys((engine, THEIRS))), device)
 
     def outcome(job: Job) -> Outcome:
@@ -107,7 +104,7 @@ def work(job: Job, rounds: int) -> Found:
     """
     from torch import distributed as dist
 
-    from gpipe_bench.experiments.engine_turns import built
+    from gpipe_bench.experiments.engine_turns import all_built
     from gpipe_bench.experiments.engines.checks import verify
     from gpipe_bench.experiments.engines.setup import Setup
     from gpipe_bench.experiments.side_by_side import take_turns
@@ -132,14 +129,8 @@ def work(job: Job, rounds: int) -> Found:
         materialized(layers[layer], device)
     own = [layers[layer] for layer in stages[dist.get_rank()]]
     setup = Setup(layers, stages, job.num_microbatches, REMAT, device, dist.group.WORLD)
-    engines, refused, checks = {}, {}, {}
-    for name, engine in job.names.items():
-        made = built(engine, setup)
-        if isinstance(made, str):
-            refused[name] = made
-            continue
-        engines[name] = made
-        checks[name] = verify(name, made, setup, batch, target, loss, {})
+    engines, refused = all_built(job.names, dict.fromkeys(job.names, setup))
+    checks = {name: verify(name, each, setup, batch, target, loss, {}) for name, each in engines.items()}
     if "ours" not in engines:
         raise ValueError(f"engine {job.engines[0]}: {refused['ours']}")
     steps = {name: partial(engine.step, batch, target, loss) for name, engine in engines.items()}

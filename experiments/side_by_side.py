@@ -160,6 +160,14 @@ def steps_of(times: Times) -> list[Quantity]:
     ]
 
 
+def lacks_gpus(device: str, count: int) -> str:
+    """Why there is no GPU for each of so many processes, where they are to have one; or nothing."""
+    from gpipe_bench.pipeline import devices
+
+    found = count if device == "cpu" else devices.count(device)
+    return f"needs {count} GPUs; torch sees {found}" if found < count else ""
+
+
 # What may be said of the numbers
 
 

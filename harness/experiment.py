@@ -96,7 +96,7 @@ class Experiment:
         profiles: "smoke", "short", "full" -> what each does; how long it takes comes from the cases
         cases: what there is to run
         run: runs one case
-        cells: our numbers beside the paper's
+        cells: our numbers beside the paper's; none if not given
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
@@ -123,7 +123,7 @@ class Experiment:
     profiles: Mapping[str, str]
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
-    cells: Callable[[Sequence[Record]], list[Answer]]
+    cells: Callable[[Sequence[Record]], list[Answer]] = lambda records: []
     tables: Callable[[Sequence[Record]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None

@@ -90,7 +90,7 @@ def test_a_row_for_each_k_and_m_beside_the_paper_and_torchs() -> None:
     assert on_gpus.relative([four], four) is None
     lost = record(
         experiment="table2", case={"part": on_gpus.PART, "model": "transformer", "K": 4, "M": 1},
-        status="skipped", reason="4 stages need 4 GPUs; torch sees 2", quantities=(), details={},
+        status="skipped", reason="needs 4 GPUs; torch sees 2", quantities=(), details={},
     )  # fmt: skip
     text = on_gpus.text([one, four, lost], table2.TABLES)
     row = next(line for line in text.splitlines() if line.startswith("K=2 M=4"))
@@ -122,7 +122,7 @@ def test_an_engine_that_fails_beside_ours_does_not_take_ours_along(monkeypatch: 
     assert asked == [("ours", "torch-gpipe"), ("ours",)]
     assert outcome.details["refused"]["ScheduleGPipe"].startswith("beside ours: process 1: OutOfMemoryError")
     skipped = on_gpus.run(SMOKE, {**key, "K": 4}, "ours", "full", "cuda")
-    assert (skipped.status, skipped.reason) == ("skipped", "4 stages need 4 GPUs; torch sees 2")
+    assert (skipped.status, skipped.reason) == ("skipped", "needs 4 GPUs; torch sees 2")
 
 
 def test_every_number_of_stages_up_to_the_gpus_is_a_case_of_its_own() -> None:

@@ -36,7 +36,6 @@ from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.report.grid import Grid, fill
-from gpipe_bench.harness.verdict import Answer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,11 +99,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
     units = {"accuracy": "%", "loss": "nats", "chrF": "number"}
     quantities = [Quantity(name, value, units[name], "measured") for name, value in found.metrics.items()]
     return Outcome(tuple(quantities), {"curve": found.curve, **found.details})
-
-
-def cells(records: Sequence[Record]) -> list[Answer]:
-    """None: no number of the paper is held against one of these."""
-    return []
 
 
 # Text
@@ -350,7 +344,6 @@ EXPERIMENT = Experiment(
     },
     cases=cases,
     run=run,
-    cells=cells,
     tables=tables,
     figures=figures,
     options=("data", "text"),

@@ -24,6 +24,7 @@ from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
+from gpipe_bench.experiments.side_by_side import lacks_gpus
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Provenance, Quantity
 from gpipe_bench.harness.stats import from_samples
@@ -262,10 +263,9 @@ class Ran(NamedTuple):
 
 def _steps(job: Job) -> Outcome:
     from gpipe_bench.experiments.timed.steps import run_processes
-    from gpipe_bench.pipeline import devices
 
-    if job.device != "cpu" and (count := devices.count(job.device)) < job.dp * job.pp:
-        return Outcome(status="skipped", reason=f"needs {job.dp * job.pp} GPUs; torch sees {count}")
+    if reason := lacks_gpus(job.device, job.dp * job.pp):
+        return Outcome(status="skipped", reason=reason)
     found: list[Ran] = run_processes(work, job.dp * job.pp, job, device=job.device)
     link = link_of(found[0].sums_s, "measured before the steps")
     measured = from_samples("step", [1e3 * each for each in found[0].steps_s], "ms")

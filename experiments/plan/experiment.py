@@ -434,7 +434,6 @@ EXPERIMENT = Experiment(
     },
     cases=cases,
     run=run,
-    cells=lambda records: [],  # the paper plans nothing
     tables=tables,
     figures=figures,
     docs="docs/plan.md",

@@ -405,17 +405,6 @@ self.outputs = tuple(outputs)
         tests=("tests/test_consistency.py::test_only_an_interval_inside_the_margin_is_reproduced",),
     ),
     Mistake(
-        name="seeds used before are admitted",
-        place="experiments/consistency/judging.py::_checked",
-        old="if low <= seed <= high:",
-        new="if low == seed == high:",
-        why="a recipe could be judged by the runs that it was chosen with",
-        tests=(
-            "tests/test_refusals.py::test_what_is_refused_says_what_is_wrong_and_what_would_do"
-            "[the protocol of consistent training]",
-        ),
-    ),
-    Mistake(
         name="copies among the receiver's computations",
         place="pipeline/transfers.py::Way.__init__",
         old="devices.new_stream(target) if",

@@ -89,25 +89,25 @@ def tables(records: Sequence[Record]) -> str:
         for part in (steps.PART, exact.PEAKS, exact.WAITING, on_paper.ELSEWHERE)
     }
     grids = [
-        *_rules(done[steps.PART], done[exact.PEAKS]),
+        _rules(done[steps.PART], done[exact.PEAKS]),
         *map(_model, done[steps.PART]),
-        *_peaks(done[exact.PEAKS]),
+        _peaks(done[exact.PEAKS]),
         *map(_waiting, done[exact.WAITING]),
-        *_elsewhere(done[on_paper.ELSEWHERE]),
+        _elsewhere(done[on_paper.ELSEWHERE]),
         *map(_at_scale, of_case(records, "done", part=on_paper.AT_SCALE)),
         *map(_published, of_case(records, "done", part=on_paper.PUBLISHED_STEPS)),
     ]
-    return "\n\n".join(grid.text() for grid in grids) or "Plans against what ran: nothing on record"
+    shown = [grid.text() for grid in grids if grid.lines]
+    return "\n\n".join(shown) or "Plans against what ran: nothing on record"
 
 
-def _rules(ran: Sequence[Record], counted: Sequence[Record]) -> list[Grid]:
+def _rules(ran: Sequence[Record], counted: Sequence[Record]) -> Grid:
     """Over everything that is not void."""
     configurations = [each for record in ran for each in steps.compared(record)]
-    if not configurations:
-        return []
-    numbers = found(configurations, [each for record in counted for each in exact.peaks(record)])
+    peaks = [each for record in counted for each in exact.peaks(record)]
+    numbers = found(configurations, peaks) if configurations else {}
     lines = []
-    for rule in RULES:
+    for rule in RULES if configurations else ():
         show = "{:.0f}".format if rule.bound >= 1 else "{:.2f}".format if rule.at_least else _percent
         value = numbers.get(rule.number)
         lines.append(
@@ -118,17 +118,15 @@ def _rules(ran: Sequence[Record], counted: Sequence[Record]) -> list[Grid]:
                 "not run" if value is None else "yes" if rule.holds(value) else "NO",
             ]
         )
-    return [
-        Grid(
-            title="Plans against what ran: what was asked, and what was found",
-            columns=["", "asked", "found", "holds?"],
-            lines=lines,
-            notes=[
-                "Errors are of the step's median at the speed that the machine had when the layers were "
-                "timed; by the clock they are in the tables below."
-            ],
-        )
-    ]
+    return Grid(
+        title="Plans against what ran: what was asked, and what was found",
+        columns=["", "asked", "found", "holds?"],
+        lines=lines,
+        notes=[
+            "Errors are of the step's median at the speed that the machine had when the layers were "
+            "timed; by the clock they are in the tables below."
+        ],
+    )
 
 
 def _percent(value: float) -> str:
@@ -170,7 +168,7 @@ def _model(record: Record) -> Grid:
     )
 
 
-def _peaks(records: Sequence[Record]) -> list[Grid]:
+def _peaks(records: Sequence[Record]) -> Grid:
     models = by_model([each for record in records for each in exact.peaks(record)])
     lines = [
         [
@@ -183,18 +181,16 @@ def _peaks(records: Sequence[Record]) -> list[Grid]:
         ]
         for model, own in models.items()
     ]
-    return [
-        Grid(
-            title="Peak bytes, predicted against counted over two processes: the largest error",
-            columns=["model", "configurations", "of the fullest worker", "of any worker"],
-            lines=lines,
-            notes=[
-                "Both are what a worker's device would hold: storages, and the buffers that messages come "
-                "into, which lie here in memory that two processes map. What ranks tell one another beside "
-                "them, a few hundred bytes, is counted and not predicted."
-            ],
-        )
-    ][: bool(lines)]
+    return Grid(
+        title="Peak bytes, predicted against counted over two processes: the largest error",
+        columns=["model", "configurations", "of the fullest worker", "of any worker"],
+        lines=lines,
+        notes=[
+            "Both are what a worker's device would hold: storages, and the buffers that messages come "
+            "into, which lie here in memory that two processes map. What ranks tell one another beside "
+            "them, a few hundred bytes, is counted and not predicted."
+        ],
+    )
 
 
 def _waiting(record: Record) -> Grid:
@@ -220,7 +216,7 @@ def _waiting(record: Record) -> Grid:
     )
 
 
-def _elsewhere(records: Sequence[Record]) -> list[Grid]:
+def _elsewhere(records: Sequence[Record]) -> Grid:
     lines = []
     for each in (order for record in records for order in record.details["orders"]):
         orders = (zip(each[what], each["names"], strict=True) for what in ("speeds", "predicted"))
@@ -232,16 +228,12 @@ def _elsewhere(records: Sequence[Record]) -> list[Grid]:
                 _percent(each["regret"]),
             ]
         )
-    return [
-        Grid(
-            title="What others measured, in the order of our predictions (modelled), the fastest first",
-            columns=["source", "measured there", "predicted here", "rank correlation", "regret"],
-            lines=lines,
-            notes=[
-                "Regret: how much longer a step of what we would have chosen took there than of the best."
-            ],
-        )
-    ][: bool(lines)]
+    return Grid(
+        title="What others measured, in the order of our predictions (modelled), the fastest first",
+        columns=["source", "measured there", "predicted here", "rank correlation", "regret"],
+        lines=lines,
+        notes=["Regret: how much longer a step of what we would have chosen took there than of the best."],
+    )
 
 
 def _at_scale(record: Record) -> Grid:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from gpipe_bench.experiments.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
@@ -124,10 +125,6 @@ class Size(NamedTuple):
 
 def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Size:
     """Of the model, in float32 and without re-materialization."""
-    import torch
-
-    from gpipe_bench.models import MODELS, example_batch, loss_fn
-    from gpipe_bench.pipeline.memory.boundary import Boundary
     from gpipe_bench.pipeline.memory.profile import Profiler
     from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 
@@ -135,10 +132,8 @@ def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Siz
         "num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS, "num_classes": 1001, "image_size": image_size,
         "aux_head": auxiliary_head, "moved_stride": moved_stride,
     }  # fmt: skip
-    with torch.device("meta"):
-        model = MODELS["amoebanet-d"](**options)
-    ends = map(Boundary.of, example_batch("amoebanet-d", BATCH_SIZE, device="meta", **options))
-    layers, loss = Profiler().model(model, loss_fn("amoebanet-d", **options), *ends)
+    workload = Workload("AmoebaNet-D", "amoebanet-d", options, BATCH_SIZE)
+    layers, loss = workload.profile(BATCH_SIZE, Profiler())
     kept = stage_bytes(layers, loss)
     parameters = sum(layer.num_parameters for layer in layers)
     return Size((kept.saved_bytes + kept.input_bytes) / BATCH_SIZE, parameters)

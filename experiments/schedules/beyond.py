@@ -25,6 +25,7 @@ from statistics import median_high
 from typing import Any
 
 from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots, span
+from gpipe_bench.experiments.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import numbers_text
@@ -185,9 +186,7 @@ def _quantities(
 
 def _peaks(name: str) -> Any:
     """GiB of the fullest worker that trains `MODEL`, by the timeline; None where backwards are split."""
-    import torch
-
-    from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
+    from gpipe_bench.models import SHAPES
     from gpipe_bench.pipeline.memory.boundary import Boundary
     from gpipe_bench.pipeline.memory.profile import Profiler
     from gpipe_bench.pipeline.memory.workers import bytes_of_stages, peak_bytes
@@ -196,11 +195,9 @@ def _peaks(name: str) -> Any:
     if any(action.kind == "I" for action in schedule):
         return None
     builder, options = SHAPES[MODEL]
-    options = {**options, "seq_len": TOKENS}
-    with torch.device("meta"):
-        model = MODELS[builder](**options).bfloat16()
-    ends = map(Boundary.of, example_batch(builder, 1, device="meta", **options))
-    layers, loss = Profiler().model(model, loss_fn(builder, **options), *ends)
+    model = Workload(MODEL, builder, {**options, "seq_len": TOKENS}, 1)
+    ends = map(Boundary.of, model.example(1, "meta"))
+    layers, loss = Profiler().model(model.build("meta").bfloat16(), model.loss(), *ends)
     stages = bytes_of_stages(layers, loss, evenly(len(layers), schedule.num_stages))
 
     def peak(timeline: Timeline) -> float:
@@ -232,23 +229,19 @@ def run_residuals() -> Outcome:
     """Bytes of one micro-batch of one sequence over all ways between workers and over the busiest one, and
     the fullest worker under 1F1B with M = 2K.
     """
-    import torch
-
-    from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline.memory.boundary import Boundary
     from gpipe_bench.pipeline.memory.portals import portal_memory
     from gpipe_bench.pipeline.memory.profile import Profiler
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
     from gpipe_bench.pipeline.stage.portals import declarations
 
-    with torch.device("meta"):
-        models = {way: MODELS["attnres"](**OPTIONS, portals=way == "portals") for way in WAYS}
-    loss, ends = loss_fn("attnres"), example_batch("attnres", 1, device="meta", **OPTIONS)
-    inputs, target = map(Boundary.of, ends)
+    work = {way: Workload(RESIDUALS, "attnres", {**OPTIONS, "portals": way == "portals"}, 1) for way in WAYS}
+    models, one = {way: each.build("meta") for way, each in work.items()}, work["passed on"]
+    loss, (inputs, target) = one.loss(), map(Boundary.of, one.example(1, "meta"))
     profiler = Profiler()
     layers, of_loss = profiler.model(models["passed on"], loss, inputs, target)
     declared = declarations(models["portals"])
-    one = layers[0].outputs.num_bytes  # a sum is as large as the embedding
+    one_bytes = layers[0].outputs.num_bytes  # a sum is as large as the embedding
     quantities = []
     for workers in WORKERS:
         for turns in (1, 2):
@@ -258,9 +251,9 @@ def run_residuals() -> Outcome:
             for stage in range(len(spans) - 1):
                 there = place[stage], place[stage + 1]
                 sent["passed on"][there] += layers[spans[stage][-1]].outputs.num_bytes
-                sent["portals"][there] += one
+                sent["portals"][there] += one_bytes
             for line in edges_of(declared, spans):
-                sent["portals"][place[line.source], place[line.target]] += one * len(line.names)
+                sent["portals"][place[line.source], place[line.target]] += one_bytes * len(line.names)
             for way, ways in sent.items():
                 between = [size for (source, end), size in ways.items() if source != end]
                 key: dict[str, Scalar] = {"K": workers, "stages": turns, "way": way}

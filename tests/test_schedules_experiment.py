@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from pandas import DataFrame
 from records import quantity, ran, record
 
 from gpipe_bench.experiments.engine_turns import Job, work
 from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published
-from gpipe_bench.experiments.schedules.experiment import EXPERIMENT, Point, figures, frontier
+from gpipe_bench.experiments.schedules.experiment import EXPERIMENT, figures, frontier
 from gpipe_bench.experiments.side_by_side import side_by_side
 from gpipe_bench.experiments.timed.steps import run_processes
 from gpipe_bench.harness.compare import compare
@@ -209,8 +210,8 @@ def test_schedules_take_turns_as_engines_and_each_does_all_of_its_work() -> None
 
 def test_nothing_beats_a_schedule_on_the_frontier() -> None:
     known = {"a": (1.0, 9.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (3.0, 5.0), "e": (3.5, 4.0)}
-    points = [Point(name, "kept", *place) for name, place in known.items()]
-    assert [point.schedule for point in frontier(points)] == ["a", "c"]
+    points = DataFrame([(name, *place) for name, place in known.items()], columns=["name", "time", "memory"])
+    assert [*frontier(points).name] == ["a", "c"]
 
 
 def test_one_round_is_drawn_without_an_interval() -> None:

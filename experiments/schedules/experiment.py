@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
 from gpipe_bench.experiments.schedules import beside, beyond, laid_out, published, recomputing
@@ -27,7 +28,7 @@ from gpipe_bench.experiments.schedules.laid_out import (
 from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.record import Record, find, of_case
+from gpipe_bench.harness.record import Record, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -35,6 +36,7 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 KEPT = {"never": "kept", "always": "recomputed"}
 SHOWN_WORKERS, SHOWN_MICROBATCHES = 8, 32
@@ -58,7 +60,10 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             "recomputed at the right; zero bubble in a V leaves the least white.",
         ),
         (
-            panels_of(records),
+            [
+                *of_case(records, "done", part=EQUAL, num_workers=SHOWN_WORKERS),
+                *of_case(records, "done", part=MEASURED, num_microbatches=SHOWN_MICROBATCHES),
+            ],
             _frontiers,
             "schedules-frontier",
             "Memory of the fullest worker against the time of a step",
@@ -122,78 +127,45 @@ def _paint(axes: Axes, timeline: Timeline) -> None:
     axes.set_ylim(timeline.num_workers - 0.5, -0.5)
 
 
-class Point(NamedTuple):
-    """A schedule in the plane of time and memory."""
-
-    schedule: str
-    activations: str
-    time: float
-    memory: float
-
-
-class Panel(NamedTuple):
-    """Schedules that are compared, with the units of both axes."""
-
-    title: str
-    time_unit: str
-    memory_unit: str
-    points: list[Point]
-
-
-def panels_of(records: Sequence[Record]) -> list[Panel]:
-    """The schedules at equal costs, and of each model at the largest K and M that is on record."""
-    found = []
-    equal = find(records, "done", part=EQUAL, num_workers=SHOWN_WORKERS)
-    if equal is not None:
-        number = 2 * SHOWN_WORKERS
-        points = _points(equal, "step in slots", "graphs alive", M=number)
-        title = f"equal costs, K = {SHOWN_WORKERS}, M = {number} (replayed)"
-        found.append(Panel(title, "slots", "graphs alive", points))
-    for record in of_case(records, "done", part=MEASURED, num_microbatches=SHOWN_MICROBATCHES):
+def _points(record: Record) -> tuple[DataFrame, str, str, str]:
+    """Time and memory of all schedules but the naive one, at equal costs or of a model at the most that is
+    shown; a title, and the units of both.
+    """
+    data, number = frame([record]), 2 * SHOWN_WORKERS
+    if record.case["part"] == EQUAL:
+        data, names = data[number == data.M], {"step in slots": "time", "graphs alive": "memory"}
+        said = f"equal costs, K = {SHOWN_WORKERS}, M = {number} (replayed)", "slots", "graphs alive"
+    else:
+        data, names = data[data.K == SHOWN_WORKERS], {"step": "time", "peak memory": "memory"}
         title = (
             f"{record.details['title']} ({record.details['scale'] or 'full size'}), K = {SHOWN_WORKERS}, "
             f"M = {SHOWN_MICROBATCHES}\nstep replayed with measured times, memory modelled"
         )
-        points = _points(record, "step", "peak memory", K=SHOWN_WORKERS, M=SHOWN_MICROBATCHES)
-        if points:
-            found.append(Panel(title, "ms", "MiB", points))
-    return found
+        said = title, "ms", "MiB"
+    values = data[data.schedule != "naive"].set_index(["schedule", "remat", "quantity"]).value
+    points = values.unstack(sort=False).rename(columns=names).reset_index()
+    return points.assign(activations=points.remat.map(KEPT)), *said
 
 
-def _points(record: Record, time: str, memory: str, **where: int) -> list[Point]:
-    """All but the naive schedule."""
-    found: dict[Any, Any] = {(q.name, *sorted(q.key.items())): q.value for q in record.quantities}
-    points = []
-    for name in WITHOUT_NAIVE:
-        for remat in REMATS:
-            key = sorted({"schedule": name, "remat": remat, **where}.items())
-            if (time, *key) in found:
-                points.append(Point(name, KEPT[remat], found[time, *key], found[memory, *key]))
-    return points
-
-
-def frontier(points: Sequence[Point]) -> list[Point]:
+def frontier(points: DataFrame) -> DataFrame:
     """Those that no other one beats in both, the fastest first."""
-    best: list[Point] = []
-    for point in sorted(points, key=lambda each: (each.time, each.memory)):
-        if not best or point.memory < best[-1].memory:
-            best.append(point)
-    return best
+    found = points.sort_values(["time", "memory"])
+    return found[found.memory < found.memory.cummin().shift(fill_value=inf)]
 
 
-def _frontiers(panels: Sequence[Panel]) -> Figure:
-    import pandas
+def _frontiers(records: Sequence[Record]) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
-    figure = Figure(figsize=(8.4, 4.0 * len(panels) + 0.5), layout="constrained")
-    for number, (title, time_unit, memory_unit, points) in enumerate(panels):
-        axes = figure.add_subplot(len(panels), 1, number + 1)
+    figure = Figure(figsize=(8.4, 4.0 * len(records) + 0.5), layout="constrained")
+    for number, record in enumerate(records, start=1):
+        points, title, time_unit, memory_unit = _points(record)
+        axes = figure.add_subplot(len(records), 1, number)
         line = frontier(points)
-        axes.step([p.time for p in line], [p.memory for p in line], where="post", color=".6", zorder=1)
+        axes.step(line.time, line.memory, where="post", color=".6", zorder=1)
         seaborn.scatterplot(
-            pandas.DataFrame(points),
+            points,
             x="time", y="memory", hue="schedule", style="activations", s=45, ax=axes,
             hue_order=WITHOUT_NAIVE, palette=PALETTE[: len(WITHOUT_NAIVE)], markers=["o", "X"], zorder=2,
         )  # fmt: skip

@@ -16,9 +16,12 @@ from gpipe_bench.planner.request import ways
 from gpipe_bench.planner.search import Search
 
 TINY = on_paper.Scale(
-    title="a small one", accelerators=4, memory_bytes=16 * 2**30, device_type="h100", link="nvlink",
-    between="infiniband", batch_size=4, tp=(1, 2), optimizer="rmsprop", precision="float32", seconds=1.0,
-    done=(on_paper.Done("somebody", "somewhere", 2, 2, 1, "1f1b", 2, 3.0),),
+    "a small one",
+    on_paper.request_of(
+        "h100", "nvlink", "infiniband", accelerators=4, memory_bytes=16 * 2**30, batch_size=4,
+        optimizer="rmsprop", reserve_bytes=0,
+    ),
+    (1, 2), 1.0, (on_paper.Done("somebody", "somewhere", 2, 2, 1, "1f1b", 2, 3.0),),
 )  # fmt: skip
 
 

@@ -78,8 +78,7 @@ def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Predictio
     return predict(candidate, replace(costs, profiles=None), request, parts=False)
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """What somebody did: workers K, shards (ZeRO-2), tensor parallelism, schedule, M, all recomputed.
 
     `measured_s` is 0 where no step was published.
@@ -95,61 +94,27 @@ class Done:
     measured_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Scale:
-    """A model on a machine.
-
-    Args:
-        title: for tables
-        accelerators, memory_bytes: how many, of how much each
-        device_type, link, between: as `plan` has them; `link` inside a host
-        batch_size: examples
-        tp: sizes of tensor parallelism
-        optimizer, precision: as `plan` has them
-        seconds: that the case takes, about
-        done: what others did
+class Scale(NamedTuple):
+    """A model on a machine: what is asked, sizes of tensor parallelism, seconds that the case takes, and what
+    others did.
     """
 
     title: str
-    accelerators: int
-    memory_bytes: int
-    device_type: str
-    link: str
-    between: str
-    batch_size: int
+    request: Request
     tp: tuple[int, ...]
-    optimizer: str
-    precision: str
     seconds: float
     done: tuple[Done, ...]
-
-    def request(self) -> Request:
-        """As `plan` is asked."""
-        return request_of(
-            self.device_type, self.link, self.between, accelerators=self.accelerators,
-            memory_bytes=self.memory_bytes, batch_size=self.batch_size, optimizer=self.optimizer,
-            precision=self.precision, reserve_bytes=0,
-        )  # fmt: skip
-
-    def model(self, name: str) -> Model:
-        """The paper's Transformer of so many layers, or a published shape."""
-        from gpipe_bench.models.paper import HALVES
-        from gpipe_bench.planner.model import built, model_of
-
-        if not name.startswith("transformer-"):
-            return model_of(name, self.batch_size)
-        half = HALVES["transformer"]
-        options = half.options | {"num_layers": int(name.removeprefix("transformer-"))}
-        return built(name, half.model, options, self.batch_size)
 
 
 SCALES: dict[str, Scale] = {
     "llama-405b": Scale(
-        title="Llama 3 of 405B parameters on 512 H100 of 89.4 GiB",
-        accelerators=512, memory_bytes=96 * 10**9, device_type="h100-500w", link="nvlink",
-        between="infiniband", batch_size=256, tp=(1, 2, 4, 8), optimizer="adam",
-        precision="bfloat16", seconds=1000.0,
-        done=tuple(
+        "Llama 3 of 405B parameters on 512 H100 of 89.4 GiB",
+        request_of(
+            "h100-500w", "nvlink", "infiniband", accelerators=512, memory_bytes=96 * 10**9, batch_size=256,
+            precision="bfloat16", reserve_bytes=0,
+        ),
+        (1, 2, 4, 8), 1000.0,
+        tuple(
             Done(
                 f"torchtitan, {name}", f"{TITAN}, Table 5: {speed:g} tokens/s per GPU", 8, 8, 8,
                 name.lower(), 32, 256 * 8192 / (512 * speed),
@@ -158,13 +123,28 @@ SCALES: dict[str, Scale] = {
         ),
     ),
     "transformer-1663": Scale(
-        title="Transformer of 1663 layers on 128 cores of TPUv3 of 16 GiB",
-        accelerators=128, memory_bytes=16 * 2**30, device_type="tpuv3", link="free", between="free",
-        batch_size=32, tp=(1,), optimizer="rmsprop", precision="float32", seconds=80.0,
-        done=(Done("GPipe, Table 1, pipeline-128", "arXiv 1811.06965, v5, Table 1", 128, 1, 1, "gpipe", 32),),
+        "Transformer of 1663 layers on 128 cores of TPUv3 of 16 GiB",
+        request_of(
+            "tpuv3", "free", "free", accelerators=128, memory_bytes=16 * 2**30, batch_size=32,
+            optimizer="rmsprop", reserve_bytes=0,
+        ),
+        (1,), 80.0,
+        (Done("GPipe, Table 1, pipeline-128", "arXiv 1811.06965, v5, Table 1", 128, 1, 1, "gpipe", 32),),
     ),
 }  # fmt: skip
 """By the case's name. The paper names no interconnect, so messages of the Transformer take no time."""
+
+
+def model_at_scale(name: str, batch_size: int) -> Model:
+    """The paper's Transformer of so many layers, or a published shape."""
+    from gpipe_bench.models.paper import HALVES
+    from gpipe_bench.planner.model import built, model_of
+
+    if not name.startswith("transformer-"):
+        return model_of(name, batch_size)
+    half = HALVES["transformer"]
+    options = half.options | {"num_layers": int(name.removeprefix("transformer-"))}
+    return built(name, half.model, options, batch_size)
 
 
 def run_at_scale(name: str) -> Outcome:
@@ -173,7 +153,8 @@ def run_at_scale(name: str) -> Outcome:
     from gpipe_bench.planner.request import Space
 
     scale = SCALES[name]
-    model, request = scale.model(name), scale.request()
+    request = scale.request
+    model = model_at_scale(name, request.batch_size)
     search = search_for(model, request, space=Space(tp=scale.tp, fewer=False))
     best = best_of_each_grid(search)
     rows = [_row(predicted(found, search), request, "") for found in best.values()]
@@ -194,8 +175,8 @@ def run_at_scale(name: str) -> Outcome:
     details = {
         "title": scale.title,
         "num_parameters": model.num_parameters,
-        "memory_bytes": scale.memory_bytes,
-        "batch_size": scale.batch_size,
+        "memory_bytes": request.memory_bytes,
+        "batch_size": request.batch_size,
         "tried": search.tried,
         "skipped": search.skipped,
         "layers": search.costs.provenance["layers"],

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.commands.asked import (
+from gpipe_bench.experiments.commands.output import DONE, tell, warn, write_text
+from gpipe_bench.experiments.commands.size import (
     check_counts,
     find_own_modules,
     memory_bytes,
@@ -17,7 +18,6 @@ from gpipe_bench.experiments.commands.asked import (
     reserve_option,
     training_options,
 )
-from gpipe_bench.experiments.commands.output import DONE, tell, warn, write_text
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link

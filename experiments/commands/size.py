@@ -1,7 +1,7 @@
 """`size`: does a model fit into given accelerators, and where is it cut? And how large may Table 1's be?
 
-What `plan` asks, too, options of the same name and meaning with one refusal for each value that is none, stands
-at the end.
+What `plan` asks, too, options of the same name and meaning with one refusal for each value that is none,
+stands at the end.
 """
 
 from __future__ import annotations

@@ -104,17 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
             return interrupted(result.signal)
         with within(SCREEN):
             shown = _shown(experiment, asked, store, result, show)
+        where = "" if arguments.is_own else f" --results {shlex.quote(str(arguments.results))}"
         if not arguments.json:
-            say(screen(shown, f"{program()} compare {experiment.name}{_where(arguments)} --full"))
+            say(screen(shown, f"{program()} compare {experiment.name}{where} --full"))
         for path in _figures(experiment, shown, store.root / "figures", show):
             if not arguments.json:
                 print(f"figure: {short_path(path)}")
     return _status(result, shown.comparisons, arguments)
-
-
-def _where(arguments: argparse.Namespace) -> str:
-    """The option that finds the records again, where they are not in the usual folder."""
-    return "" if arguments.is_own else f" --results {shlex.quote(str(arguments.results))}"
 
 
 def usual_options(

@@ -186,18 +186,12 @@ def _block(contrast: Contrast, finding: Finding, records: Sequence[Record]) -> s
         shown = [" ".join(f"{value:.4g}" for value in values) for values in (better, worse)]
         said.append(("pilot", f"{shown[0]} against {shown[1]} {unit}, with other seeds"))
     if finding.power is not None:
-        said.append(("would fail", _fails(contrast)))
+        fails = "all of the interval below 0 is the opposite, 0 inside it leaves it undecided; what counts is"
+        said.append(("would fail", f"{fails} {contrast.counts:g} {UNITS[contrast.metric]}"))
         said.append(("power", f"{100 * finding.power:.0f} %, by the pilot"))
     said.append(("verdict", finding.word + (f": {finding.reason}" if finding.reason else "")))
     return "\n".join(
         [f"{contrast.title} (toy size)", *(fill(text, f"  {name:<17}", " " * 19) for name, text in said)]
-    )
-
-
-def _fails(contrast: Contrast) -> str:
-    return (
-        f"all of the interval below 0 is the opposite, 0 inside it leaves it undecided; what counts is "
-        f"{contrast.counts:g} {UNITS[contrast.metric]}"
     )
 
 

@@ -128,49 +128,41 @@ def count(planned: Planned, candidates: Sequence[Candidate], *, share_memory: bo
     messages go through memory that processes share, or through gloo.
     """
     import torch
-
-    torch.manual_seed(1811)
-    layers, loss = planned.subject.build()
-    found = []
-    for each in candidates:
-        batch, target = planned.subject.batch(planned.batch_size // each.replicas)
-        found.append(_count(layers, loss, batch, target, each, share_memory=share_memory))
-    return found
-
-
-def _count(
-    layers: Any, loss: Any, batch: Any, target: Any, candidate: Candidate, *, share_memory: bool
-) -> int:
-    import torch
     from torch import distributed as dist
 
     from gpipe_bench.experiments.engines.setup import clear
     from gpipe_bench.pipeline.memory.tracker import LiveMemory
     from gpipe_bench.pipeline.stage.trees import tensors_of
 
-    clear(layers)
-    schedule, memory, rank = candidate.rows(), LiveMemory(), dist.get_rank()
-    worker = rank % candidate.num_workers
-    mine = [layers[layer] for stage in schedule.stages_of(worker) for layer in candidate.cut[stage]]
-    with memory, memory.owned_by(rank):
-        memory.watch(t for layer in mine for t in (*layer.parameters(), *layer.buffers()))
-        with _pipeline(candidate, layers, share_memory=share_memory) as pipeline:
-            parameters = [p for layer in mine for p in layer.parameters()]
-            optimizer = torch.optim.SGD(parameters, lr=1e-6, foreach=False)
-            for step in range(2):
-                if step:
-                    memory.reset_peaks()
-                pipeline.step(batch, target, loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            shared_bytes = pipeline.shared_message_bytes
-    # The mini-batch and its targets are the user's, and lived before.
-    users = {}
-    for here, tree in ((schedule.worker(0), batch), (schedule.worker(schedule.num_stages - 1), target)):
-        for tensor in tensors_of(tree, "the mini-batch") if here == worker else ():
-            storage = tensor.untyped_storage()
-            users[storage.data_ptr()] = tensor.nbytes  # a part of an example may lie in the whole one
-    return memory.peak_bytes[rank] + shared_bytes + sum(users.values())
+    torch.manual_seed(1811)
+    layers, loss = planned.subject.build()
+    found = []
+    for each in candidates:
+        batch, target = planned.subject.batch(planned.batch_size // each.replicas)
+        clear(layers)
+        schedule, memory, rank = each.rows(), LiveMemory(), dist.get_rank()
+        worker = rank % each.num_workers
+        mine = [layers[layer] for stage in schedule.stages_of(worker) for layer in each.cut[stage]]
+        with memory, memory.owned_by(rank):
+            memory.watch(t for layer in mine for t in (*layer.parameters(), *layer.buffers()))
+            with _pipeline(each, layers, share_memory=share_memory) as pipeline:
+                parameters = [p for layer in mine for p in layer.parameters()]
+                optimizer = torch.optim.SGD(parameters, lr=1e-6, foreach=False)
+                for step in range(2):
+                    if step:
+                        memory.reset_peaks()
+                    pipeline.step(batch, target, loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                shared_bytes = pipeline.shared_message_bytes
+        # The mini-batch and its targets are the user's, and lived before.
+        users = {}
+        for here, tree in ((schedule.worker(0), batch), (schedule.worker(schedule.num_stages - 1), target)):
+            for tensor in tensors_of(tree, "the mini-batch") if here == worker else ():
+                storage = tensor.untyped_storage()
+                users[storage.data_ptr()] = tensor.nbytes  # a part of an example may lie in the whole one
+        found.append(memory.peak_bytes[rank] + shared_bytes + sum(users.values()))
+    return found
 
 
 def _pipeline(candidate: Candidate, layers: Sequence[Any], **more: Any) -> Pipeline:

@@ -33,7 +33,6 @@ from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 GIB = 2**30
@@ -364,50 +363,46 @@ def _draw_predicted(models: dict[str, list[Compared]]) -> Figure:
 
 def _draw_at_scale(records: Sequence[Record]) -> Figure:
     """A panel for each model: the step over K, a line for each size of tensor parallelism."""
+    import pandas
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(records), 3.8), layout="constrained")
-    for place, record in enumerate(records):
-        _panel(figure.add_subplot(1, len(records), place + 1), record)
+    for panel, record in enumerate(records, start=1):
+        axes = figure.add_subplot(1, len(records), panel)
+        grids, done = (pandas.DataFrame(record.details[what]) for what in ("grids", "done"))
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for place, (tp, mine) in enumerate(grids.sort_values("K").groupby("tp")):
+            color = COLOURS[place % len(COLOURS)]
+            axes.plot(mine.K, mine.step_s, color=color, marker="o", markersize=4, label=f"tp {tp}")
+            axes.fill_between(mine.K, mine.low_s, mine.high_s, color=color, alpha=0.12, linewidth=0)
+            for row in mine.itertuples():
+                axes.annotate(  # of neighbouring lines one has its numbers above, the other one below
+                    f"{row.dp}", (row.K, row.step_s), xytext=(0, -11 if place % 2 else 5),
+                    textcoords="offset points", fontsize=6, color=color, ha="center",
+                )  # fmt: skip
+        axes.plot(
+            done.K,
+            done.step_s,
+            "D",
+            markersize=5,
+            color="black",
+            markerfacecolor="none",
+            label="others, predicted",
+        )
+        measured = done[done.measured_s > 0]
+        if len(measured):
+            axes.plot(measured.K, measured.measured_s, "x", color="black", label="others, measured")
+        low_s, high_s = axes.get_ylim()
+        shown_s = [tick for tick in TICKS_S if low_s <= tick <= high_s]
+        axes.set_yticks(shown_s, [str(tick) for tick in shown_s])
+        axes.set_yticks([], minor=True)
+        ticks = sorted({*grids.K, *done.K})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set(xlabel="K, workers of a pipeline (small numbers: dp)", ylabel="step (s), modelled")
+        axes.set_title(record.details["title"], fontsize="small")
+        axes.legend(frameon=False, fontsize="x-small")
     return figure
-
-
-def _panel(axes: Axes, record: Record) -> None:
-    import pandas
-
-    grids, done = (pandas.DataFrame(record.details[what]) for what in ("grids", "done"))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for place, (tp, mine) in enumerate(grids.sort_values("K").groupby("tp")):
-        color = COLOURS[place % len(COLOURS)]
-        axes.plot(mine.K, mine.step_s, color=color, marker="o", markersize=4, label=f"tp {tp}")
-        axes.fill_between(mine.K, mine.low_s, mine.high_s, color=color, alpha=0.12, linewidth=0)
-        for row in mine.itertuples():
-            axes.annotate(  # of neighbouring lines one has its numbers above, the other one below
-                f"{row.dp}", (row.K, row.step_s), xytext=(0, -11 if place % 2 else 5),
-                textcoords="offset points", fontsize=6, color=color, ha="center",
-            )  # fmt: skip
-    axes.plot(
-        done.K,
-        done.step_s,
-        "D",
-        markersize=5,
-        color="black",
-        markerfacecolor="none",
-        label="others, predicted",
-    )
-    measured = done[done.measured_s > 0]
-    if len(measured):
-        axes.plot(measured.K, measured.measured_s, "x", color="black", label="others, measured")
-    low_s, high_s = axes.get_ylim()
-    shown_s = [tick for tick in TICKS_S if low_s <= tick <= high_s]
-    axes.set_yticks(shown_s, [str(tick) for tick in shown_s])
-    axes.set_yticks([], minor=True)
-    ticks = sorted({*grids.K, *done.K})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set(xlabel="K, workers of a pipeline (small numbers: dp)", ylabel="step (s), modelled")
-    axes.set_title(record.details["title"], fontsize="small")
-    axes.legend(frameon=False, fontsize="x-small")
 
 
 EXPERIMENT = Experiment(

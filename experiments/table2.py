@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments import on_gpus
@@ -37,15 +38,22 @@ from gpipe_bench.experiments.predicted.records import (
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.experiments.timed import claims, layers
-from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, lay_out, real_cases, take_apart
-from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
+from gpipe_bench.experiments.timed.workloads import (
+    CUTS_ESTIMATE_S,
+    PROFILES,
+    SEED,
+    TABLE2,
+    Configuration,
+    Job,
+    Workload,
+    real_cases,
+)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
 from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
-from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import RULES, partition
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
@@ -83,7 +91,7 @@ SHARED_STAGES = SHARED_MICROBATCHES = 4  # run for real whatever the cores
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
     steps = [
-        Case({"model": name, "batch": batch}, estimate_s)
+        Case({"model": name, "batch": batch}, estimate_s + CUTS_ESTIMATE_S * (batch == JUDGED))
         for batch, estimate_s in zip(BATCHES, ESTIMATE_S[options.profile], strict=True)
         for name in TABLE2
         if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
@@ -91,7 +99,7 @@ def cases(options: RunOptions) -> list[Case]:
     shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in TABLE2]
     if smoke or options.engine not in (None, "ours"):
         shared = []
-    others = real_cases(TABLE2, REAL_ESTIMATES_S, options) + cut_cases([*TABLE2])
+    others = real_cases(TABLE2, REAL_ESTIMATES_S, options)
     return _on_gpus(options) + steps + shared + others + predictions.cases("table2", options)
 
 
@@ -108,15 +116,10 @@ def _on_gpus(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("table2", case, options)
-    sizes, stages = TABLE2[str(case.key["model"])], STAGES[options.profile]
+    model, stages = str(case.key["model"]), STAGES[options.profile]
+    sizes = TABLE2[model]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case "cuts":
-            model = str(case.key["model"])
-            from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
-
-            paper = paper_size("table2", model, options)
-            return cuts_of_the_paper(TABLES[model], workload, paper, stages)
         case on_gpus.PART:
             return on_gpus.run(workload, case.key, options.engine or "ours", options.profile, options.device)
         case layers.PART:
@@ -128,6 +131,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:  # of four processes on a few cores, which the paper's size would keep for hours
         return run_on_shared_cores(sizes["short"])
+    from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
     from gpipe_bench.experiments.timed.results import results
     from gpipe_bench.experiments.timed.steps import measure
 
@@ -135,6 +139,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
     rounds = ROUNDS[options.profile][batch]
     job = Job(workload, configurations, rounds, options.engine or "ours", options.device)
     quantities, details = results(job, measure(job))
+    if batch == JUDGED:
+        cuts_of_the_paper(TABLES[model], workload, paper_size("table2", model, options), stages).add_to(
+            details
+        )
     return Outcome(tuple(quantities), {"model": workload.model, **facts, **details})
 
 
@@ -406,25 +414,20 @@ def _least_gain(of: Mapping[str, Record]) -> tuple[tuple[str, str, str], Quantit
 
 def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Answer]:
     """The largest bubble of the steps with at least four micro-batches for each stage."""
-    bubbles = []
-    for model, record in of.items():
-        share = partial(_bubble_share, claims.link_of(record))
-        for name, facts in record.details["cells"].items():
-            if facts["num_microbatches"] >= 4 * facts["num_stages"] and "actions" in facts:
-                bubble = share(TimedActions.from_data(facts["actions"]), facts)
-                bubbles.append((bubble, name, model, share))
+    bubbles = [
+        (100 * facts["as_timed"]["shares"]["bubble"], name, model)
+        for model, record in of.items()
+        for name, facts in record.details["cells"].items()
+        if facts["num_microbatches"] >= 4 * facts["num_stages"] and "as_timed" in facts
+    ]
     if bubbles:
-        found, name, model, share = max(bubbles, key=lambda each: each[0])
+        found, name, model = max(bubbles, key=itemgetter(0))
         quantity = from_samples(name, [found], "%", provenance="replayed")
         note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}"
         yield from claims.sentence_over_cuts(
             records, of[model], "bubble at M >= 4K", "largest over K", [name], [quantity],
-            lambda bubble: bubble, note, measure=share, unit="%",
+            lambda bubble: bubble, note, number=lambda cut: 100 * cut["shares"]["bubble"], unit="%",
         )  # fmt: skip
-
-
-def _bubble_share(link: Link, timed: TimedActions, facts: Mapping[str, Any]) -> float:
-    return 100 * float(take_apart(timed, link, facts["num_microbatches"]).shares["bubble"])
 
 
 # Text
@@ -608,6 +611,8 @@ def _efficiency(found: Mapping[str, Record]) -> Figure:
     import pandas
     import seaborn
     from matplotlib.figure import Figure
+
+    from gpipe_bench.experiments.timed.replay import TimedActions, lay_out
 
     figure = Figure(figsize=(3.9 * len(found) + 0.4, 3.2), layout="constrained")
     for axes, record in zip(figure.subplots(1, len(found), squeeze=False)[0], found.values(), strict=True):

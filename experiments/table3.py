@@ -42,7 +42,6 @@ from gpipe_bench.experiments.timed.replay import (
     balanced,
     hidden_from,
     lay_out,
-    real_cases,
     same_share,
     slowdowns,
 )
@@ -55,7 +54,14 @@ from gpipe_bench.experiments.timed.results import (
     normalised,
     replay_error,
 )
-from gpipe_bench.experiments.timed.workloads import PROFILES, TABLE3, Configuration, Job, Workload
+from gpipe_bench.experiments.timed.workloads import (
+    PROFILES,
+    TABLE3,
+    Configuration,
+    Job,
+    Workload,
+    real_cases,
+)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import numbers_text

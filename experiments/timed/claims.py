@@ -14,17 +14,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from gpipe_bench.experiments.timed.replay import CUT_BY, NO_CUTS, Cuts, TimedActions, lay_out
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
 from gpipe_bench.harness.record import Quantity, Record, Scalar, find
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Part, Spread
-from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
 UNKNOWN = (
@@ -35,6 +33,11 @@ FEWEST_ERRORS = 3
 """Steps of one model that ran for real below which those of the other models of the table count as well."""
 NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
+)
+CUT_BY = "partition_cost", "partition_rule"
+NO_CUTS = (
+    "What the cuts that the paper may have made give is not on record, and a cut by measured seconds is none "
+    "of them; run it again, with --fresh."
 )
 Moves = Literal["as the step grows", "either way"]
 """How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
@@ -145,7 +148,7 @@ def sentence_over_cuts(
     formula: Callable[..., float],
     note: str,
     *,
-    measure: Callable[[TimedActions, Mapping[str, Any]], float] | None = None,
+    number: Callable[[Mapping[str, Any]], float] = itemgetter("steps_per_s"),
     unit: str = "ratio",
 ) -> list[Answer]:
     """The entry of a sentence about some configurations, over the cuts that the paper may have made.
@@ -162,19 +165,26 @@ def sentence_over_cuts(
         of: the number of each, as it was measured
         formula: of these numbers
         note: what the number is
-        measure: such a number from the actions of a configuration and its facts; by default its speed
+        number: such a number from what a configuration gives under a cut (`by_cut`); by default its speed
         unit: of what the formula gives
     """
     measured = derived(column, formula, *of, unit=unit)
     if measured is None or measured.value is None:
         return []
-    place, cuts = (SENTENCES, row, column), Cuts.of(records, str(record.case["model"]))
-    if cuts is None:
+    place, cuts = (SENTENCES, row, column), [record.details["cells"][name].get("by_cut") for name in names]
+    if None in cuts:
         return [entry(records, record, place, measured, note, not_comparable=NO_CUTS)]
     values = [float(each.value) for each in of if each is not None and each.value is not None]
+    (as_measured, *_), *_ = cuts
     moved = {
-        setting: formula(*(value * factor for value, factor in zip(values, factors, strict=True)))
-        for setting, factors in cuts.factors(record, names, measure or speed(record)).items()
+        setting: formula(
+            *(
+                value * (number(cut[setting]) / number(cut[as_measured]))
+                for value, cut in zip(values, cuts, strict=True)
+            )
+        )
+        for setting in cuts[0]
+        if setting != as_measured and all(setting in cut for cut in cuts)
     }
     middle, *_ = moved.values()
     scale = middle / float(measured.value)
@@ -182,18 +192,6 @@ def sentence_over_cuts(
     said = f"cut by {next(iter(moved))}, and by measured seconds {measured.value:.3g}"
     ends = [(" and ".join(CUT_BY), min(moved.values()) / middle, max(moved.values()) / middle)]
     return [entry(records, record, place, quantity, f"{note}; {said}", more=ends, settings=len(moved))]
-
-
-def speed(record: Record) -> Callable[[TimedActions, Mapping[str, Any]], float]:
-    """Steps in a second of a configuration of the record, from its actions and facts."""
-    link = link_of(record)
-    return lambda timed, facts: 1 / lay_out(timed, link, facts["num_microbatches"]).makespan_s
-
-
-def link_of(record: Record) -> Link:
-    """What joins the stages of a record's steps."""
-    known = record.details["link"]
-    return Link(known["name"], known["latency_s"], known["bandwidth_bytes_per_s"])
 
 
 class Factors(NamedTuple):
@@ -225,9 +223,7 @@ def factors(record: Record, name: str) -> Factors | None:
         if share is None or not share.value:
             return None
         shares.append(float(share.value))
-        count = facts["num_microbatches"]
-        program = TimedActions.from_data(facts["actions"]).program(count)
-        schedules.append(count * program.num_stages / replay(program, SLOTS).makespan_s)
+        schedules.append(facts["even_speed_up"])
     value = record.quantity("normalised throughput", **cells[name]["key"])
     assert value is not None
     assert value.value is not None

@@ -86,10 +86,13 @@ def with_reasons(
     The ranges cover all hypotheses but those found after looking, so only these are further settings tried.
     """
     cells = of_the_paper(paper) if hypotheses else {}
+    by_place: dict[Key, list[Hypothesis]] = {}
+    for each in hypotheses:
+        for place in {**each.values, **each.spreads}:
+            by_place.setdefault(place, []).append(each)
 
     def joined(entry: Answer) -> Answer:
-        cell = cells.get(entry.place)
-        tried = [each for each in hypotheses if entry.place in each.values or entry.place in each.spreads]
+        cell, tried = cells.get(entry.place), by_place.get(entry.place)
         if cell is None or not tried or (entry.source, entry.question) != ("paper", "as published"):
             return entry
         # what was not found after looking stands first

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal, get_args
 
 from gpipe_bench.harness.paper import PaperNumber
@@ -533,6 +534,7 @@ def printed(cell: PaperNumber) -> Allowed:
     return Allowed(low, high, low, high, words)
 
 
+@cache
 def admitted(cell: PaperNumber) -> Allowed:
     """What agrees with a published number: by its digits, or where a sentence stands for it by its words."""
     word = words().get(cell.row) if cell.source == "paper" else None

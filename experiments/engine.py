@@ -350,5 +350,4 @@ EXPERIMENT = Experiment(
     run=run,
     cells=lambda records: [],  # the paper measured no engine but its own
     tables=tables,
-    options=(),
 )

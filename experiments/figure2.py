@@ -464,5 +464,4 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     timelines=timelines,
-    options=(),
 )

@@ -81,6 +81,18 @@ class Outcome:
     reason: str = ""
 
 
+def by_name(records: Sequence[Record]) -> list[Answer]:
+    """Every number of the finished records as the answer to the row of its name, in the column of its case
+    (`K=2 M=4`), in the table that is called as its experiment is.
+    """
+    return [
+        Answer(table=record.experiment, row=each.name, column=record.label, quantity=each, record=record)
+        for record in records
+        if record.status == "done"
+        for each in record.quantities
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One table or figure of the paper, and all that anybody else knows of it.
@@ -96,7 +108,7 @@ class Experiment:
         profiles: "smoke", "short", "full" -> what each does; how long it takes comes from the cases
         cases: what there is to run
         run: runs one case
-        cells: our numbers beside the paper's
+        cells: our numbers beside the paper's; by default they answer the rows of their own names
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
@@ -123,7 +135,7 @@ class Experiment:
     profiles: Mapping[str, str]
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
-    cells: Callable[[Sequence[Record]], list[Answer]]
+    cells: Callable[[Sequence[Record]], list[Answer]] = by_name
     tables: Callable[[Sequence[Record]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
@@ -132,7 +144,7 @@ class Experiment:
     paper_tables: tuple[str, ...] = ()
     docs: str = ""
     revision: int = 1
-    options: tuple[str, ...] = ("device", "engine", "seed")
+    options: tuple[str, ...] = ()
     on_gpus: str = ""
     engines: tuple[str, ...] = ()
     several_engines: bool = False

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gpipe_bench.harness.places import ROOT
+from gpipe_bench.harness import ROOT
 
 _ASK_TORCH = """
 import json, torch

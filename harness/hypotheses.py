@@ -30,8 +30,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.paper import PaperNumber, of_the_paper
-from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.record import Scalar
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.unknowns import Text

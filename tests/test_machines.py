@@ -13,9 +13,9 @@ from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.compare import comparable, machine_folders
 from gpipe_bench.experiments.commands.output import BAD_USAGE, DONE
 from gpipe_bench.experiments.report.readings import shown_of
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Answer

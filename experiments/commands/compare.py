@@ -29,9 +29,9 @@ from gpipe_bench.experiments.report.readings import (
     select_records,
     shown_of,
 )
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare, differences
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import markdown_table

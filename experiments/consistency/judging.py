@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.record import Quantity, Record, of_case
 from gpipe_bench.harness.verdict import Answer
 

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, peers_of
 from gpipe_bench.harness.paper import PaperNumber, PaperTable
-from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import (

@@ -38,9 +38,8 @@ from gpipe_bench.experiments.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.record import Record, from_samples, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 
 if TYPE_CHECKING:

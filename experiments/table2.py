@@ -50,9 +50,8 @@ from gpipe_bench.experiments.timed.workloads import (
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
-from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, of_case
+from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, from_samples, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import RULES, partition

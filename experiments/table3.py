@@ -63,10 +63,9 @@ from gpipe_bench.experiments.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find
+from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, find, from_samples
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.rounds import used_by_others
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link

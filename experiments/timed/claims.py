@@ -19,9 +19,8 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
-from gpipe_bench.harness.record import Quantity, Record, Scalar, find
+from gpipe_bench.harness.record import Quantity, Record, Scalar, find, from_samples
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Part, Spread
 
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.replay import Samples, TimedActions, balanced, lay_out
 from gpipe_bench.experiments.timed.workloads import Job
-from gpipe_bench.harness.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, used_by_others
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule

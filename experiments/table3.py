@@ -75,9 +75,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from gpipe_bench.experiments.predicted.sizes import FullSize
     from gpipe_bench.experiments.timed.slow_link import LinkFound
-    from gpipe_bench.planner.accelerators import Accelerator
 
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # in the sentences
@@ -187,22 +185,6 @@ class Estimate:
     gradient_bytes: tuple[int, ...]
     num_parameters: int
 
-    @classmethod
-    def of(cls, full: FullSize, microbatch_size: int, accelerator: Accelerator) -> Estimate:
-        """Of a model at a size of the micro-batch."""
-
-        def seconds(share_of_peak: float) -> list[tuple[float, float]]:
-            found = full.seconds(accelerator, "float32", microbatch_size, (share_of_peak,))
-            return [(float(layer.forward[0]), float(layer.backward[0])) for layer in found]
-
-        layers = range(len(full.layers))
-        return cls(
-            seconds,
-            tuple(full.sent_bytes(layer, microbatch_size, "float32") for layer in layers),
-            tuple(full.returned_bytes(layer, microbatch_size, "float32") for layer in layers),
-            sum(full.parameters),
-        )
-
     def actions(self, num_stages: int, num_microbatches: int, share_of_peak: float) -> TimedActions:
         """The actions of the best cut into stages. A recomputation takes as long as a forward; set-up and
         update are left out.
@@ -226,8 +208,19 @@ def estimate_of(paper: Workload) -> Estimate:
     from gpipe_bench.experiments.predicted.sizes import FullSize
     from gpipe_bench.planner.accelerators import P100_16
 
-    full = FullSize(paper.model, dict(paper.options))
-    return Estimate.of(full, paper.batch_size // NUM_MICROBATCHES, P100_16)
+    full, size = FullSize(paper.model, dict(paper.options)), paper.batch_size // NUM_MICROBATCHES
+
+    def seconds(share_of_peak: float) -> list[tuple[float, float]]:
+        found = full.seconds(P100_16, "float32", size, (share_of_peak,))
+        return [(float(layer.forward[0]), float(layer.backward[0])) for layer in found]
+
+    layers = range(len(full.layers))
+    return Estimate(
+        seconds,
+        tuple(full.sent_bytes(layer, size, "float32") for layer in layers),
+        tuple(full.returned_bytes(layer, size, "float32") for layer in layers),
+        sum(full.parameters),
+    )
 
 
 def shares_of_peak() -> tuple[float, float, float]:
@@ -236,13 +229,11 @@ def shares_of_peak() -> tuple[float, float, float]:
     return float(middle), float(low), float(high)
 
 
-def modelled(
-    paper: Estimate, batch_size: int, stages: Sequence[int] = STAGES
-) -> tuple[list[Quantity], dict[str, Any]]:
+def modelled(paper: Estimate, batch_size: int) -> tuple[list[Quantity], dict[str, Any]]:
     """The paper's size on its own hardware over PCIe."""
     middle, *ends = shares_of_peak()
     at = {
-        share: {k: [paper.actions(k, NUM_MICROBATCHES, share)] for k in stages} for share in (middle, *ends)
+        share: {k: [paper.actions(k, NUM_MICROBATCHES, share)] for k in STAGES} for share in (middle, *ends)
     }
     links = {"PCIe": PCIE, "free link": FREE}
     quantities, details = _numbers(at[middle], links, "PCIe", PCIE.latency_s, batch_size, "modelled")

@@ -256,9 +256,9 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
     return prediction_interval(errors) if len(errors) > 1 else None
 
 
-def prediction_interval(errors: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Where one more draw lies, of a normal distribution of which these are known. Of few it is wide, as it
-    should be.
+def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
+    """Where one more draw lies, at 95 %, of a normal distribution of which these are known. Of few it is wide,
+    as it should be.
 
     Raises ValueError below two errors.
     """
@@ -267,7 +267,7 @@ def prediction_interval(errors: Sequence[float], confidence: float = 0.95) -> tu
     from scipy.special import stdtrit
 
     middle, count = statistics.fmean(errors), len(errors)
-    factor = float(stdtrit(count - 1, 0.5 + confidence / 2)) * math.sqrt(1 + 1 / count)
+    factor = float(stdtrit(count - 1, 0.975)) * math.sqrt(1 + 1 / count)
     reach = factor * statistics.stdev(errors)
     return middle - reach, middle + reach
 

@@ -13,6 +13,7 @@ from gpipe_bench.experiments import figure3, table2, table4
 from gpipe_bench.experiments.predicted import sizes
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table2 import fitted_microbatch, peak_bytes
+from gpipe_bench.experiments.table2_shown import bound_shares
 from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed import steps as timed_steps
 from gpipe_bench.experiments.timed.results import results
@@ -58,9 +59,9 @@ def test_records_without_a_finished_case_make_an_empty_table():
 
 
 def test_partition_rules_are_held_against_even_stages():
-    even = table2.bound_shares([1.0] * 8, 4, 8)
+    even = bound_shares([1.0] * 8, 4, 8)
     assert even["bottleneck"] == even["variance"] == pytest.approx(1.0)
-    uneven = table2.bound_shares([1, 1, 1, 1, 1, 1, 1, 9], 4, 8)
+    uneven = bound_shares([1, 1, 1, 1, 1, 1, 1, 9], 4, 8)
     assert uneven["bottleneck"] < 0.6
     assert isinstance(uneven["cumulative"], str)  # leaves stages empty
 

@@ -257,8 +257,8 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
 
 
 def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
-    """Where one more draw lies, at 95 %, of a normal distribution of which these are known. Of few it is wide,
-    as it should be.
+    """Where one more draw lies, at 95 %, of a normal distribution of which these are known. Of few it is
+    wide, as it should be.
 
     Raises ValueError below two errors.
     """

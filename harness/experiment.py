@@ -82,13 +82,12 @@ class Outcome:
 
 
 def by_name(records: Sequence[Record]) -> list[Answer]:
-    """Every number of the finished records as the answer to the row of its name, in the column of its case
+    """Every number of the records as the answer to the row of its name and key, in the column of its case
     (`K=2 M=4`), in the table that is called as its experiment is.
     """
     return [
-        Answer(table=record.experiment, row=each.name, column=record.label, quantity=each, record=record)
+        Answer(table=record.experiment, row=each.label, column=record.label, quantity=each, record=record)
         for record in records
-        if record.status == "done"
         for each in record.quantities
     ]
 

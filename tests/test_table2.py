@@ -112,10 +112,12 @@ def test_a_sentence_is_judged_over_the_cuts_on_record():
     assert (gain.note.count("K=2"), gain.spread.combinations) == (2, 2)
     assert ("K=8 M=32" in bubble.note, bubble.spread.combinations) == (True, 1)
     without = replace(made, details={**made.details, "cells": {
-        name: {key: of for key, of in facts.items() if key != "by_cut"}
+        name: {key: of for key, of in facts.items() if key not in ("by_cut", "even_speed_up")}
         for name, facts in made.details["cells"].items()
     }})  # fmt: skip
     assert {c.not_comparable for c in table2.cells([without]) if c.table == "claims-text"} == {claims.NO_CUTS}
+    assert claims.factors(without, "K=8 M=32") is None
+    assert "K=8 M=32" in table2.tables([without])
 
 
 def test_naive_and_pipeline_are_told_apart(monkeypatch, tmp_path):

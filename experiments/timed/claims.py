@@ -214,19 +214,19 @@ class Factors(NamedTuple):
 
 
 def factors(record: Record, name: str) -> Factors | None:
-    """Of a configuration of the record, relative to its first; None where its steps were not timed."""
+    """Of a configuration of the record, relative to its first; None where its steps were not timed, or where
+    the record does not say what the schedule gives.
+    """
     cells = record.details["cells"]
-    shares, schedules = [], []
-    for facts in (cells[name], next(iter(cells.values()))):
-        share = record.quantity("share of the balanced step", **facts["key"])
-        if share is None or not share.value:
-            return None
-        shares.append(float(share.value))
-        schedules.append(facts["even_speed_up"])
+    both = cells[name], next(iter(cells.values()))
+    shares = [record.quantity("share of the balanced step", **facts["key"]) for facts in both]
+    ours, first = (None if share is None else share.value for share in shares)
     value = record.quantity("normalised throughput", **cells[name]["key"])
+    if not ours or not first or not all("even_speed_up" in facts for facts in both):
+        return None
     assert value is not None
     assert value.value is not None
-    balance, schedule = shares[0] / shares[1], schedules[0] / schedules[1]
+    balance, schedule = float(ours) / float(first), both[0]["even_speed_up"] / both[1]["even_speed_up"]
     return Factors(balance, schedule, float(value.value) / balance / schedule)
 
 

@@ -384,6 +384,5 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     paper_tables=("control-stride", "growth"),
-    options=(),
     untimed=True,
 )

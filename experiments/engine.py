@@ -30,10 +30,9 @@ from gpipe_bench.experiments.side_by_side import (
     void_by,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar, from_samples
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, differences, ratios
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.units import show
 
 if TYPE_CHECKING:
@@ -348,5 +347,4 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     tables=tables,
-    options=(),
 )

@@ -29,11 +29,12 @@ from gpipe_bench.experiments.figure2_shown import (
     tables,
     timelines,
 )
+from gpipe_bench.harness.compare import printed
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import SENTENCES, load_paper
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar
 from gpipe_bench.harness.unknowns import load_unknowns, points
-from gpipe_bench.harness.verdict import Answer, Part, Spread, printed
+from gpipe_bench.harness.verdict import Answer, Part, Spread
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
@@ -464,5 +465,4 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     timelines=timelines,
-    options=(),
 )

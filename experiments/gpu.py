@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # The standard library alone: what else is missing here is the first thing to find out.
-from gpipe_bench.harness.places import ROOT
+from gpipe_bench.harness import ROOT
 
 DONE, NO_GPU, BAD_USAGE, FAILED, LACKING = 0, 1, 2, 3, 4
 ESTIMATED = "minutes are estimated, memory is what torch's allocator takes; nothing has run on a GPU yet"

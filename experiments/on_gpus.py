@@ -23,11 +23,10 @@ from gpipe_bench.experiments.timed.replay import TimedActions, lay_out
 from gpipe_bench.experiments.timed.results import MOST_DRAWN, samples_of
 from gpipe_bench.experiments.timed.workloads import SEED, Workload, materialized
 from gpipe_bench.harness.experiment import Case, Outcome
-from gpipe_bench.harness.record import Quantity, Record, find, of_case
+from gpipe_bench.harness.record import Quantity, Record, find, from_samples, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.grid import numbers as number_columns
 from gpipe_bench.harness.rounds import Times, ratios
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.pipeline.plan.partition import partition

@@ -35,10 +35,9 @@ from gpipe_bench.experiments.side_by_side import (
     verdict,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar, from_samples
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, ratios
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.record import Quantity, Record, from_samples
 from gpipe_bench.harness.rounds import (
     Times,
     Usage,
@@ -31,7 +31,6 @@ from gpipe_bench.harness.rounds import (
     turns,
     used_by_others,
 )
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.units import show
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments import on_gpus
@@ -31,32 +32,41 @@ from gpipe_bench.experiments.predicted.records import (
     both_models,
     equal_stages,
     hypotheses_of,
-    prediction_text,
     walks,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
+from gpipe_bench.experiments.report.drawing import kept_timelines
+from gpipe_bench.experiments.table2_shown import (
+    BATCHES,
+    SHARED_CORES,
+    TABLES,
+    facts_of,
+    figures,
+    of_models,
+    places_of,
+    tables,
+)
 from gpipe_bench.experiments.timed import claims, layers
-from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, lay_out, real_cases, take_apart
-from gpipe_bench.experiments.timed.workloads import PROFILES, SEED, TABLE2, Configuration, Job, Workload
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
+from gpipe_bench.experiments.timed.workloads import (
+    CUTS_ESTIMATE_S,
+    PROFILES,
+    SEED,
+    TABLE2,
+    Configuration,
+    Job,
+    Workload,
+    real_cases,
+)
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.hypotheses import Walk
-from gpipe_bench.harness.record import Provenance, Quantity, Record, frame, of_case
-from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.record import Provenance, Quantity, Record, from_samples
 from gpipe_bench.harness.verdict import Answer
-from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.partition import RULES, partition
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.planner.breakdown import even_stages
+from gpipe_bench.pipeline.plan.partition import partition
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from gpipe_bench.pipeline.memory.profile import ModelProfile
 
-TABLES = {"amoebanet": "table2-amoebanet", "transformer": "table2-transformer"}
 STAGES = {"smoke": (2, 4), "short": (2, 4, 8), "full": (2, 4, 8)}
 MICROBATCHES = {"smoke": (1, 4), "short": (1, 4, 32), "full": (1, 4, 32)}
 ROUNDS = {
@@ -66,16 +76,11 @@ ROUNDS = {
 }
 """There and back: every configuration takes two turns in a round, and each is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (95.0, 75.0), "full": (150.0, 150.0)}
-BATCHES = {
-    "fixed": "(a) the same mini-batch in all cells: only K and M differ",
-    "fitted": "(b) the largest mini-batch under a memory cap in every cell, as the paper did",
-}
 JUDGED = "fixed"  # of the sentences, which are about the same model
 AS_THE_PAPER = "fitted"  # of the cells: the mini-batch as the paper chose it
 REAL_ESTIMATES_S = (195.0, 175.0)  # of AmoebaNet-D and Transformer
 FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
 LARGEST_MICROBATCH = 32
-SHARED_CORES = "on shared cores"
 SHARED_ESTIMATE_S = 20.0
 SHARED_STAGES = SHARED_MICROBATCHES = 4  # run for real whatever the cores
 
@@ -83,7 +88,7 @@ SHARED_STAGES = SHARED_MICROBATCHES = 4  # run for real whatever the cores
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
     steps = [
-        Case({"model": name, "batch": batch}, estimate_s)
+        Case({"model": name, "batch": batch}, estimate_s + CUTS_ESTIMATE_S * (batch == JUDGED))
         for batch, estimate_s in zip(BATCHES, ESTIMATE_S[options.profile], strict=True)
         for name in TABLE2
         if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
@@ -91,7 +96,7 @@ def cases(options: RunOptions) -> list[Case]:
     shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in TABLE2]
     if smoke or options.engine not in (None, "ours"):
         shared = []
-    others = real_cases(TABLE2, REAL_ESTIMATES_S, options) + cut_cases([*TABLE2])
+    others = real_cases(TABLE2, REAL_ESTIMATES_S, options)
     return _on_gpus(options) + steps + shared + others + predictions.cases("table2", options)
 
 
@@ -108,15 +113,10 @@ def _on_gpus(options: RunOptions) -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("table2", case, options)
-    sizes, stages = TABLE2[str(case.key["model"])], STAGES[options.profile]
+    model, stages = str(case.key["model"]), STAGES[options.profile]
+    sizes = TABLE2[model]
     workload = sizes[options.profile]
     match case.key.get("part"):
-        case "cuts":
-            model = str(case.key["model"])
-            from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
-
-            paper = paper_size("table2", model, options)
-            return cuts_of_the_paper(TABLES[model], workload, paper, stages)
         case on_gpus.PART:
             return on_gpus.run(workload, case.key, options.engine or "ours", options.profile, options.device)
         case layers.PART:
@@ -128,6 +128,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     batch = str(case.key["batch"])
     if batch == SHARED_CORES:  # of four processes on a few cores, which the paper's size would keep for hours
         return run_on_shared_cores(sizes["short"])
+    from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
     from gpipe_bench.experiments.timed.results import results
     from gpipe_bench.experiments.timed.steps import measure
 
@@ -135,6 +136,10 @@ def run(case: Case, options: RunOptions) -> Outcome:
     rounds = ROUNDS[options.profile][batch]
     job = Job(workload, configurations, rounds, options.engine or "ours", options.device)
     quantities, details = results(job, measure(job))
+    if batch == JUDGED:
+        cuts_of_the_paper(TABLES[model], workload, paper_size("table2", model, options), stages).add_to(
+            details
+        )
     return Outcome(tuple(quantities), {"model": workload.model, **facts, **details})
 
 
@@ -302,7 +307,7 @@ def work_on_shared_cores(workload: Workload, num_stages: int) -> Ran:
 
 def cells(records: Sequence[Record]) -> list[Answer]:
     """An entry for each (K, M) of each model on record, and for the sentences about them."""
-    fitted, fixed = (_of_models(records, batch) for batch in (AS_THE_PAPER, JUDGED))
+    fitted, fixed = (of_models(records, batch) for batch in (AS_THE_PAPER, JUDGED))
     found = [cell for model, record in fitted.items() for cell in _cells(records, model, record)]
     for model, table in TABLES.items():
         if model not in fitted:
@@ -317,20 +322,6 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     ]
 
 
-def _of_models(records: Sequence[Record], batch: str) -> dict[str, Record]:
-    return claims.by_model(records, TABLES, batch=batch)
-
-
-def _places(model: str, record: Record) -> dict[str, tuple[str, str, str]]:
-    """Where each configuration on record stands in the paper, in the order of the table."""
-    known = sorted((each["num_stages"], each["num_microbatches"]) for each in _facts(record))
-    return {f"K={k} M={m}": (TABLES[model], f"M={m}", f"K={k}") for k, m in known}
-
-
-def _facts(record: Record) -> list[dict[str, Any]]:
-    return list(record.details["cells"].values())
-
-
 def _at(record: Record, num_stages: int, num_microbatches: int) -> Quantity | None:
     return record.quantity("normalised throughput", K=num_stages, M=num_microbatches)
 
@@ -340,7 +331,7 @@ def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[An
     note = "Cut by measured seconds, early recomputation, the mini-batch fitted to a memory cap." + (
         f" A scaled model: {scale}." if scale else ""
     )
-    for name, place in _places(model, record).items():
+    for name, place in places_of(model, record).items():
         quantity = record.quantity("normalised throughput", **record.details["cells"][name]["key"])
         made = claims.made_of(record, name)
         yield claims.entry(records, record, place, quantity, note, moves="as the step grows", context=made)
@@ -395,7 +386,7 @@ def _least_gain(of: Mapping[str, Record]) -> tuple[tuple[str, str, str], Quantit
     """The model and the two configurations, more micro-batches first, and what is gained."""
     gains = []
     for model, record in of.items():
-        places = sorted((each["num_stages"], each["num_microbatches"]) for each in _facts(record))
+        places = sorted((each["num_stages"], each["num_microbatches"]) for each in facts_of(record))
         for (k, fewer), (other, more) in pairwise(places):
             pair = _at(record, k, more), _at(record, k, fewer)
             gain = claims.derived("gain", partial(_quotient, 1.0), *pair)
@@ -406,225 +397,20 @@ def _least_gain(of: Mapping[str, Record]) -> tuple[tuple[str, str, str], Quantit
 
 def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Answer]:
     """The largest bubble of the steps with at least four micro-batches for each stage."""
-    bubbles = []
-    for model, record in of.items():
-        share = partial(_bubble_share, claims.link_of(record))
-        for name, facts in record.details["cells"].items():
-            if facts["num_microbatches"] >= 4 * facts["num_stages"] and "actions" in facts:
-                bubble = share(TimedActions.from_data(facts["actions"]), facts)
-                bubbles.append((bubble, name, model, share))
+    bubbles = [
+        (100 * facts["as_timed"]["shares"]["bubble"], name, model)
+        for model, record in of.items()
+        for name, facts in record.details["cells"].items()
+        if facts["num_microbatches"] >= 4 * facts["num_stages"] and "as_timed" in facts
+    ]
     if bubbles:
-        found, name, model, share = max(bubbles, key=lambda each: each[0])
+        found, name, model = max(bubbles, key=itemgetter(0))
         quantity = from_samples(name, [found], "%", provenance="replayed")
         note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}"
         yield from claims.sentence_over_cuts(
             records, of[model], "bubble at M >= 4K", "largest over K", [name], [quantity],
-            lambda bubble: bubble, note, measure=share, unit="%",
+            lambda bubble: bubble, note, number=lambda cut: 100 * cut["shares"]["bubble"], unit="%",
         )  # fmt: skip
-
-
-def _bubble_share(link: Link, timed: TimedActions, facts: Mapping[str, Any]) -> float:
-    return 100 * float(take_apart(timed, link, facts["num_microbatches"]).shares["bubble"])
-
-
-# Text
-
-
-def tables(records: Sequence[Record]) -> str:
-    """Fixed and fitted mini-batch apart, then how far to believe
-    them: what the replay errs by, and what a step loses to the rule that cuts the layers.
-    """
-    parts = [
-        claims.throughput_text(record, _title(record, batch), _places(model, record), batch_sizes=True)
-        for batch in BATCHES
-        for model, record in _of_models(records, batch).items()
-    ]
-    parts += [on_gpus.text(records, TABLES), layers.text(records)]
-    parts += [claims.replay_errors(records), shared_cores(records), partition_rules(records)]
-    parts += [prediction_text(records)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _title(record: Record, batch: str) -> str:
-    details, link = record.details, record.details["link"]
-    scale = f"; scaled to this machine: {details['scale']}" if details["scale"] else ""
-    return (
-        f"{details['title']} {BATCHES[batch]}\n"
-        f"  normalised throughput, K=2 M=1 is 1; engine {details['engine']}{scale}\n"
-        f"  replayed: actions timed in {details['processes']} process(es), laid out on K devices over "
-        f"{link['name']} ({link['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s); measured: run on K devices\n"
-        "  balance: how near to even stages; schedule: what it gives even stages; micro-batch: how efficient "
-        "one of that size is"
-    )
-
-
-def shared_cores(records: Sequence[Record]) -> str:
-    """The steps that ran for real in more processes than there are cores: memory and loss, no times."""
-    lines = []
-    for record in of_case(records, "done", batch=SHARED_CORES):
-        found = {(each.name, *each.key.values()): each.value for each in record.quantities}
-        num_stages = record.details["num_stages"]
-        several, alone = found["loss", num_stages], found["loss", 1]
-        for stage in range(num_stages):
-            counted, modelled = found["peak", stage, "counted"], found["peak", stage, "modelled"]
-            assert counted is not None
-            assert modelled is not None
-            loss = "equal" if several == alone else f"{several} and {alone}"
-            lines.append(
-                [
-                    "" if stage else record.details["title"], f"{stage}",
-                    f"{record.details['actions'][stage]}", f"{counted / 2**20:.2f}",
-                    f"{modelled / 2**20:.2f}", f"{counted / modelled:.2f}",
-                    loss if stage == num_stages - 1 else "",
-                ]
-            )  # fmt: skip
-    title = (
-        "K=4 M=4 for real, four processes that share the cores: every stage took its schedule's actions in "
-        "their order\n  no time is taken; counted is more than modelled by what the transport keeps in flight"
-    )
-    headers = ["", "stage", "actions", "peak counted (MiB)", "modelled (MiB)", "ratio", "loss, K=4 and K=1"]
-    return numbers_text(title, headers, lines)
-
-
-def partition_rules(records: Sequence[Record]) -> str:
-    """What a pipeline loses to its cut: the paper's rule, the library's heuristic and ours."""
-    lines = []
-    for record in _of_models(records, "fixed").values():
-        seconds = record.details["layers_ms"][min(record.details["layers_ms"], key=int)]
-        most = max(facts["num_microbatches"] for facts in _facts(record))
-        for k in sorted(each["num_stages"] for each in _facts(record) if each["num_microbatches"] == most):
-            shares = bound_shares(seconds, k, most).values()
-            cells = [each if isinstance(each, str) else f"{100 * each:.0f} %" for each in shares]
-            lines.append([record.details["title"], f"K={k} M={most}", *cells])
-    title = (
-        "What the partition costs: share of the balanced bound (modelled from the measured seconds of single "
-        "layers)\n  bottleneck: ours, exact; variance: the paper's rule; cumulative: the published library's "
-        "heuristic"
-    )
-    return numbers_text(title, ["", "cell", *RULES], lines)
-
-
-def bound_shares(layers_s: Sequence[float], num_stages: int, num_microbatches: int) -> dict[str, float | str]:
-    """By rule: the step of perfectly even stages over the step of the rule's stages (modelled), or why the
-    rule gives none. Forward : recomputation : backward = 1 : 1 : 2, a free link.
-    """
-    schedule = gpipe(num_stages, num_microbatches, "always")
-    shares: dict[str, float | str] = {}
-    for rule in RULES:
-        try:
-            stages = partition(layers_s, num_stages, rule)
-        except ValueError as error:
-            shares[rule] = str(error).partition(":")[0]
-            continue
-        stages_s = [sum(layers_s[i] for i in span) for span in stages]
-        work = {action: SLOTS[action.kind] * stages_s[action.stage] for action in schedule}
-        even_s = replay(schedule, even_stages(work, schedule).__getitem__).makespan_s
-        shares[rule] = even_s / replay(schedule, work.__getitem__).makespan_s
-    return shares
-
-
-# Figures
-
-
-def figures(records: Sequence[Record]) -> list[Plot]:
-    """Throughput over M with bound and paper, efficiency as a map, and the steps behind them."""
-    plots = [
-        picture(
-            name=f"table2-throughput-{batch}",
-            caption=f"Table 2: throughput over the number of micro-batches, {batch} batch",
-            alt=(
-                "Lines over M for each K: ours, the bound of balanced stages and the paper's points, "
-                "relative to K=2, M=1; every number stands in the table above."
-            ),
-            draw=partial(_throughput, found, batch),
-        )
-        for batch in BATCHES
-        if (found := _of_models(records, batch))
-    ]
-    if found := _of_models(records, "fixed"):
-        efficiency = picture(
-            name="table2-efficiency",
-            caption="Table 2: throughput per device as a share of what balanced stages allow",
-            alt="A grid of stages by micro-batches with the efficiency of each.",
-            draw=partial(_efficiency, found),
-        )
-        # The step of the largest K with four micro-batches, as it is laid out.
-        drawn = {
-            model: (f"{record.details['title']}, K={facts['num_stages']} M=4", facts["timeline"])
-            for model, record in found.items()
-            for facts in sorted(_facts(record), key=lambda each: int(each["num_stages"]))
-            if facts["num_microbatches"] == 4 and facts.get("timeline")
-        }
-        plots += [efficiency, *(gantt_plot(f"table2-step-{model}", *of) for model, of in drawn.items())]
-    return plots
-
-
-def _throughput(found: Mapping[str, Record], batch: str) -> Figure:
-    import pandas
-    import seaborn
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(found) + 0.4, 4.2), layout="constrained")
-    every = figure.subplots(1, len(found), squeeze=False)[0]
-    whose = {
-        "normalised throughput": "ours, replayed",
-        "normalised real throughput": "ours, measured",
-        "normalised bound throughput": "bound: even stages",
-    }
-    styles = [*whose.values(), "paper (TPU)"]
-    numbers = frame(list(found.values())).query("quantity in @whose")
-    for place, (axes, (model, record)) in enumerate(zip(every, found.items(), strict=True)):
-        ours = numbers[numbers.record == place].assign(whose=lambda lines: lines.quantity.map(whose))
-        known = claims.published(TABLES[model])
-        papers = ours[["K", "M"]].drop_duplicates().assign(whose="paper (TPU)")
-        papers["value"] = [
-            cell.value if (cell := known.get(("paper", f"M={m}", f"K={k}"))) else None
-            for k, m in zip(papers.K, papers.M, strict=True)
-        ]
-        lines = pandas.concat([ours, papers.dropna()]).astype({"K": str, "M": int, "value": float})
-        lines = lines.rename(columns={"whose": ""})
-        seaborn.lineplot(
-            lines, x="M", y="value", hue="K", style="", style_order=styles,
-            palette="viridis", markers=["o", "s", ".", "X"], dashes=["", (1, 4), (1, 1), (4, 2)], ax=axes,
-        )  # fmt: skip
-        counts = sorted({*lines.M})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [str(m) for m in counts])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("micro-batches M")
-        axes.set_ylabel("throughput, K = 2, M = 1 is 1")
-        axes.set_title(claims.scaled(record.details), fontsize=9)
-        handles, labels = axes.get_legend_handles_labels()
-        axes.get_legend().remove()
-    # Once, and beside the lines: within the axes it would hide some.
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=7)
-    what = "the same mini-batch everywhere" if batch == "fixed" else "mini-batch fitted to memory"
-    figure.suptitle(f"Table 2: throughput over micro-batches, {what}", fontsize=11)
-    return figure
-
-
-def _efficiency(found: Mapping[str, Record]) -> Figure:
-    """Throughput over K times what one device would do: how much of the devices is used."""
-    import pandas
-    import seaborn
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.9 * len(found) + 0.4, 3.2), layout="constrained")
-    for axes, record in zip(figure.subplots(1, len(found), squeeze=False)[0], found.values(), strict=True):
-        rows = [
-            {
-                "stages K": facts["num_stages"],
-                "micro-batches M": facts["num_microbatches"],
-                "busy": 100 * (1 - lay_out(TimedActions.from_data(facts["actions"])).bubble),
-            }
-            for facts in _facts(record)
-            if "actions" in facts
-        ]
-        shares = pandas.DataFrame(rows).pivot(index="stages K", columns="micro-batches M", values="busy")
-        seaborn.heatmap(shares, ax=axes, vmin=0, vmax=100, annot=True, fmt=".0f", cmap="viridis", cbar=False)
-        axes.set_title(record.details["title"], fontsize=9)
-    figure.suptitle("Share of the device time that is filled (%), replayed, fixed mini-batch", fontsize=10)
-    return figure
 
 
 def _walks(records: Sequence[Record]) -> list[Walk]:

@@ -27,14 +27,18 @@ from gpipe_bench.experiments.predicted.records import (
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.experiments.timed import claims
-from gpipe_bench.experiments.timed.replay import TimedActions, cut_cases, real_cases, take_apart
-from gpipe_bench.experiments.timed.workloads import PROFILES, VERSION1, Configuration, Job
+from gpipe_bench.experiments.timed.workloads import (
+    CUTS_ESTIMATE_S,
+    PROFILES,
+    VERSION1,
+    Configuration,
+    Job,
+    real_cases,
+)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Quantity, Record, find
+from gpipe_bench.harness.record import Quantity, Record, find, from_samples
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer
-from gpipe_bench.planner.breakdown import PARTS
 
 if TYPE_CHECKING:
     from matplotlib.container import BarContainer
@@ -61,28 +65,25 @@ SETUP = (
 
 
 def cases(options: RunOptions) -> list[Case]:
-    steps = [Case({"model": name}, ESTIMATE_S[options.profile]) for name in VERSION1]
-    others = real_cases(VERSION1, REAL_ESTIMATES_S, options) + cut_cases(JUDGED)
+    estimate_s = ESTIMATE_S[options.profile]
+    steps = [Case({"model": name}, estimate_s + CUTS_ESTIMATE_S * (name in JUDGED)) for name in VERSION1]
+    others = real_cases(VERSION1, REAL_ESTIMATES_S, options)
     return steps + others + predictions.cases("table4", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if predictions.is_prediction(case):
         return predictions.run("table4", case, options)
+    from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
+    from gpipe_bench.experiments.timed.replay import take_apart
     from gpipe_bench.experiments.timed.results import by_turn, joined, link_of, results
     from gpipe_bench.experiments.timed.steps import measure, num_devices, run_real
 
-    sizes = VERSION1[str(case.key["model"])]
-    workload = sizes[options.profile]
-    match case.key.get("part"):
-        case "cuts":
-            from gpipe_bench.experiments.predicted.sizes import cuts_of_the_paper, paper_size
-
-            paper = paper_size("figure3", "resnet101", options)
-            return cuts_of_the_paper("breakdown-v5", workload, paper, STAGES)
-        case "replay error":
-            size = max(1, workload.batch_size // 2)
-            return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
+    model = str(case.key["model"])
+    workload = VERSION1[model][options.profile]
+    if "part" in case.key:
+        size = max(1, workload.batch_size // 2)
+        return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     examples, real = TIMED_MICROBATCHES * max(1, workload.batch_size // 2), num_devices(options.device)
     plan = tuple(
         Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1, counts=COUNTS)
@@ -102,9 +103,12 @@ def run(case: Case, options: RunOptions) -> Outcome:
         facts["shares"] = {part: float(share) for part, share in whole.shares.items()}
         facts["exact sum"] = str(sum(whole.shares.values()))
         facts["timeline"] = whole.timeline.to_data()
-        for part in PARTS:
+        for part in whole.shares:
             key, percent = {"part": part, **facts["key"]}, [100 * float(each[part]) for each in shares]
             quantities.append(from_samples(SHARE, percent, "%", key=key, provenance="replayed"))
+    if model in JUDGED:
+        paper = paper_size("figure3", model, options)
+        cuts_of_the_paper("breakdown-v5", workload, paper, STAGES).add_to(details)
     return Outcome(tuple(quantities), details)
 
 
@@ -116,14 +120,15 @@ def cells(records: Sequence[Record]) -> list[Answer]:
     record = find(claims.of_steps(here), "done", model="resnet101")
     if record is None:
         return as_published(records)
-    shares = {
-        k: {part: record.quantity(SHARE, part=part, K=k, M=NUM_MICROBATCHES) for part in PARTS}
-        for k in (2, 4)
-    }
-    return [*_cells(here, record, shares), *_sentences(here, record, shares), *as_published(records)]
+    shares: dict[int, dict[str, Quantity]] = {}
+    for quantity in record.quantities:
+        if quantity.name == SHARE and quantity.key["K"] in (2, 4):
+            shares.setdefault(int(str(quantity.key["K"])), {})[str(quantity.key["part"])] = quantity
+    sentences = [each for of in SENTENCES for each in _sentence(here, record, shares, *of)]
+    return [*_cells(here, record, shares), *sentences, *as_published(records)]
 
 
-Shares = Mapping[int, Mapping[str, Quantity | None]]
+Shares = Mapping[int, Mapping[str, Quantity]]
 """Of each part of a step in percent, by the number of stages."""
 
 
@@ -133,35 +138,34 @@ def _cells(records: Sequence[Record], record: Record, shares: Shares) -> Iterato
         f"; a scaled model ({scale})." if scale else "."
     )
     places = [
-        (("breakdown-v5", part, SHARE), shares[2][part], f"{note} {SAME_RUN}")
-        for part in PARTS
+        (("breakdown-v5", part, SHARE), share, f"{note} {SAME_RUN}")
+        for part, share in shares.get(2, {}).items()
         if part != "communication"
     ]
     places += [
         (("breakdown-v1", "load imbalance", f"K={k}"), of_stages["load imbalance"], note)
         for k, of_stages in shares.items()
     ]
-    both = [each for of_stages in shares.values() if (each := of_stages["recompute"]) is not None]
-    most = max(both, key=lambda quantity: quantity.value or 0.0, default=None)
-    places.append((("breakdown-v1", "recompute", "K=2 and K=4"), most, note))
+    if shares:
+        most = max((each["recompute"] for each in shares.values()), key=lambda share: share.value or 0.0)
+        places.append((("breakdown-v1", "recompute", "K=2 and K=4"), most, note))
     for place, quantity, what in places:
-        if quantity is not None:
-            what += f" {SETUP}" if place[1] == "setup" else ""
-            yield claims.entry(records, record, place, quantity, what, context=claims.NOT_JUDGED)
+        what += f" {SETUP}" if place[1] == "setup" else ""
+        yield claims.entry(records, record, place, quantity, what, context=claims.NOT_JUDGED)
 
 
-def _over_the_formula(num_stages: int, *shares: float) -> float:
+def _over_the_formula(num_stages: int, shares: Mapping[str, float]) -> float:
     """The share of the bubble over the formula's, of the shares of all parts in percent."""
-    bubble = dict(zip(PARTS, shares, strict=True))["bubble"]
-    return bubble / (100 * (num_stages - 1) / (NUM_MICROBATCHES + num_stages - 1))
+    return shares["bubble"] / (100 * (num_stages - 1) / (NUM_MICROBATCHES + num_stages - 1))
 
 
-def _over_the_next(_: int, *shares: float) -> float:
+def _over_the_next(_: int, shares: Mapping[str, float]) -> float:
     """Recomputation over the next largest overhead, likewise."""
-    return shares[1] / max(shares[2:])
+    others = shares.keys() - {"computation", "recompute"}
+    return shares["recompute"] / max(shares[part] for part in others)
 
 
-SENTENCES: tuple[tuple[Any, Callable[..., float], str, str], ...] = (
+SENTENCES = (
     (
         max, _over_the_formula, "bubble observed over (K-1)/(M+K-1)",
         "Share of K x step over the formula's, the larger",
@@ -171,26 +175,31 @@ SENTENCES: tuple[tuple[Any, Callable[..., float], str, str], ...] = (
 """Which of both numbers of stages a sentence is judged by, its number, its row, and what the number is."""
 
 
-def _sentences(records: Sequence[Record], record: Record, shares: Shares) -> Iterator[Answer]:
+def _sentence(
+    records: Sequence[Record],
+    record: Record,
+    shares: Shares,
+    choose: Any,
+    number: Callable[[int, Mapping[str, float]], float],
+    row: str,
+    what: str,
+) -> list[Answer]:
     """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1,
     section 4.2, says both of two and of four stages.
     """
-    link = claims.link_of(record)
-    for choose, number, row, what in SENTENCES:
-        ratios = {k: claims.derived(row, partial(number, k), *each.values()) for k, each in shares.items()}
-        found = {k: ratio for k, ratio in ratios.items() if ratio is not None}
-        if found:
-            k = choose(found, key=lambda each: found[each].value or 0.0)
-            name = f"K={k} M={NUM_MICROBATCHES}"
 
-            def measure(timed: TimedActions, _: Mapping[str, Any], of: Any = number, k: int = k) -> float:
-                parts = take_apart(timed, link, NUM_MICROBATCHES).shares
-                return float(of(k, *(100 * float(parts[part]) for part in PARTS)))
+    def ratio(k: int, of: Mapping[str, Quantity]) -> Quantity | None:
+        return claims.derived(row, lambda *given: number(k, dict(zip(of, given, strict=True))), *of.values())
 
-            yield from claims.sentence_over_cuts(
-                records, record, row, "ResNet-101", [name], [found[k]], lambda ratio: ratio,
-                f"{what}: {name}", measure=measure,
-            )  # fmt: skip
+    found = {k: each for k, of in shares.items() if (each := ratio(k, of)) is not None}
+    if not found:
+        return []
+    k = choose(found, key=lambda each: found[each].value or 0.0)
+    name = f"K={k} M={NUM_MICROBATCHES}"
+    return claims.sentence_over_cuts(
+        records, record, row, "ResNet-101", [name], [found[k]], lambda ratio: ratio, f"{what}: {name}",
+        number=lambda cut: number(k, {part: 100 * share for part, share in cut["shares"].items()}),
+    )  # fmt: skip
 
 
 def _taken_apart(records: Sequence[Record]) -> list[tuple[Record, str, dict[str, Any]]]:
@@ -207,10 +216,10 @@ def _taken_apart(records: Sequence[Record]) -> list[tuple[Record, str, dict[str,
 def tables(records: Sequence[Record]) -> str:
     """What is behind the numbers, and how far the replay and the predictions err."""
     found = _taken_apart(records)
-    columns = [[*PARTS, "sum", "step (ms)"]]
+    columns = [[*(found[0][2]["shares"] if found else ()), "sum", "step (ms)"]]
     for record, _, facts in found:
-        step, shares = record.quantity("step", **facts["key"]), [facts["shares"][part] for part in PARTS]
-        percents = [f"{100 * share:.1f}" for share in [*shares, sum(facts["shares"].values())]]
+        step, shares = record.quantity("step", **facts["key"]), facts["shares"].values()
+        percents = [f"{100 * share:.1f}" for share in [*shares, sum(shares)]]
         columns.append([*percents, "-" if step is None else f"{step.value:.0f}"])
     scales = {record.details["title"]: record.details["scale"] for record, *_ in found}
     scaled = "; ".join(f"{title}: {scale}" for title, scale in scales.items() if scale)
@@ -255,7 +264,7 @@ def _bars(found: Sequence[tuple[Record, str, dict[str, Any]]]) -> Figure:
     figure = Figure(figsize=(7.5, 1.3 + 0.45 * len(found)), layout="constrained")
     axes = figure.add_subplot()
     rows = {f"{record.details['title']}, {name}": facts["shares"] for record, name, facts in found}
-    shares = 100 * pandas.DataFrame.from_dict(rows, orient="index")[list(PARTS)]
+    shares = 100 * pandas.DataFrame.from_dict(rows, orient="index")
     shares.plot.barh(stacked=True, ax=axes, color=COLORS, edgecolor="0.4", linewidth=0.5, legend=False)
     for bars, color in zip(axes.containers, COLORS, strict=True):
         labels = [f"{bar.get_width():.0f}" if bar.get_width() >= 4 else "" for bar in bars]

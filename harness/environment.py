@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.harness.places import ROOT
+from gpipe_bench.harness import ROOT
 
 PACKAGES = ("experiments", "harness", "models", "pipeline", "planner")
 

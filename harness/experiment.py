@@ -81,6 +81,17 @@ class Outcome:
     reason: str = ""
 
 
+def by_name(records: Sequence[Record]) -> list[Answer]:
+    """Every number of the records as the answer to the row of its name and key, in the column of its case
+    (`K=2 M=4`), in the table that is called as its experiment is.
+    """
+    return [
+        Answer(table=record.experiment, row=each.label, column=record.label, quantity=each, record=record)
+        for record in records
+        for each in record.quantities
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One table or figure of the paper, and all that anybody else knows of it.
@@ -96,7 +107,7 @@ class Experiment:
         profiles: "smoke", "short", "full" -> what each does; how long it takes comes from the cases
         cases: what there is to run
         run: runs one case
-        cells: our numbers beside the paper's; none if not given
+        cells: our numbers beside the paper's; by default they answer the rows of their own names
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
@@ -123,7 +134,7 @@ class Experiment:
     profiles: Mapping[str, str]
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
-    cells: Callable[[Sequence[Record]], list[Answer]] = lambda records: []
+    cells: Callable[[Sequence[Record]], list[Answer]] = by_name
     tables: Callable[[Sequence[Record]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
@@ -132,7 +143,7 @@ class Experiment:
     paper_tables: tuple[str, ...] = ()
     docs: str = ""
     revision: int = 1
-    options: tuple[str, ...] = ("device", "engine", "seed")
+    options: tuple[str, ...] = ()
     on_gpus: str = ""
     engines: tuple[str, ...] = ()
     several_engines: bool = False

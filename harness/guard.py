@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from gpipe_bench.harness.record import median_interval
 from gpipe_bench.harness.rounds import level, orders
-from gpipe_bench.harness.stats import median_interval
 
 Verdict = Literal["regression", "improved", "same", "inconclusive", "contaminated"]
 

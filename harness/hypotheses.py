@@ -3,7 +3,7 @@
 A footnote that says why a number differs is only worth something if the setting that it names was run and
 found to give the paper's number, and if it is said how many others were tried. A *hypothesis* is such a
 setting with the numbers that it gives. It accounts for a number if under it alone the verdict would be
-`reproduced`: verdicts and reasons have one criterion (`gpipe_bench.harness.verdict.accounts`). A reason that
+`reproduced`: verdicts and reasons have one criterion (`gpipe_bench.harness.compare.accounts`). A reason that
 leaves other settings open accounts for it if a tenth of them do, each as wide as the prediction's error: what
 a verdict asks of a range.
 
@@ -30,12 +30,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from gpipe_bench.harness import PUBLISHED
+from gpipe_bench.harness.compare import accounts, admitted
 from gpipe_bench.harness.paper import PaperNumber, of_the_paper
-from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.record import Scalar
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.unknowns import Text
-from gpipe_bench.harness.verdict import SLIVER, Answer, Spread, accounts, admitted
+from gpipe_bench.harness.verdict import SLIVER, Answer, Spread
 
 Key = tuple[str, str, str]
 """Table, row and column of paper.csv."""
@@ -86,10 +87,13 @@ def with_reasons(
     The ranges cover all hypotheses but those found after looking, so only these are further settings tried.
     """
     cells = of_the_paper(paper) if hypotheses else {}
+    by_place: dict[Key, list[Hypothesis]] = {}
+    for each in hypotheses:
+        for place in {**each.values, **each.spreads}:
+            by_place.setdefault(place, []).append(each)
 
     def joined(entry: Answer) -> Answer:
-        cell = cells.get(entry.place)
-        tried = [each for each in hypotheses if entry.place in each.values or entry.place in each.spreads]
+        cell, tried = cells.get(entry.place), by_place.get(entry.place)
         if cell is None or not tried or (entry.source, entry.question) != ("paper", "as published"):
             return entry
         # what was not found after looking stands first

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.units import UNITS, parse_printed
 
 PATH = PUBLISHED / "paper.csv"

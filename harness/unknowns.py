@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness import PUBLISHED
 
 PATH = PUBLISHED / "unknowns.toml"
 

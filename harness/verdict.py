@@ -1,17 +1,8 @@
-"""A number of the paper, our answer to it, and what to make of the two.
-
-    PaperNumber x Answer -> Comparison
-
-        published       |----|                        what rounds to the printed digits
-        reproduced         |---|                      ours meets it, is narrow, and not by a sliver
-        undecided    |--------------------|           ours meets it and says little
-        above                        |---|            ours lies beyond it
-        below     |--|
+"""Our answer to a number of the paper, the range that it may lie in, and what a comparison of the two says.
 
 A wide range that meets anything is no success, so it is not called one; and each verdict says which numbers
-in the paper it would have rejected. What the paper says in words ("almost linear") names a threshold that it
-does not give: some values satisfy the sentence however it is meant and some under one reading only. Our range
-names its parts: a range that is only a number can be made as wide as it has to be.
+in the paper it would have rejected. Our range names its parts: a range that is only a number can be made as
+wide as it has to be.
 """
 
 from __future__ import annotations
@@ -21,10 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity, Record, Status
-from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.unknowns import Unknown, Way, words
 
 Verdict = Literal[
     "reproduced", "identity", "undecided", "above", "below", "not judged", "not comparable", "not run"
@@ -46,7 +34,7 @@ SLIVER = 0.1
 
 NO_RECORD = "there is no record of this case"
 
-_ULP = 1e-12
+ULP = 1e-12
 """Relative slack at the edges, for decimal fractions that binary numbers only approach."""
 
 
@@ -205,71 +193,6 @@ class Comparison(Place):
 _OF_THE_PAGE = frozenset({"entry", "machine", "profile", "command", "narrow", "wide"})
 
 
-def judge(
-    cell: PaperNumber | None, ours: Answer, tolerance: float = 1.0, peer: PaperNumber | None = None
-) -> Comparison:
-    """One answer beside the paper's number, with the verdict and its reason.
-
-    Args:
-        cell: the paper's number, None where it prints none
-        ours: our answer
-        tolerance: widens or narrows our range and what the printed number admits, to see what a verdict owes
-            to their width
-        peer: the same number as somebody else published it
-
-    Raises ValueError where two numbers have units of different kinds.
-    """
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        raise ValueError(f"tolerance is {tolerance}; it multiplies the width of a range, such as 0.5 or 2")
-    quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
-    unit = quantity.unit if cell is None else cell.unit
-
-    value, low, high = (
-        None if number is None else convert(number, quantity.unit, unit)
-        for number in (quantity.value, quantity.low, quantity.high)
-    )
-    held = _held(cell, ours, tolerance)
-    differs = held["verdict"] in DIFFERS
-    notes = [*([] if cell is None else [cell.erratum, cell.note]), ours.note]
-    if differs and value is not None:  # the sizes of the differences stand in the table
-        reason = why(ours.explained_by, ours.tried, ours.named)
-        notes.append(reason[0].upper() + reason[1:])
-    elif held["verdict"] in ("not comparable", "not run", "below") and held["reason"] != NO_RECORD:
-        notes.append(held["reason"])  # "not run" says it all
-    known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
-    if cell is not None:
-        same = ("kind", "printed", "corrected_printed", "hardware", "location")
-        known |= {name: getattr(cell, name) for name in same}
-        known |= {"paper": cell.value, "corrected": cell.corrected_value}
-        known["counted"] = cell.source == "paper" and cell.counted and not ours.context
-    return Comparison(
-        ours=value,
-        unit=unit,
-        provenance=quantity.provenance if value is not None else "",
-        low=low,
-        high=high,
-        parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
-        ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
-        peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
-        peer_printed="" if peer is None else peer.printed,
-        explained_by=ours.explained_by if differs else "",
-        tried=ours.tried,
-        named=ours.named if differs else (),
-        footnotes=tuple(dict.fromkeys(note for note in notes if note)),
-        entry=ours,
-        **known,
-        **held,
-    )
-
-
-def accounts(value: float, cell: PaperNumber) -> bool:
-    """Whether a setting that gives `value`, in the cell's unit, accounts for the paper's number.
-
-    That is so where the verdict on this value alone would be `reproduced`: there is one criterion.
-    """
-    return cell.comparable and _verdict(cell.kind, admitted(cell), value, value) in HOLDS
-
-
 def why(explained_by: str, tried: int, named: Sequence[str] = ()) -> str:
     """What is known of the reason of a difference: what accounts for it, and of how many that were tried."""
     if explained_by:
@@ -278,132 +201,6 @@ def why(explained_by: str, tried: int, named: Sequence[str] = ()) -> str:
         return "nothing was tried that might account for it"
     among = f", among them that {', that '.join(named)}" if named else ""
     return f"no setting accounts for it, of {tried:,} tried{among}"
-
-
-def narrow(low: float, high: float) -> bool:
-    """Whether a range says something: it reaches at most a fifth to either side of its middle."""
-    return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + _ULP)
-
-
-def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str, Any]:
-    """The fields of a comparison that the verdict decides, but for those that nothing is known of."""
-    quantity, found = ours.quantity, ours.range
-    if quantity is None or quantity.value is None or found is None:
-        if ours.status == "out_of_memory":
-            reason = f"ran out of memory here: {ours.reason or 'no reason was recorded'}"
-            return {"verdict": "below", "reason": reason}
-        if ours.not_comparable:
-            return {"verdict": "not comparable", "reason": ours.not_comparable}
-        reason = ours.reason or ("" if quantity is None else quantity.note) or NO_RECORD
-        told = ours.reason and ours.status != "done"
-        return {"verdict": "not run", "reason": f"{ours.status}: {reason}" if told else reason}
-    if cell is None:
-        return {
-            "verdict": "not comparable",
-            "reason": ours.not_comparable or "the paper prints no such number",
-        }
-    value, low, high = (convert(number, quantity.unit, cell.unit) for number in (quantity.value, *found))
-    low, high = (value + tolerance * (end - value) for end in (low, high))
-    held: dict[str, Any] = {"range_low": low, "range_high": high}
-    if ours.context:
-        return {**held, "verdict": "not judged", "reason": ours.context}
-    if barred := ours.not_comparable if cell.comparable else cell.erratum:
-        return {**held, "verdict": "not comparable", "reason": barred}
-    allowed = (ours.allowed or admitted(cell)).scaled(tolerance, cell.target)
-    met = None
-    if ours.spread is not None and ours.spread.values:
-        # the ends of a bound are open, so all that may be meant counts as met
-        edges = (allowed.low, allowed.high)
-        if allowed.open:
-            edges = (allowed.possible_low, allowed.possible_high)
-        low_edge, high_edge = (convert(edge, cell.unit, quantity.unit) for edge in edges)
-        met = ours.spread.share_within(low_edge, high_edge, tolerance)
-    verdict = _verdict(cell.kind, allowed, low, high)
-    sliver = verdict == "reproduced" and met is not None and met < SLIVER
-    if sliver:
-        verdict = "undecided"
-    factor = None
-    if verdict in DIFFERS:
-        near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
-        factor = near / edge if edge > 0 and near > 0 else None
-    below, above = low - (allowed.possible_high - cell.target), high + (cell.target - allowed.possible_low)
-    return {
-        **held,
-        "verdict": verdict,
-        "reason": _reason(verdict, cell, ours, allowed, (value, low, high), factor, met if sliver else None),
-        "met": met,
-        "fails_below": below if math.isfinite(below) else None,
-        "fails_above": above if math.isfinite(above) else None,
-        "factor": factor,
-    }
-
-
-def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
-    edges = (low, high, allowed.possible_low, allowed.possible_high)
-    slack = _ULP * max(abs(edge) for edge in edges if math.isfinite(edge))
-    if low > allowed.possible_high + slack:
-        return "above"
-    if high < allowed.possible_low - slack:
-        return "below"
-    if kind == "identity":
-        return "identity"
-    if allowed.open:  # a bound holds where all of the range keeps to it, however wide that is
-        inside = allowed.low - slack <= low and high <= allowed.high + slack
-        return "reproduced" if inside else "undecided"
-    meets = low <= allowed.high + slack and high >= allowed.low - slack
-    return "reproduced" if meets and narrow(low, high) else "undecided"
-
-
-def _reason(
-    verdict: Verdict,
-    cell: PaperNumber,
-    ours: Answer,
-    allowed: Allowed,
-    found: tuple[float, float, float],
-    factor: float | None,
-    sliver: float | None,
-) -> str:
-    value, low, high = found
-    made_of = " (our 95 % interval)" if ours.spread is None else ""
-    if ours.spread is not None and ours.spread.parts:
-        made_of = f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
-    mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{made_of}"
-    theirs = f"{_interval(allowed.low, allowed.high, cell.unit)} ({allowed.words})"
-    match verdict:
-        case "reproduced" | "identity" if allowed.open:
-            reason = f"{mine} keeps to {theirs}"
-        case "reproduced":
-            reason = f"{mine} meets {theirs}"
-        case "identity":
-            reason = f"{mine} follows from the arithmetic: {theirs}"
-        case "undecided" if sliver is not None:
-            few = f"{100 * sliver:.2g} % of the settings do, and it takes a tenth"
-            reason = f"{mine} meets {theirs}, but {few}"
-        case "undecided" if allowed.open:
-            reason = f"{mine} lies on both sides of what {theirs} may mean"
-        case "undecided" if narrow(low, high):
-            reason = f"{mine} agrees with some readings of {theirs} only"
-        case "undecided":
-            reason = f"{mine} meets {theirs}, and would meet much else"
-        case _:
-            apart = ""
-            if factor:  # neither nothing nor too small for a number of its own
-                times = max(factor, 1 / factor)
-                apart = f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
-            known = why(ours.explained_by, ours.tried, ours.named)
-            reason = f"{mine} lies {verdict} {theirs}{apart}; {known}"
-    if cell.corrected_printed:
-        return f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}; {reason}"
-    return reason
-
-
-def _interval(low: float, high: float, unit: str) -> str:
-    """`3.45 to 3.55`, `at most 5 %`: an interval in words, with a digit more than a number has by itself."""
-    if math.isinf(low):
-        return f"at most {show(high, unit, 5)}"
-    if math.isinf(high):
-        return f"at least {show(low, unit, 5)}"
-    return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
 
 
 # How far our number may lie off
@@ -459,7 +256,7 @@ class Spread:
     def share_within(self, low: float, high: float, tolerance: float = 1.0) -> float:
         """The share of the values that meet an interval, each as wide as its error, times `tolerance`."""
         least, most = (1 + tolerance * (factor - 1) for factor in self.error)
-        slack = _ULP * max((abs(edge) for edge in (low, high) if math.isfinite(edge)), default=0.0)
+        slack = ULP * max((abs(edge) for edge in (low, high) if math.isfinite(edge)), default=0.0)
         met = sum(value * most >= low - slack and value * least <= high + slack for value in self.values)
         return met / len(self.values)
 
@@ -516,48 +313,3 @@ class Allowed:
             for edge in (self.low, self.high, self.possible_low, self.possible_high)
         )
         return Allowed(low, high, possible_low, possible_high, self.words)
-
-
-def printed(cell: PaperNumber) -> Allowed:
-    """What rounds to the printed number, or lies on the right side of it where the paper only limits it."""
-    low, high = cell.target - cell.target_rounding, cell.target + cell.target_rounding
-    if cell.bound == "at most":
-        return Allowed(-math.inf, high, -math.inf, high, "the paper says at most so much")
-    if cell.bound == "at least":
-        return Allowed(low, math.inf, low, math.inf, "the paper says at least so much")
-    words = "half a unit of the printed digit"
-    if cell.exact and not cell.target_rounding:
-        words = "an exact number"
-    elif cell.form in ("read off", "derived"):
-        words = "the error of what is " + cell.form
-    return Allowed(low, high, low, high, words)
-
-
-def admitted(cell: PaperNumber) -> Allowed:
-    """What agrees with a published number: by its digits, or where a sentence stands for it by its words."""
-    word = words().get(cell.row) if cell.source == "paper" else None
-    return printed(cell) if word is None else worded(cell, *word)
-
-
-def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
-    """What the words of a sentence admit, of a limit that they do not give: a number that is small or large
-    enough, a ratio that is near one, or the printed number, as near as the word may mean, a share of it.
-    """
-    if limit.range is None:
-        raise ValueError(f"{limit.setting} has no range, so it can't be a limit")
-    low, high = limit.range
-    what = "about, as near as" if way == "about" else way
-    said = f"{what} {low:g} to {high:g}: {limit.setting} of the unknowns"
-    match way:
-        case "at most":
-            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
-            return Allowed(-math.inf, low, -math.inf, high, said)
-        case "at least":
-            low, high = (convert(end, limit.unit, cell.unit) for end in (low, high))
-            return Allowed(high, math.inf, low, math.inf, said)
-        case "within a factor":
-            return Allowed(1 / low, low, 1 / high, high, said)
-        case "about":
-            middle = cell.target
-            near, far = (max(cell.target_rounding, share * abs(middle)) for share in (low, high))
-            return Allowed(middle - near, middle + near, middle - far, middle + far, said)

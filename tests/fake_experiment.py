@@ -132,6 +132,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
+    options=("device", "engine", "seed"),
     figures=figures,
     paper_tables=(TABLE,),
 )

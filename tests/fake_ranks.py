@@ -48,5 +48,4 @@ EXPERIMENT = Experiment(
     run=run,
     cells=lambda records: [],
     tables=lambda records: "the comparison",
-    options=(),
 )

@@ -31,7 +31,7 @@ from gpipe_bench.experiments.guard.arms import base_tree, repository, this_proje
 from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, guard
 from gpipe_bench.experiments.guard.worker import BENCHMARKS
-from gpipe_bench.harness.places import PUBLISHED, ROOT
+from gpipe_bench.harness import PUBLISHED, ROOT
 
 TRIALS = {
     "same": 40, "slower": 20, "other repository, same": 20, "other repository, slower": 8,

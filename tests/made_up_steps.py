@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from gpipe_bench.experiments.timed.replay import TimedActions
+from gpipe_bench.experiments.timed.replay import Cuts, TimedActions
 from gpipe_bench.experiments.timed.results import Found, Steps
 from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.rounds import Usage
@@ -48,18 +49,17 @@ def steps(turns: int = 2, real_s: tuple[float, ...] = (), why: str = "", **more:
 
 def found(*each: Steps) -> Found:
     """Of one process, whose link takes next to no time."""
-    layers_s = {1: (0.01, 0.02, 0.01, 0.02) * 2}
-    return Found(each, layers_s, 1000, 1e12, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2))
+    layers_s = (0.01, 0.02, 0.01, 0.02) * 2
+    return Found(
+        each, dict.fromkeys((1, 8, 16, 32), layers_s), 1000, 1e12, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2)
+    )
 
 
-def cuts_of(model: str = "transformer", **cuts: Any) -> dict[str, Any]:
-    """Case and details of a record of the cuts of eight layers; `cuts` by setting, even ones unless given."""
-    even = {str(k): [[n * 8 // k, (n + 1) * 8 // k] for n in range(k)] for k in (2, 4, 8)}
-    details = {
-        "title": "A model", "cuts": {"operations, least variance": even, **cuts}, "parameters": [10] * 8,
-        "sent_bytes": [100] * 8, "returned_bytes": [100] * 8,
-    }  # fmt: skip
-    return {"case": {"part": "cuts", "model": model}, "details": details, "quantities": ()}
+def cuts(**uneven: Sequence[range]) -> Cuts:
+    """Of eight layers into even stages, and as `uneven` has it for its number of stages."""
+    even = {k: tuple(range(n * 8 // k, (n + 1) * 8 // k) for n in range(k)) for k in (2, 4, 8)}
+    others = {setting: {len(cut): tuple(cut)} for setting, cut in uneven.items()}
+    return Cuts({"operations, least variance": even, **others}, [10] * 8, [100] * 8, [100] * 8)
 
 
 def job_of(*configurations: Configuration, **more: Any) -> Job:

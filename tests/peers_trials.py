@@ -26,7 +26,7 @@ from typing import Any
 from trials import Series, rate, timed
 
 from gpipe_bench.experiments.side_by_side import is_faster, side_by_side, void_by
-from gpipe_bench.harness.places import PUBLISHED, ROOT
+from gpipe_bench.harness import PUBLISHED, ROOT
 from gpipe_bench.harness.record import Quantity
 
 TRIALS = 20

@@ -8,7 +8,7 @@ import sys
 import pytest
 from records import quantity, record
 
-from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.record import BEFORE, BEHIND, frame
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.store import Store

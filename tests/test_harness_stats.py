@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import bootstrap
 
-from gpipe_bench.harness.stats import from_samples, median_interval
+from gpipe_bench.harness.record import from_samples, median_interval
 
 samples = st.lists(st.floats(0.001, 1000), min_size=2, max_size=20)
 

@@ -9,21 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe_bench.harness.compare import judge, narrow, printed, worded
 from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.harness.units import parse_printed, show_with_interval
 from gpipe_bench.harness.unknowns import Unknown
-from gpipe_bench.harness.verdict import (
-    NARROW,
-    VERDICTS,
-    Answer,
-    Part,
-    Spread,
-    judge,
-    narrow,
-    printed,
-    worded,
-)
+from gpipe_bench.harness.verdict import NARROW, VERDICTS, Answer, Part, Spread
 
 
 def paper(printed="3.5x", unit="ratio", **changes):

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from gpipe_bench.experiments.commands.hypotheses import base_of, rank, summary, table
-from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.compare import compare, judge
 from gpipe_bench.harness.hypotheses import Hypothesis, with_reasons
 from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Quantity
-from gpipe_bench.harness.verdict import Answer, Spread, judge
+from gpipe_bench.harness.verdict import Answer, Spread
 
 A, B, C = (("one", "row", "a"), ("one", "row", "b"), ("two", "row", "c"))
 

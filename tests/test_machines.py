@@ -13,9 +13,9 @@ from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.compare import comparable, machine_folders
 from gpipe_bench.experiments.commands.output import BAD_USAGE, DONE
 from gpipe_bench.experiments.report.readings import shown_of
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Answer
@@ -58,7 +58,7 @@ def test_equal_environments_say_so(machines, tmp_path):
     records = {path.name: Store(path).load("fake").records for path in (machines[0], twin)}
     experiment = registry.load("fake")
     side = side_by_side(
-        {name: comparable(experiment, shown_of(experiment, found)) for name, found in records.items()},
+        {name: comparable(shown_of(experiment, found)) for name, found in records.items()},
         {name: [each.environment for each in found] for name, found in records.items()},
     )
     assert side.differences == {}
@@ -114,7 +114,7 @@ def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
         name="speed", title="", source="", describe="", profiles={}, cases=lambda options: [],
         run=lambda case, options: pytest.fail("never run"), cells=lambda records: [],
     )  # fmt: skip
-    (cell,) = comparable(experiment, shown_of(experiment, [record(1, experiment="speed")]))
+    (cell,) = comparable(shown_of(experiment, [record(1, experiment="speed")]))
     assert (cell.row, cell.column, cell.ours, cell.unit) == ("time", "step=1", 1.5, "s")
 
 

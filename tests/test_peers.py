@@ -24,8 +24,8 @@ from gpipe_bench.experiments.peers import (
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.experiments.side_by_side import Found, side_by_side
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.harness.store import Store

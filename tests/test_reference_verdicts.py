@@ -8,11 +8,12 @@ import pytest
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.readings import select_records, shown_of
+from gpipe_bench.harness import REFERENCE
+from gpipe_bench.harness.compare import admitted, judge
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.unknowns import words
-from gpipe_bench.harness.verdict import DIFFERS, JUDGED, admitted, judge
+from gpipe_bench.harness.verdict import DIFFERS, JUDGED
 
 PUBLISHED = {(cell.source, *cell.key): cell for cell in load_paper()}
 

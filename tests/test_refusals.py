@@ -50,9 +50,8 @@ from gpipe_bench.experiments.timed.claims import prediction_interval
 from gpipe_bench.harness.bundle import pack
 from gpipe_bench.harness.hypotheses import load_claims
 from gpipe_bench.harness.paper import COLUMNS, load_paper
-from gpipe_bench.harness.record import encode
+from gpipe_bench.harness.record import encode, from_samples, median_interval
 from gpipe_bench.harness.rounds import against_itself, ratios
-from gpipe_bench.harness.stats import from_samples, median_interval
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.units import convert, parse_printed
 from gpipe_bench.harness.unknowns import load_unknowns

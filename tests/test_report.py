@@ -39,14 +39,14 @@ from gpipe_bench.experiments.report.build import (
 from gpipe_bench.experiments.report.drawing import kept_timelines, timelines
 from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.experiments.report.timelines import charts_of, ticks
-from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness import REFERENCE
+from gpipe_bench.harness.compare import compare, judge
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import PaperTable, load_paper
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import first_screen, page_of
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import VERDICTS, Answer, judge
+from gpipe_bench.harness.verdict import VERDICTS, Answer
 from gpipe_bench.pipeline import SLOTS, Timeline, gpipe, replay
 
 ROOT = Path(__file__).resolve().parents[1]

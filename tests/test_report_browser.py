@@ -18,8 +18,8 @@ import pytest
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.output import DONE
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.units import convert
 from gpipe_bench.pipeline import Timeline

@@ -24,11 +24,10 @@ from gpipe_bench.experiments.side_by_side import (
     verdict,
     void_by,
 )
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.places import REFERENCE
-from gpipe_bench.harness.record import Quantity, decode, encode
+from gpipe_bench.harness.record import Quantity, decode, encode, from_samples
 from gpipe_bench.harness.rounds import Usage
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.store import Store
 
 DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3

@@ -21,10 +21,10 @@ from gpipe_bench.experiments.table1.as_published import (
 )
 from gpipe_bench.experiments.table1.largest import Setting, last_that, place_anyhow
 from gpipe_bench.experiments.table1.settings import (
+    Choices,
     Combination,
     allowed,
     combinations,
-    spread_of,
 )
 from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models.paper import HALVES, Column, column
@@ -171,10 +171,11 @@ GIB = 2**30
 
 def test_a_part_is_only_what_was_tried_with_the_same_others() -> None:
     settings: list[Combination] = [{"a": 0, "b": 0}, {"a": 1, "b": 0}, {"a": 0, "b": 1}]
-    spread = spread_of(settings, [1.0, 2.0, 90.0], ("a", "b"))
+    choices = Choices(("a", "b"), tuple(settings), {})
+    spread = choices.spread([1.0, 2.0, 90.0])
     assert spread is not None
     assert {part.what: (part.low, part.high) for part in spread.parts} == {"a": (1, 2), "b": (1, 90)}
-    assert spread_of(settings, [None, None, None], ("a", "b")) is None
+    assert choices.spread([None, None, None]) is None
 
 
 def test_of_products_alone_three_layers_of_the_transformer_keep_what_the_paper_prints() -> None:

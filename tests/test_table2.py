@@ -6,12 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from made_up_steps import TINY, found, job_of, steps
+from made_up_steps import TINY, cuts, found, job_of, steps
 from records import record
 
 from gpipe_bench.experiments import figure3, table2, table4
+from gpipe_bench.experiments.predicted import sizes
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.table2 import fitted_microbatch, peak_bytes
+from gpipe_bench.experiments.table2_shown import bound_shares
+from gpipe_bench.experiments.timed import claims
 from gpipe_bench.experiments.timed import steps as timed_steps
 from gpipe_bench.experiments.timed.results import results
 from gpipe_bench.experiments.timed.workloads import Configuration
@@ -56,9 +59,9 @@ def test_records_without_a_finished_case_make_an_empty_table():
 
 
 def test_partition_rules_are_held_against_even_stages():
-    even = table2.bound_shares([1.0] * 8, 4, 8)
+    even = bound_shares([1.0] * 8, 4, 8)
     assert even["bottleneck"] == even["variance"] == pytest.approx(1.0)
-    uneven = table2.bound_shares([1, 1, 1, 1, 1, 1, 1, 9], 4, 8)
+    uneven = bound_shares([1, 1, 1, 1, 1, 1, 1, 9], 4, 8)
     assert uneven["bottleneck"] < 0.6
     assert isinstance(uneven["cumulative"], str)  # leaves stages empty
 
@@ -66,6 +69,7 @@ def test_partition_rules_are_held_against_even_stages():
 def run_with(experiment, each, monkeypatch):
     """The record of ResNet-101 whose processes found these steps."""
     monkeypatch.setattr(timed_steps, "measure", lambda job: [found(*each)])
+    monkeypatch.setattr(sizes, "cuts_of_the_paper", lambda *_: cuts(uneven=(range(6), range(6, 8))))
     outcome = experiment.run(Case({"model": "resnet101"}), RunOptions(profile="short", device="cpu"))
     return record(
         experiment=experiment.EXPERIMENT.name, case={"model": "resnet101"}, quantities=outcome.quantities,
@@ -90,6 +94,30 @@ def test_the_breakdown_adds_up_in_every_record(monkeypatch, tmp_path):
     assert ("breakdown-v5", "bubble", "share of the step") in judged
     assert table4.tables([made]).count("100.0") >= 3
     assert len(draw(table4.EXPERIMENT, [made], tmp_path)) == 4
+
+
+def test_a_sentence_is_judged_over_the_cuts_on_record():
+    """Three quarters of the work in one of two stages, where both have the half: two thirds of the speed."""
+    made = table2_record(batch="fixed")
+    cuts(uneven=(range(6), range(6, 8))).add_to(made.details)
+    by_cut = made.details["cells"]["K=2 M=32"]["by_cut"]
+    assert [*by_cut] == ["measured seconds", "operations, least variance", "uneven"]
+    even, uneven = (by_cut[name]["steps_per_s"] for name in ("measured seconds", "uneven"))
+    assert uneven / even == pytest.approx(33 / (32 * 1.5 + 1), rel=0.02)
+    assert "uneven" not in made.details["cells"]["K=8 M=32"]["by_cut"], "it has two stages alone"
+    errors = table2_record("transformer", "fixed", "short", 0.0, 0.1, -0.1)
+    made = replace(made, quantities=errors.quantities)
+    sentences = {c.row: c for c in table2.cells([made]) if c.table == "claims-text"}
+    gain, bubble = sentences["more micro-batches, more throughput"], sentences["bubble at M >= 4K"]
+    assert (gain.note.count("K=2"), gain.spread.combinations) == (2, 2)
+    assert ("K=8 M=32" in bubble.note, bubble.spread.combinations) == (True, 1)
+    without = replace(made, details={**made.details, "cells": {
+        name: {key: of for key, of in facts.items() if key not in ("by_cut", "even_speed_up")}
+        for name, facts in made.details["cells"].items()
+    }})  # fmt: skip
+    assert {c.not_comparable for c in table2.cells([without]) if c.table == "claims-text"} == {claims.NO_CUTS}
+    assert claims.factors(without, "K=8 M=32") is None
+    assert "K=8 M=32" in table2.tables([without])
 
 
 def test_naive_and_pipeline_are_told_apart(monkeypatch, tmp_path):

@@ -11,8 +11,8 @@ from made_up_steps import job_of
 from records import record
 from torch import nn
 
-from gpipe_bench.experiments import table2
 from gpipe_bench.experiments.table2 import SHARED_MICROBATCHES, SHARED_STAGES, Ran, run_on_shared_cores
+from gpipe_bench.experiments.table2_shown import shared_cores
 from gpipe_bench.experiments.timed import steps as timed_steps
 from gpipe_bench.experiments.timed.results import results
 from gpipe_bench.experiments.timed.steps import attempt, measure, work
@@ -179,7 +179,7 @@ def test_four_processes_take_the_schedules_actions_and_end_with_the_loss_of_one(
         assert (counted.provenance, modelled.provenance) == ("measured", "modelled")
         # The transport holds messages that the model leaves out, at most two in each direction.
         assert 1 <= counted.value / modelled.value < 1.25
-    text = table2.shared_cores([made])
+    text = shared_cores([made])
     assert "equal" in text
     assert text.count("\n") >= SHARED_STAGES + 2
 

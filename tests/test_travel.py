@@ -11,8 +11,8 @@ from command_line import call, lines
 from records import quantity, record
 
 from gpipe_bench.experiments.registry import load
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.bundle import pack, records_of, unpack
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record, encode
 from gpipe_bench.harness.store import Store
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from gpipe_bench.harness.places import ROOT
+from gpipe_bench.harness import ROOT
 
 ENGINE = "fast_pipe.engine:Engine"
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.bundle import records_of, unpack
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Quantity, Record
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.units import UNITS

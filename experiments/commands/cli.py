@@ -26,7 +26,7 @@ from gpipe_bench.experiments.commands.output import (
     say,
 )
 from gpipe_bench.experiments.registry import EXPERIMENTS, program, spelled_out, suggestion
-from gpipe_bench.harness.places import own_results
+from gpipe_bench.harness import own_results
 from gpipe_bench.harness.signals import number_of, stopping
 
 

@@ -29,14 +29,14 @@ from gpipe_bench.experiments.report.readings import (
     select_records,
     shown_of,
 )
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare, differences
-from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.places import REFERENCE
+from gpipe_bench.harness.experiment import Experiment, by_name
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import markdown_table
 from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
-from gpipe_bench.harness.verdict import NO_RECORD, Answer, Comparison
+from gpipe_bench.harness.verdict import NO_RECORD, Comparison
 
 LOCAL = "local"
 
@@ -134,7 +134,7 @@ def _several(arguments: argparse.Namespace, experiment: Experiment, folders: Map
         each = ", ".join(f"{name} has {profile}" for name, profile in profiles.items())
         warn(f"the profiles differ: {each}; choose one with --profile")
     side = side_by_side(
-        {name: comparable(experiment, shown) for name, shown in found.items()},
+        {name: comparable(shown) for name, shown in found.items()},
         {name: [record.environment for record in shown.records] for name, shown in found.items()},
     )
     if arguments.json:
@@ -222,18 +222,9 @@ def machine_folders(
     return found
 
 
-def comparable(experiment: Experiment, shown: Shown) -> Sequence[Comparison]:
+def comparable(shown: Shown) -> Sequence[Comparison]:
     """The experiment's cells of the paper, or every quantity of its records where it reports no cell."""
-    if shown.has_numbers:
-        return shown.comparisons
-    quantities = {
-        (quantity.label, record.label): Answer(
-            table=experiment.name, row=quantity.label, column=record.label, quantity=quantity, record=record
-        )
-        for record in shown.records
-        for quantity in record.quantities
-    }
-    return compare(list(quantities.values()))
+    return shown.comparisons if shown.has_numbers else compare(by_name(shown.records))
 
 
 def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:

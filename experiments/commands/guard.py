@@ -33,8 +33,8 @@ from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
 from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
 from gpipe_bench.experiments.registry import suggestion
+from gpipe_bench.harness import PUBLISHED, ROOT
 from gpipe_bench.harness.environment import code_state
-from gpipe_bench.harness.places import PUBLISHED, ROOT
 from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.store import write_whole
 

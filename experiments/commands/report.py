@@ -12,8 +12,8 @@ import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, warn
 from gpipe_bench.experiments.report.build import build
+from gpipe_bench.harness import short_path
 from gpipe_bench.harness.bundle import unpacked
-from gpipe_bench.harness.places import short_path
 from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import cells_csv
 from gpipe_bench.harness.store import write_whole

@@ -24,8 +24,8 @@ from gpipe_bench.experiments.commands.output import (
 from gpipe_bench.experiments.registry import PROFILES, load, program, suggestion
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.report.readings import Shown, readable, screen, select_records, shown_of
+from gpipe_bench.harness import short_path
 from gpipe_bench.harness.experiment import Experiment, RunOptions
-from gpipe_bench.harness.places import short_path
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.record import Quantity, Record, of_case
 from gpipe_bench.harness.verdict import Answer
 

@@ -24,9 +24,9 @@ from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.consistency.recipes import Subject
 from gpipe_bench.experiments.consistency.tasks import Task, TextTask, task_of
+from gpipe_bench.harness import ROOT
 from gpipe_bench.harness.environment import source_digest
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.places import ROOT
 from gpipe_bench.harness.store import file_lock
 from gpipe_bench.pipeline import Pipeline, checkpoint, devices
 from gpipe_bench.pipeline.ranks.launch import launch

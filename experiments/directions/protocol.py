@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gpipe_bench.harness.places import PUBLISHED
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.record import Record, Status, of_case
 
 PATH = PUBLISHED / "directions.toml"

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.side_by_side import lacks_gpus
 from gpipe_bench.harness.experiment import Case, Outcome
-from gpipe_bench.harness.record import Provenance, Quantity
-from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.record import Provenance, Quantity, from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Bucket, Link
 from gpipe_bench.pipeline.plan.named import gpipe, named
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule

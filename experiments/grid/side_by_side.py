@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpipe_bench.experiments.side_by_side import Found, measured, take_turns
 from gpipe_bench.experiments.timed.steps import run_processes
+from gpipe_bench.harness.record import from_samples
 from gpipe_bench.harness.rounds import against_itself, ratios, slowest
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline, devices
 

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.guard.command import Command, CommandArm
 from gpipe_bench.experiments.guard.worker import BENCHMARKS
+from gpipe_bench.harness import ROOT
 from gpipe_bench.harness.guard import ARMS, Sample
-from gpipe_bench.harness.places import ROOT
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang

@@ -28,8 +28,7 @@ from gpipe_bench.experiments.plan.steps import (
     title,
 )
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Quantity, Record, Scalar
-from gpipe_bench.harness.stats import from_samples
+from gpipe_bench.harness.record import Quantity, Record, Scalar, from_samples
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import partition

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.plan.rules import rank_correlation
 from gpipe_bench.experiments.schedules.published import SETTINGS
+from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.record import Quantity
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.partition import partition

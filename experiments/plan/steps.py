@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 from gpipe_bench.experiments.plan.rules import CHOSEN, MOST_DRIFT, OTHERS, Compared
 from gpipe_bench.experiments.side_by_side import Found, conditions_of, facts_of, void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Quantity, Record, Scalar
+from gpipe_bench.harness.record import Quantity, Record, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction

@@ -183,6 +183,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     paper_tables=("unet-memory", "unet-speed", "resnet101-accuracy"),
     docs="docs/method.md",
-    options=(),
     untimed=True,
 )

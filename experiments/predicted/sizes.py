@@ -27,9 +27,10 @@ from torch import nn
 
 from gpipe_bench.experiments.paper_profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
 from gpipe_bench.experiments.predicted.sweep import Steps
-from gpipe_bench.experiments.timed.replay import CUT_BY
+from gpipe_bench.experiments.timed.claims import CUT_BY
+from gpipe_bench.experiments.timed.replay import Cuts
 from gpipe_bench.experiments.timed.workloads import Workload
-from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
@@ -431,7 +432,7 @@ def paper_size(experiment: str, model: str, options: RunOptions) -> Mapping[str,
     return {} if options.profile == "smoke" else of_the_paper(experiment, model).options
 
 
-def cuts_of_the_paper(table: str, here: Workload, size: Mapping[str, Any], stages: Sequence[int]) -> Outcome:
+def cuts_of_the_paper(table: str, here: Workload, size: Mapping[str, Any], stages: Sequence[int]) -> Cuts:
     """The cuts of the paper's size for every allowed cost and rule, and by layer what they move here.
 
     Args:
@@ -444,19 +445,14 @@ def cuts_of_the_paper(table: str, here: Workload, size: Mapping[str, Any], stage
     ours, paper = (FullSize(here.model, {**here.options, **other, **written_out}) for other in ({}, size))
     costs, rules = (load_unknowns().find(table, name).allowed for name in CUT_BY)
     cuts = {
-        f"{cost}, {rule}": {
-            str(k): [[span.start, span.stop] for span in found]
-            for k in stages
-            if (found := paper.cut(str(cost), str(rule), k)) is not None
-        }
+        f"{cost}, {rule}": {k: cut for k in stages if (cut := paper.cut(str(cost), str(rule), k)) is not None}
         for cost in costs
         for rule in rules
     }
     layers = range(len(ours.layers))
-    return Outcome(
-        details={
-            "title": here.title, "cuts": cuts, "parameters": list(ours.parameters),
-            "sent_bytes": [ours.sent_bytes(layer, 1, "float32") for layer in layers],
-            "returned_bytes": [ours.returned_bytes(layer, 1, "float32") for layer in layers],
-        }
-    )  # fmt: skip
+    return Cuts(
+        cuts,
+        list(ours.parameters),
+        [ours.sent_bytes(layer, 1, "float32") for layer in layers],
+        [ours.returned_bytes(layer, 1, "float32") for layer in layers],
+    )

@@ -162,14 +162,7 @@ class Prediction:
     note: str = ""
 
     @classmethod
-    def by_rule(
-        cls,
-        title: str,
-        axes: Sequence[Axis],
-        values: Mapping[Cell, Array],
-        *,
-        note: str = "",
-    ) -> Prediction:
+    def by_rule(cls, title: str, axes: Sequence[Axis], values: Mapping[Cell, Array]) -> Prediction:
         """With the reference that the rule gives. Values have a dimension for each of the axes; what is no
         setting, of length 1, is left out.
 
@@ -192,7 +185,7 @@ class Prediction:
         fewest = places[
             np.lexsort((*steps[::-1], steps.sum(axis=0)))[0]
         ]  # the first of equals is a rule, too
-        return cls(title, tuple(axes), every, tuple(map(int, fewest)), note)
+        return cls(title, tuple(axes), every, tuple(map(int, fewest)))
 
     @property
     def settings(self) -> dict[str, Scalar]:

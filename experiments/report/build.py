@@ -24,9 +24,9 @@ from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import check_engine_is_there, engines_of, judged, readable
 from gpipe_bench.experiments.report.timelines import Chart, charts_of
+from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
-from gpipe_bench.harness.places import REFERENCE, short_path
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from gpipe_bench.experiments.registry import program, suggestion
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.hypotheses import Joint, joint_text, judge_jointly, with_reasons
-from gpipe_bench.harness.places import REFERENCE
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, fill, within
 from gpipe_bench.harness.report.table import short_text, text_table

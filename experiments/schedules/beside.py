@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.side_by_side import Found, measured, side_by_side, state_of, trust_of, verdict
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Quantity, Record, Scalar, of_case
+from gpipe_bench.harness.record import Quantity, Record, Scalar, from_samples, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, ratios
-from gpipe_bench.harness.stats import from_samples
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.engine_turns import Job

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from gpipe_bench.experiments.table1.settings import (
     CLAIMS,
+    Choices,
     activation_choices,
     capacity_choices,
     capacity_record,
@@ -46,26 +48,50 @@ CONTEXT = (
 
 def cells(records: Sequence[Record]) -> list[Answer]:
     found: list[Answer] = []
-    for half in HALVES:
+    known = {half: _Half.of(records, half) for half in HALVES}
+    for half, of in known.items():
         for column in COLUMNS[half]:
             found += [
-                _parameters(records, half, column.name, "parameters", 1),
-                _parameters(records, half, column.name, "parameter memory", BYTES_PER_PARAMETER),
-                _activations(records, half, column.name),
-                _capacity(records, half, column.name),
+                _parameters(records, of, half, column.name, "parameters", 1),
+                _parameters(records, of, half, column.name, "parameter memory", BYTES_PER_PARAMETER),
+                _activations(records, of, half, column.name),
+                _capacity(records, of, half, column.name),
                 _any_count(records, half, column.name),
             ]
-    for claim in CLAIMS:
-        found += [_claim(records, *claim), _quotient(records, *claim)]
-    return found + sentences(records)
+    for row, half, over, under in CLAIMS:
+        found.append(_claim(records, known[half], row, half, over, under))
+        found.append(_quotient(records, known[half], row, half, over, under))
+    return found + _sentences(known)
 
 
-def _parameters(records: Sequence[Record], half: str, column: str, row: str, each: int) -> Answer:
+class _Half(NamedTuple):
+    """What the records say of one half under every combination."""
+
+    memory: Record | None
+    activations: Choices | None
+    fitting: Choices | None  # those of the activations under which the paper's models fit
+    parameters: Choices | None
+    largest: Record | None
+    capacity: Choices | None
+
+    @classmethod
+    def of(cls, records: Sequence[Record], half: str) -> _Half:
+        memory, largest = hypothesis_record(records, half), capacity_record(records, half)
+        every = None if memory is None else activation_choices(memory)
+        return cls(
+            memory,
+            every,
+            None if every is None or memory is None else every.of(possible(memory)),
+            None if memory is None else parameter_choices(memory),
+            largest,
+            None if largest is None else capacity_choices(largest),
+        )
+
+
+def _parameters(records: Sequence[Record], of: _Half, half: str, column: str, row: str, each: int) -> Answer:
     """An exact count, or so many bytes for each; a range where the model's own options are not stated."""
     record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
-    prediction = hypothesis_record(records, half)
-    choices = parameter_choices(prediction) if prediction is not None else None
-    spread = choices.spread(choices.columns[column]) if choices is not None else None
+    spread = None if of.parameters is None else of.parameters.spread(of.parameters.columns[column])
     return Answer(
         table=HALVES[half].table,
         row=row,
@@ -89,42 +115,39 @@ def _times(spread: Spread | None, factor: int) -> Spread | None:
     )
 
 
-def _activations(records: Sequence[Record], half: str, column: str) -> Answer:
-    row, record = "peak activation memory", hypothesis_record(records, half)
+def _activations(records: Sequence[Record], of: _Half, half: str, column: str) -> Answer:
+    row = "peak activation memory"
     entry = Answer(
         table=HALVES[half].table, row=row, column=column, question="as published",
         record=find(records, part="hypotheses", half=half),
     )  # fmt: skip
-    if record is None:
+    if of.memory is None or of.activations is None or of.fitting is None:
         return entry
-    every = activation_choices(record)
-    choices = every.of(possible(record))
-    values = choices.columns[column]
-    spread = choices.spread(values)
+    tried, values = len(of.activations.settings), of.fitting.columns[column]
+    spread = of.fitting.spread(values)
     if spread is None:
         return entry
-    alone = record.details["columns"][column]["fits"].count("1")
+    alone = of.memory.details["columns"][column]["fits"].count("1")
     return replace(
         entry,
-        quantity=ranged(row, "bytes", choices.middle(values)),
+        quantity=ranged(row, "bytes", of.fitting.middle(values)),
         spread=spread,
-        others_tried=len(every.settings) - len(values),  # under which the models do not fit
+        others_tried=tried - len(values),  # under which the models do not fit
         note=(
             f"{ACTIVATIONS} under which the paper's models fit ({len(values):,} of "
-            f"{len(every.settings):,}); this one by itself fits under {f'{alone:,}' if alone else 'none'}"
+            f"{tried:,}); this one by itself fits under {f'{alone:,}' if alone else 'none'}"
         ),
     )
 
 
-def _capacity(records: Sequence[Record], half: str, column: str) -> Answer:
-    row, record = "maximum parameters", capacity_record(records, half)
+def _capacity(records: Sequence[Record], of: _Half, half: str, column: str) -> Answer:
+    row, choices = "maximum parameters", of.capacity
     entry = Answer(
         table=HALVES[half].table, row=row, column=column, question="as published",
         record=find(records, part="capacity", half=half),
     )  # fmt: skip
-    if record is None:
+    if choices is None:
         return entry
-    choices = capacity_choices(record)
     values = choices.columns[column]
     spread = choices.spread(values)
     if spread is None:
@@ -152,13 +175,12 @@ def _any_count(records: Sequence[Record], half: str, column: str) -> Answer:
     )
 
 
-def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Answer:
+def _claim(records: Sequence[Record], of: _Half, row: str, half: str, over: str, under: str) -> Answer:
     """How many times larger what fits is, both under the same settings."""
     entry = Answer(table="claims", row=row, column=f"{over} / {under}", question="as published")
-    record = capacity_record(records, half)
-    if record is None:
+    choices = of.capacity
+    if choices is None:
         return replace(entry, record=find(records, part="capacity", half=half))
-    choices = capacity_choices(record)
     values = choices.quotient(over, under)
     spread = choices.spread(values)
     none = sum(value is None for value in values)
@@ -170,10 +192,9 @@ def _claim(records: Sequence[Record], row: str, half: str, over: str, under: str
     return replace(entry, quantity=ranged(row, "ratio", choices.middle(values)), spread=spread, note=note)
 
 
-def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Answer:
+def _quotient(records: Sequence[Record], of: _Half, row: str, half: str, over: str, under: str) -> Answer:
     """The quotient of the exact counts of the models that the paper names."""
-    prediction = hypothesis_record(records, half)
-    choices = parameter_choices(prediction) if prediction is not None else None
+    choices = of.parameters
     spread = choices.spread(choices.quotient(over, under)) if choices is not None else None
     counts = []
     for column in (over, under):
@@ -198,14 +219,13 @@ PER_ACCELERATOR = (
 """Row, half, and how many accelerators are set against one."""
 
 
-def sentences(records: Sequence[Record]) -> list[Answer]:
+def _sentences(known: Mapping[str, _Half]) -> list[Answer]:
     """An entry for each sentence that the records suffice for."""
     found = []
     for row, half, most in PER_ACCELERATOR:
-        record = capacity_record(records, half)
-        if record is None:
+        choices = known[half].capacity
+        if choices is None:
             continue
-        choices = capacity_choices(record)
         quotients = choices.quotient(f"pipeline-{most}", "pipeline-1")
         values = [None if value is None else value / most for value in quotients]
         spread = choices.spread(values)
@@ -219,7 +239,7 @@ def sentences(records: Sequence[Record]) -> list[Answer]:
                 question="as published",
                 quantity=ranged(row, "ratio", choices.middle(values)),
                 spread=spread,
-                record=record,
+                record=known[half].largest,
                 note=f"{QUOTIENT}, over the number of accelerators",
             )
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from statistics import median
 
@@ -63,42 +63,7 @@ def num_microbatches(half: str, column: Column, combination: Combination) -> int
     return int(combination.get("num_microbatches", HALVES[half].num_microbatches))
 
 
-def spread_of(
-    settings: Sequence[Combination], values: Sequence[float | None], names: Sequence[str]
-) -> Spread | None:
-    """The range over all combinations that have a number; None where none has.
-
-    What a setting does alone is the range of the medians over all else, one for each of its values, where all
-    of them were tried.
-    """
-    found = [(each, value) for each, value in zip(settings, values, strict=True) if value is not None]
-    if not found:
-        return None
-    numbers = [value for _, value in found]
-    return Spread(
-        low=min(numbers),
-        high=max(numbers),
-        parts=tuple(_parts(found, names)),
-        combinations=len(numbers),
-        values=tuple(numbers),
-    )
-
-
-def _parts(found: Sequence[tuple[Combination, float]], names: Sequence[str]) -> Iterator[Part]:
-    chosen = [tuple(settings[name] for name in names) for settings, _ in found]
-    for place, name in enumerate(names):
-        contexts: dict[tuple[Value, ...], dict[Value, float]] = {}
-        for values, (_, value) in zip(chosen, found, strict=True):
-            contexts.setdefault(values[:place] + values[place + 1 :], {})[values[place]] = value
-        # Only where all of its values were tried with the same others do they tell what it does.
-        most = max(map(len, contexts.values()))
-        matched = [each for each in contexts.values() if len(each) == most]
-        middles = [median(numbers[value] for numbers in matched if value in numbers) for value in matched[0]]
-        if min(middles) < max(middles):
-            yield Part(what=name, low=min(middles), high=max(middles))
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Choices:
     """The combinations of a record and a number for each, by column; None where there can be none."""
 
@@ -112,20 +77,56 @@ class Choices:
         return Choices(self.names, tuple(self.settings[n] for n in places), columns)
 
     def spread(self, values: Sequence[float | None]) -> Spread | None:
-        """The range of a number for each combination."""
-        return spread_of(self.settings, values, self.names)
+        """The range of a number for each combination, over all that have one; None where none has.
+
+        What a setting does alone is the range of the medians over all else, one for each of its values, where
+        all of them were tried.
+        """
+        found = tuple(value for value in values if value is not None)
+        if not found:
+            return None
+        parts = tuple(self._parts(values))
+        return Spread(low=min(found), high=max(found), parts=parts, combinations=len(found), values=found)
+
+    def _parts(self, values: Sequence[float | None]) -> Iterator[Part]:
+        for name, groups in self._alike.items():
+            contexts = [
+                {chosen: value for chosen, n in group if (value := values[n]) is not None} for group in groups
+            ]
+            # Only where all of its values were tried with the same others do they tell what it does.
+            most = max(map(len, contexts))
+            matched = [each for each in contexts if len(each) == most]
+            middles = [median(each[value] for each in matched if value in each) for value in matched[0]]
+            if min(middles) < max(middles):
+                yield Part(what=name, low=min(middles), high=max(middles))
+
+    @cached_property
+    def _alike(self) -> dict[str, list[list[tuple[Value, int]]]]:
+        """By setting: the combinations that differ in it alone, each with its value and its place."""
+        chosen = [tuple(settings[name] for name in self.names) for settings in self.settings]
+        alike = {}
+        for place, name in enumerate(self.names):
+            groups: dict[tuple[Value, ...], list[tuple[Value, int]]] = {}
+            for n, each in enumerate(chosen):
+                groups.setdefault(each[:place] + each[place + 1 :], []).append((each[place], n))
+            alike[name] = [*groups.values()]
+        return alike
 
     def middle(self, values: Sequence[float | None]) -> float | None:
         """What stands for all: of the combinations with a number that of the one nearest to the middle of
         every setting, by the rule of all predictions. None where there is no number.
         """
+        return next((values[n] for n in self._from_the_middle if values[n] is not None), None)
+
+    @cached_property
+    def _from_the_middle(self) -> list[int]:
+        """The places of all combinations, that nearest to the middle first."""
         far = {}
         for name in self.names:
             each = list(dict.fromkeys(settings[name] for settings in self.settings))
             far[name] = dict(zip(each, steps_from_middle(each), strict=True))
         steps = [[far[name][each[name]] for name in self.names] for each in self.settings]
-        having = [place for place, value in enumerate(values) if value is not None]
-        return values[min(having, key=lambda n: (sum(steps[n]), steps[n]))] if having else None
+        return sorted(range(len(steps)), key=lambda n: (sum(steps[n]), steps[n]))
 
     def quotient(self, over: str, under: str) -> tuple[float | None, ...]:
         """One column over another under the same settings; None where the second is nothing."""

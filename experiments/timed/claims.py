@@ -14,17 +14,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from gpipe_bench.experiments.timed.replay import CUT_BY, NO_CUTS, Cuts, TimedActions, lay_out
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
-from gpipe_bench.harness.record import Quantity, Record, Scalar, find
+from gpipe_bench.harness.record import Quantity, Record, Scalar, find, from_samples
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.harness.verdict import Answer, Part, Spread
-from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
 UNKNOWN = (
@@ -35,6 +32,11 @@ FEWEST_ERRORS = 3
 """Steps of one model that ran for real below which those of the other models of the table count as well."""
 NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
+)
+CUT_BY = "partition_cost", "partition_rule"
+NO_CUTS = (
+    "What the cuts that the paper may have made give is not on record, and a cut by measured seconds is none "
+    "of them; run it again, with --fresh."
 )
 Moves = Literal["as the step grows", "either way"]
 """How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
@@ -145,7 +147,7 @@ def sentence_over_cuts(
     formula: Callable[..., float],
     note: str,
     *,
-    measure: Callable[[TimedActions, Mapping[str, Any]], float] | None = None,
+    number: Callable[[Mapping[str, Any]], float] = itemgetter("steps_per_s"),
     unit: str = "ratio",
 ) -> list[Answer]:
     """The entry of a sentence about some configurations, over the cuts that the paper may have made.
@@ -162,19 +164,26 @@ def sentence_over_cuts(
         of: the number of each, as it was measured
         formula: of these numbers
         note: what the number is
-        measure: such a number from the actions of a configuration and its facts; by default its speed
+        number: such a number from what a configuration gives under a cut (`by_cut`); by default its speed
         unit: of what the formula gives
     """
     measured = derived(column, formula, *of, unit=unit)
     if measured is None or measured.value is None:
         return []
-    place, cuts = (SENTENCES, row, column), Cuts.of(records, str(record.case["model"]))
-    if cuts is None:
+    place, cuts = (SENTENCES, row, column), [record.details["cells"][name].get("by_cut") for name in names]
+    if None in cuts:
         return [entry(records, record, place, measured, note, not_comparable=NO_CUTS)]
     values = [float(each.value) for each in of if each is not None and each.value is not None]
+    (as_measured, *_), *_ = cuts
     moved = {
-        setting: formula(*(value * factor for value, factor in zip(values, factors, strict=True)))
-        for setting, factors in cuts.factors(record, names, measure or speed(record)).items()
+        setting: formula(
+            *(
+                value * (number(cut[setting]) / number(cut[as_measured]))
+                for value, cut in zip(values, cuts, strict=True)
+            )
+        )
+        for setting in cuts[0]
+        if setting != as_measured and all(setting in cut for cut in cuts)
     }
     middle, *_ = moved.values()
     scale = middle / float(measured.value)
@@ -182,18 +191,6 @@ def sentence_over_cuts(
     said = f"cut by {next(iter(moved))}, and by measured seconds {measured.value:.3g}"
     ends = [(" and ".join(CUT_BY), min(moved.values()) / middle, max(moved.values()) / middle)]
     return [entry(records, record, place, quantity, f"{note}; {said}", more=ends, settings=len(moved))]
-
-
-def speed(record: Record) -> Callable[[TimedActions, Mapping[str, Any]], float]:
-    """Steps in a second of a configuration of the record, from its actions and facts."""
-    link = link_of(record)
-    return lambda timed, facts: 1 / lay_out(timed, link, facts["num_microbatches"]).makespan_s
-
-
-def link_of(record: Record) -> Link:
-    """What joins the stages of a record's steps."""
-    known = record.details["link"]
-    return Link(known["name"], known["latency_s"], known["bandwidth_bytes_per_s"])
 
 
 class Factors(NamedTuple):
@@ -217,21 +214,19 @@ class Factors(NamedTuple):
 
 
 def factors(record: Record, name: str) -> Factors | None:
-    """Of a configuration of the record, relative to its first; None where its steps were not timed."""
+    """Of a configuration of the record, relative to its first; None where its steps were not timed, or where
+    the record does not say what the schedule gives.
+    """
     cells = record.details["cells"]
-    shares, schedules = [], []
-    for facts in (cells[name], next(iter(cells.values()))):
-        share = record.quantity("share of the balanced step", **facts["key"])
-        if share is None or not share.value:
-            return None
-        shares.append(float(share.value))
-        count = facts["num_microbatches"]
-        program = TimedActions.from_data(facts["actions"]).program(count)
-        schedules.append(count * program.num_stages / replay(program, SLOTS).makespan_s)
+    both = cells[name], next(iter(cells.values()))
+    shares = [record.quantity("share of the balanced step", **facts["key"]) for facts in both]
+    ours, first = (None if share is None else share.value for share in shares)
     value = record.quantity("normalised throughput", **cells[name]["key"])
+    if not ours or not first or not all("even_speed_up" in facts for facts in both):
+        return None
     assert value is not None
     assert value.value is not None
-    balance, schedule = shares[0] / shares[1], schedules[0] / schedules[1]
+    balance, schedule = float(ours) / float(first), both[0]["even_speed_up"] / both[1]["even_speed_up"]
     return Factors(balance, schedule, float(value.value) / balance / schedule)
 
 
@@ -261,9 +256,9 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
     return prediction_interval(errors) if len(errors) > 1 else None
 
 
-def prediction_interval(errors: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Where one more draw lies, of a normal distribution of which these are known. Of few it is wide, as it
-    should be.
+def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
+    """Where one more draw lies, at 95 %, of a normal distribution of which these are known. Of few it is
+    wide, as it should be.
 
     Raises ValueError below two errors.
     """
@@ -272,7 +267,7 @@ def prediction_interval(errors: Sequence[float], confidence: float = 0.95) -> tu
     from scipy.special import stdtrit
 
     middle, count = statistics.fmean(errors), len(errors)
-    factor = float(stdtrit(count - 1, 0.5 + confidence / 2)) * math.sqrt(1 + 1 / count)
+    factor = float(stdtrit(count - 1, 0.975)) * math.sqrt(1 + 1 / count)
     reach = factor * statistics.stdev(errors)
     return middle - reach, middle + reach
 

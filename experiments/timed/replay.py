@@ -5,22 +5,20 @@ right micro-batch, one thread per stage) and keep their samples. No torch is nee
 
 Steps are timed with stages cut by the measured seconds of the layers. The paper cut before it ran, by a cost
 of a layer that it does not give and by a rule that it names, so what it cut by is an unknown like any other
-(`partition_cost` and `partition_rule` of results/unknowns.toml). The cuts of the paper's own sizes are on
-record, and so are the measured seconds of every layer here: a stage of another cut takes the share of all
-work that its layers have. Numbers are moved by what that changes and not made anew, so the seconds of whole
-steps stay those that were measured.
+(`partition_cost` and `partition_rule` of results/unknowns.toml). The paper's own sizes are cut by each of
+them, and the seconds of every layer are measured here: a stage of another cut takes the share of all work
+that its layers have. What that gives is on record beside the steps. Numbers are moved by what it changes and
+not made anew, so the seconds of whole steps stay those that were measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
-from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.record import Record, find
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.partition import Partition
@@ -189,36 +187,16 @@ def same_share(link: Link, slower: float, larger: float) -> Link:
     )
 
 
-# Cases beside the steps, and the cuts that the paper may have made
+# The cuts that the paper may have made
 
-CUTS, REAL = "cuts", "replay error"
-"""The `part` of a case of cuts, and of one whose steps say how far the replay errs."""
-CUTS_ESTIMATE_S = 8.0
-CUT_BY = "partition_cost", "partition_rule"
-NO_CUTS = (
-    "The cuts that the paper may have made are not on record, and a cut by measured seconds is none of them; "
-    "the case part=cuts adds them."
-)
-
-
-def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
-    """One for each model; `estimates_s` are of the short profile on two cores."""
-    smoke = options.profile == "smoke"
-    return [
-        Case({"part": REAL, "model": model}, 5.0 if smoke else estimate_s)
-        for model, estimate_s in zip(models, estimates_s, strict=True)
-    ]
-
-
-def cut_cases(models: Sequence[str]) -> list[Case]:
-    """One for each model, by shape alone: nothing is timed."""
-    return [Case({"part": CUTS, "model": model}, CUTS_ESTIMATE_S) for model in models]
+AS_MEASURED = "measured seconds"
+"""What the steps on record were cut by, beside the costs and rules that the paper may have cut by."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Of one model: by setting and number of stages the layers of each stage; by layer the parameters, and
-    the bytes of one example over a cut behind it.
+    """Of one model: by setting and number of stages the layers of each stage, as far as the setting's rule
+    leaves none without layers; by layer the parameters, and the bytes of one example over a cut behind it.
 
     The first setting is the middle, as the rule of the predictions has it for a list of words.
     """
@@ -227,20 +205,6 @@ class Cuts:
     parameters: Sequence[int]
     sent_bytes: Sequence[int]
     returned_bytes: Sequence[int]
-
-    @classmethod
-    def of(cls, records: Sequence[Record], model: str) -> Cuts | None:
-        """Those on record; None where there are none."""
-        record = find(records, "done", part=CUTS, model=model)
-        if record is None:
-            return None
-        known: Mapping[str, Any] = record.details
-        whole = (range(len(known["parameters"])),)
-        stages = {
-            setting: {1: whole} | {int(k): tuple(range(*span) for span in cut) for k, cut in by_count.items()}
-            for setting, by_count in known["cuts"].items()
-        }
-        return cls(stages, known["parameters"], known["sent_bytes"], known["returned_bytes"])
 
     def recut(
         self, timed: TimedActions, stages: Partition, layers_s: Sequence[float], examples: int
@@ -274,32 +238,43 @@ class Cuts:
             gradient_bytes=tuple(examples * self.returned_bytes[end] for end in ends),
         )
 
-    def factors(
-        self, record: Record, names: Sequence[str], of: Callable[[TimedActions, Mapping[str, Any]], float]
-    ) -> dict[str, tuple[float, ...]]:
-        """By setting, what its cut multiplies a number of each named configuration by.
-
-        `of` gives the number from the actions of a configuration and its facts. A setting whose rule leaves a
-        stage without layers in any of the configurations is none that the paper can have had.
+    def add_to(self, details: dict[str, Any]) -> None:
+        """Takes into the details of a case of steps what each of its configurations gives under each cut:
+        `by_cut` has the shares of the step and the steps in a second by setting, AS_MEASURED first.
+        `as_timed` has those of the actions as they are, which no layer's seconds divide.
         """
-        every = [record.details["cells"][name] for name in names]
-        found: dict[str, list[float]] = {
-            setting: []
+        known = details["link"]
+        link = Link(known["name"], known["latency_s"], known["bandwidth_bytes_per_s"])
+        details["cuts"] = {
+            setting: {str(k): [[span.start, span.stop] for span in cut] for k, cut in by_count.items()}
             for setting, by_count in self.stages.items()
-            if all(facts["num_stages"] in by_count for facts in every)
         }
-        for facts in every:
-            timed = TimedActions.from_data(facts["actions"])
-            examples = facts["batch_size"] // facts["num_microbatches"]
-            layers_s = record.details["layers_ms"][str(examples)]
-            cuts = {setting: self.stages[setting][facts["num_stages"]] for setting in found}
-            numbers = {  # several settings may cut alike
-                stages: of(self.recut(timed, stages, layers_s, examples), facts)
-                for stages in {timed.partition, *cuts.values()}
+        whole = (range(len(self.parameters)),)
+        for facts in details["cells"].values():
+            if "actions" not in facts:
+                continue
+            timed, count = TimedActions.from_data(facts["actions"]), facts["num_microbatches"]
+            examples = facts["batch_size"] // count
+            layers_s = details["layers_ms"][str(examples)]
+            partitions = {AS_MEASURED: timed.partition} | {
+                setting: cut
+                for setting, by_count in self.stages.items()
+                if (cut := whole if timed.num_stages == 1 else by_count.get(timed.num_stages)) is not None
             }
-            for setting, stages in cuts.items():
-                found[setting].append(numbers[stages] / numbers[timed.partition])
-        return {setting: tuple(factors) for setting, factors in found.items()}
+            numbers = {  # several settings may cut alike
+                stages: _numbers(self.recut(timed, stages, layers_s, examples), link, count)
+                for stages in {*partitions.values()}
+            }
+            facts["by_cut"] = {setting: numbers[stages] for setting, stages in partitions.items()}
+            facts["as_timed"] = _numbers(timed, link, count)
+
+
+def _numbers(timed: TimedActions, link: Link, num_microbatches: int) -> dict[str, Any]:
+    shares = take_apart(timed, link, num_microbatches).shares
+    return {
+        "steps_per_s": 1 / lay_out(timed, link, num_microbatches).makespan_s,
+        "shares": {part: float(share) for part, share in shares.items()},
+    }
 
 
 def _shares(of_layers: Sequence[float], stages: Partition) -> list[float]:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.timed.replay import Samples, TimedActions, balanced, lay_out
 from gpipe_bench.experiments.timed.workloads import Job
-from gpipe_bench.harness.record import Provenance, Quantity, Scalar
+from gpipe_bench.harness.record import Provenance, Quantity, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, used_by_others
-from gpipe_bench.harness.stats import from_samples
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 GPU_LINK = "nvlink4"
@@ -102,10 +102,11 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Quantity], dict[str,
                 throughput.append((key, [examples / s for s in laid_out_s]))
                 bound.append((key, [examples / s for s in even_s]))
                 whole = joined(timed)
-                step = lay_out(whole, link, count)
+                step, program = lay_out(whole, link, count), whole.program(count)
                 facts |= {
                     "actions": whole.to_data(),
                     "spread": whole.spread(),
+                    "even_speed_up": count * program.num_stages / replay(program, SLOTS).makespan_s,
                     "timeline": step.to_data() if len(step.events) <= MOST_DRAWN else None,
                 }
                 shares = [even / laid_out for even, laid_out in zip(even_s, laid_out_s, strict=True)]

@@ -7,9 +7,11 @@ table, not its absolute speeds, and the tables say so. Importing this loads no t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from gpipe_bench.harness.experiment import Case, RunOptions
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +148,21 @@ class Job(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """What a record says of it."""
         return {**self.workload.facts(), "engine": self.engine, "rounds": self.rounds}
+
+
+CUTS_ESTIMATE_S = 8.0
+"""More of a case that also cuts the paper's size as the paper may have."""
+
+
+def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
+    """One for each model, whose steps say how far the replay errs; `estimates_s` are of the short profile on
+    two cores.
+    """
+    smoke = options.profile == "smoke"
+    return [
+        Case({"part": "replay error", "model": model}, 5.0 if smoke else estimate_s)
+        for model, estimate_s in zip(models, estimates_s, strict=True)
+    ]
 
 
 Sizes = Mapping[str, Workload]

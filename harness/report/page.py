@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gpipe_bench.harness.compare import absent, peers_of
+from gpipe_bench.harness import PUBLISHED
+from gpipe_bench.harness.compare import absent, judge, peers_of
 from gpipe_bench.harness.paper import PaperNumber, PaperTable
-from gpipe_bench.harness.places import PUBLISHED
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import (
@@ -42,7 +42,7 @@ from gpipe_bench.harness.report.table import (
     scores,
 )
 from gpipe_bench.harness.units import show
-from gpipe_bench.harness.verdict import DIFFERS, QUESTIONS, Comparison, Question, Verdict, judge
+from gpipe_bench.harness.verdict import DIFFERS, QUESTIONS, Comparison, Question, Verdict
 
 NARROW, WIDE = 0.5, 2.0
 """Factors on the width of every range under which the verdicts are counted again."""

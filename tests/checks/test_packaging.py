@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import their_repository
 
-from gpipe_bench.harness.places import own_results
+from gpipe_bench.harness import own_results
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,8 +171,8 @@ def test_a_checkout_without_symbolic_links_works_too(tmp_path: Path) -> None:
         (tree / "gpipe_bench" / name).write_text(f"../{name}")  # what git leaves where links are not possible
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     code = (
-        "import gpipe_bench.pipeline.plan.schedule as schedule, gpipe_bench.harness.places as places\n"
-        "print(schedule.__file__, places.ROOT)"
+        "import gpipe_bench.pipeline.plan.schedule as schedule, gpipe_bench.harness as harness\n"
+        "print(schedule.__file__, harness.ROOT)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tree)},

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from gpipe_bench.experiments import readme, registry
 from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.registry import spelled_out
-from gpipe_bench.harness.places import ROOT
+from gpipe_bench.harness import ROOT
 from gpipe_bench.models import zoo
 
 PAGES = {

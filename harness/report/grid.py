@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from operator import gt
 
 PROSE = 110
 """Columns of a paragraph. Tables, code and commands that are to be copied are as wide as they are."""
 SCREEN = 100
 """Columns of what `compare` and `run` show unless all is asked for."""
-HEADING = 2  # columns of room that a heading has
+HEADING = 2  # columns that tabulate adds to a heading
 NARROWEST = 14
 """Columns of a table's column that is wrapped to make room."""
 _width: ContextVar[int | None] = ContextVar("width", default=None)
@@ -50,7 +49,7 @@ class Grid:
     def text(self) -> str:
         """For a terminal."""
         title = [self.title, ""] if self.title else []
-        parts = [part._laid_out(part.columns, part.lines) for part in self._fitted(_width.get())]
+        parts = [part._laid_out("simple", part.columns, part.lines) for part in self._fitted(_width.get())]
         return "\n".join([*title, "\n\n".join(parts), *self.notes])
 
     def _fitted(self, width: int | None) -> list[Grid]:
@@ -58,7 +57,15 @@ class Grid:
         other, that all begin with the columns that have no heading, or the first.
         """
         rows = [[str(cell) for cell in row] for row in (self.columns, *self.lines)]
-        widths = _widths(rows)
+        spare = [HEADING] + [0] * len(self.lines)
+        widths = [
+            max(
+                len(line) + more
+                for cell, more in zip(column, spare, strict=True)
+                for line in cell.split("\n")
+            )
+            for column in zip(*rows, strict=True)
+        ]
         if width is None or sum(widths) + 2 * len(widths) - 2 <= width:
             return [self]
         first = max(1, next((i for i, name in enumerate(rows[0]) if name), 1))
@@ -67,11 +74,8 @@ class Grid:
             widest = max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))
             widths[widest] -= 1
         columns, *lines = [
-            [
-                "\n".join(_wrapped(cell, max(1, most - (0 if number else HEADING))))
-                for cell, most in zip(row, widths, strict=True)
-            ]
-            for number, row in enumerate(rows)
+            ["\n".join(_wrapped(cell, max(1, most - more))) for cell, most in zip(row, widths, strict=True)]
+            for row, more in zip(rows, spare, strict=True)
         ]
         room = width - sum(widths[:first]) - 2 * first + 2
         groups: list[list[int]] = [[]]
@@ -91,37 +95,14 @@ class Grid:
         """For a markdown page: the title in bold, pipes escaped."""
         title = [f"**{self.title}**", ""] if self.title else []
         columns, *lines = [[escaped(str(cell)) for cell in line] for line in (self.columns, *self.lines)]
-        return "\n".join([*title, self._laid_out(columns, lines, edge="|"), *self.notes])
+        return "\n".join([*title, self._laid_out("github", columns, lines), *self.notes])
 
-    def _laid_out(self, columns: Sequence[str], lines: Sequence[Sequence[object]], edge: str = "") -> str:
-        """Every cell as wide as the widest of its column; `edge` stands around and between them."""
-        pad, between = (" ", f" {edge} ") if edge else ("", "  ")
-        rows = [[str(cell).strip() for cell in row] for row in (columns, *lines)]
-        widths = _widths(rows)
-        said = []
-        for number, row in enumerate(rows):
-            for parts in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
-                cells = [
-                    part.rjust(width) if place in self.right else part.ljust(width)
-                    for place, (part, width) in enumerate(zip(parts, widths, strict=True))
-                ]
-                said.append(f"{edge}{pad}{between.join(cells)}{pad}{edge}".rstrip())
-            if not number:
-                dashes = ["-" * (width + 2 * len(pad)) for width in widths]
-                said.append(f"{edge}{(edge or between).join(dashes)}{edge}")
-        return "\n".join(said)
+    def _laid_out(self, style: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+        from tabulate import tabulate
 
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Of the columns; the first row is the headings, which have some room."""
-    return [
-        max(
-            len(line) + (0 if number else HEADING)
-            for number, cell in enumerate(column)
-            for line in cell.split("\n")
-        )
-        for column in zip(*rows, strict=True)
-    ]
+        align = ["right" if place in self.right else "left" for place in range(len(self.columns))]
+        aligned = align if self.right else None
+        return str(tabulate(lines, columns, tablefmt=style, colalign=aligned, disable_numparse=True))
 
 
 def numbers(columns: Sequence[str]) -> frozenset[int]:

@@ -83,7 +83,8 @@ def wrap(module: ModuleType) -> None:
 
 
 if MODULE in sys.modules:
-    wrap(sys.modules[MODULE])
+    if ATTRIBUTE:  # else this was forked from a process that had imported it
+        wrap(sys.modules[MODULE])
 else:
     sys.meta_path.insert(0, Watch())
 

@@ -118,9 +118,7 @@ def _become(
     runpy.run_path(path, run_name="__main__")
 
 
-def torchrun(
-    path: Path, arguments: Sequence[str], size: int, folder: Path, **variables: str
-) -> list[str]:
+def torchrun(path: Path, arguments: Sequence[str], size: int, folder: Path, **variables: str) -> list[str]:
     """What each of the processes prints that `torchrun --nproc-per-node SIZE` would start."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -19,8 +19,8 @@ noted, so changes of `LAUNCHED` that no other test runs get the tests that launc
 
 Results of rules go to results/mutants (kills.jsonl, matrix.jsonl), a line each as it is known; who starts
 again goes on where the last run ended. A test that stands still without any mistake ends the run, with the
-stacks of its threads. Exit status 1 where a planted mistake is not noticed or `--compare` finds a loss, 2 where
-`planted` does not fit the code: a text to replace that is not there, or twice.
+stacks of its threads. Exit status 1 where a planted mistake is not noticed or `--compare` finds a loss, 2
+where `planted` does not fit the code: a text to replace that is not there, or twice.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import of_first_schema, quantity, record
+from refused import refused
 
 from gpipe_bench.harness.record import SCHEMA, decode, encode
 
@@ -42,7 +43,7 @@ def test_numbers_of_numpy_and_paths_become_plain_data():
 
 @pytest.mark.parametrize("details", [{"a": object()}, {"a": "\udcff"}, {(1, 2): 3}])
 def test_what_is_not_plain_data_is_refused_by_name(details):
-    with pytest.raises(ValueError, match="step=1 can't be written"):
+    with refused(ValueError):
         encode(record(details=details))
 
 

@@ -224,8 +224,7 @@ def test_a_buffer_may_begin_to_change_later(kind: Callable[[], nn.Module]) -> No
 
 
 def test_a_large_buffer_that_begins_to_change_in_place_is_refused() -> None:
-    complaint = r"buffer 'seen' of layer 0 \(Changing\) has begun to change.*refresh"
-    with pytest.raises(ActionError, match=complaint):
+    with refused(ActionError):
         trains(lambda: Changing(late, LARGE), between=begin)
     layers = seeded(lambda: model(lambda: Changing(late, LARGE)))
     pipeline = Pipeline(layers, num_stages=3, num_microbatches=4)

@@ -225,33 +225,16 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "remat", "message"),
+    ("wrong", "remat"),
     [
-        (
-            "one chunk",
-            "never",
-            "stage 0 ran 1 forward of 8 examples and 1 backward; 4 micro-batches of 2 with setup.remat = "
-            "'never' take 4 forwards and 4 backwards",
-        ),
-        (
-            "no recomputation",
-            "always",
-            "recomputed nothing: 4 forwards, and 8 are due with setup.remat = 'always'",
-        ),
-        (
-            "no recomputation",
-            "except_last",
-            "and 7 or 8 are due .* or refuse it by a ValueError in the factory",
-        ),
-        ("sum", "never", r"gradients of plain are wrong: 0\.weight differs by 3\.0"),
-        ("one parameter", "never", r"gradients of plain are wrong: 3\.bias differs by 1\.0e-06"),
-        ("no gradient", "never", r"plain left 1 of 10 parameters without a gradient, such as 3\.bias"),
+        ("one chunk", "never"), ("no recomputation", "always"), ("no recomputation", "except_last"),
+        ("sum", "never"), ("one parameter", "never"), ("no gradient", "never"),
     ],
-)
-def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str, message: str) -> None:
+)  # fmt: skip
+def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str) -> None:
     setup = setup_of(remat=remat)
     engine: Engine = Plain(setup, wrong)
-    with pytest.raises(RuntimeError, match=message):
+    with refused(RuntimeError):
         verify("plain", engine, setup, *data(), mse)
 
 

@@ -145,16 +145,10 @@ def test_their_functions_are_named_without_being_run_here(theirs: Path) -> None:
     assert list(repository(theirs, "", theirs / "benchmarks.py", []).benchmarks) == ["rows"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("BENCHMARKS = {}", "declares no benchmarks; give it BENCHMARKS = {'name': function}"),
-        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
-    ],
-)
-def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize("text", ["BENCHMARKS = {}", "import nothing_of_that_name"])
+def test_a_file_without_benchmarks_says_so(theirs: Path, text: str) -> None:
     (theirs / "benchmarks.py").write_text(text)
-    with pytest.raises(ValueError, match=rf"--benchmarks \S+ can't be used: .*{message}"):
+    with refused(ValueError):
         subject_of(theirs, with_file=True)
 
 

@@ -96,8 +96,7 @@ def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
     path.write_text(path.read_text().replace(before, before.replace("remat", '"never"')))
     with ExitStack() as stack:
         other = arm(copied, stack, copied)
-        message = r"runs its layers \[8\] times forward, not 15 times: M = 8 and"
-        with pytest.raises(WorkerError, match=message):
+        with refused(WorkerError):
             other.build("tiny-layers")
 
 

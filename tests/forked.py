@@ -118,13 +118,18 @@ def _become(
     runpy.run_path(path, run_name="__main__")
 
 
-def torchrun(path: Path, arguments: Sequence[str], size: int, folder: Path, **variables: str) -> list[str]:
-    """What each of the processes prints that `torchrun --nproc-per-node SIZE` would start."""
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def torchrun(path: Path, arguments: Sequence[str], size: int, folder: Path, **variables: str) -> list[str]:
+    """What each of the processes prints that `torchrun --nproc-per-node SIZE` would start."""
     known = {**os.environ, **variables, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         Script(path, arguments, folder, folder / f"rank {rank}", known | {"RANK": rank, "LOCAL_RANK": rank})
         for rank in map(str, range(size))

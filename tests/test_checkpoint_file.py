@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import free_port
+from forked import free_port
 from refused import refused
 from torch import distributed as dist
 from torch import nn

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from command_line import free_port
+from forked import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from refused import refused

@@ -98,7 +98,9 @@ def tests(session: nox.Session) -> None:
         run_python(session, "-m", "pytest")
         return
     # Each process begins with a share of the list, so files stay together; who is done takes from the others.
-    side_by_side = ("--numprocesses", usable_cores(session), "--dist", "worksteal")
+    # The second tier waits a quarter of its time, for processes and signals: one more has a core then.
+    processes = int(usable_cores(session)) + bool(arguments)
+    side_by_side = ("--numprocesses", str(processes), "--dist", "worksteal")
     suite = ("-m", "pytest", "--ignore", "tests/checks")
     which = "not alone" if arguments else "not alone and not deep"
     run_python(session, *suite, *side_by_side, "-m", which, passed=False)

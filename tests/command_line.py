@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -111,13 +110,6 @@ def run_fake(results, *arguments, **variables):
 
 def lines(text):
     return [json.loads(line) for line in text.splitlines()]
-
-
-def free_port():
-    """A port of this host that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Gate:

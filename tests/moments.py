@@ -4,7 +4,8 @@ MOMENT names the place, `module:attribute`, or a module for the beginning of its
 first, the command or a process that it has started, writes its number into the named pipe MOMENT_ARRIVED and
 waits for a signal; with MOMENT_LEAVE, another pipe, until somebody writes into that.
 MOMENT_TIMES lets so many calls pass before.
-Processes that are spawned import this file again, and so keep the same watch.
+Processes that are spawned import this file again, and so keep the same watch. Where this was itself forked
+from one that had imported torch, it forks, but for the moment in which a child imports torch.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import signal
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 MODULE, _, ATTRIBUTE = os.environ["MOMENT"].partition(":")
+COMMAND = os.getpid() if __name__ == "__main__" else 0
 passed = 0
 
 
 def arrive() -> None:
     """Says so and waits."""
     global passed
-    if "MOMENT_IN_A_CHILD" in os.environ and __name__ == "__main__":
+    if "MOMENT_IN_A_CHILD" in os.environ and os.getpid() == COMMAND:
         return
     passed += 1
     if passed != 1 + int(os.environ.get("MOMENT_TIMES", "0")):  # once in each process
@@ -83,12 +87,29 @@ def wrap(module: ModuleType) -> None:
 
 
 if MODULE in sys.modules:
-    wrap(sys.modules[MODULE])
+    if ATTRIBUTE:  # else this was forked from a process that had imported it
+        wrap(sys.modules[MODULE])
 else:
     sys.meta_path.insert(0, Watch())
 
 
+def forks() -> None:
+    """From here on launches fork, and so do engines that are kept apart."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from gpipe_bench.experiments.engines import isolated
+    from gpipe_bench.pipeline.ranks import launch
+
+    launch.LaunchConfig = lambda **options: LaunchConfig(**{**options, "start_method": "fork"})
+    context = multiprocessing.get_context("fork")
+    isolated.multiprocessing = types.SimpleNamespace(
+        get_context=lambda method: context, parent_process=multiprocessing.parent_process
+    )
+
+
 if __name__ == "__main__":
+    if "torch" in sys.modules and MODULE != "torch":
+        forks()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     from gpipe_bench.experiments.__main__ import command
     from gpipe_bench.harness import signals as stopping

@@ -18,14 +18,16 @@ Processes and interpreters that a test starts import the changed code, too (`pla
 noted, so changes of `LAUNCHED` that no other test runs get the tests that launch processes.
 
 Results of rules go to results/mutants (kills.jsonl, matrix.jsonl), a line each as it is known; who starts
-again goes on where the last run ended. Exit status 1 where a planted mistake is not noticed, or `--compare`
-finds a loss; 2 where `planted` does not fit the code: a text to replace that is not there, or twice.
+again goes on where the last run ended. A test that stands still without any mistake ends the run, with the
+stacks of its threads. Exit status 1 where a planted mistake is not noticed or `--compare` finds a loss, 2
+where `planted` does not fit the code: a text to replace that is not there, or twice.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import faulthandler
 import gc
 import importlib
 import json
@@ -41,6 +43,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 
 import coverage
+import psutil
 import pytest
 from _pytest.runner import runtestprotocol
 from mutation_rules import Mutant, by_rule, first_line, functions
@@ -51,6 +54,8 @@ RESULTS = ROOT / "results" / "mutants"
 PACKAGES = ("pipeline", "planner", "models", "harness", "experiments")
 LAUNCHED = ("pipeline/ranks", "pipeline/mesh", "pipeline/checkpoint")
 LIMIT_S = 60  # of processor time, for one test; a change by rule that never ends is noticed, too
+STILL_S = 120.0  # that a fork and all that it has started do next to nothing, before this is the end
+IDLE = 0.02  # of a core, which is next to nothing
 FIRST_TIER = (
     "-m",
     "not deep and not alone and not gpu",
@@ -202,9 +207,11 @@ class Session:
         files = {mutant.file for mutant in self.mutants} if self.by_rule else set()
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             data_file, times = Path(folder, "coverage"), Path(folder, "seconds")
+            running, stacks = Path(folder, "running"), Path(folder, "stacks")
             if (pid := os.fork()) == 0:
                 os.setsid()
                 silence()
+                faulthandler.register(signal.SIGUSR1, file=stacks.open("w"))
                 self.session.items[:] = items
                 # As they are imported, through the package, and as they lie here.
                 included = [str(place / file) for file in files for place in (ROOT, ROOT / "gpipe_bench")]
@@ -213,6 +220,7 @@ class Session:
                 if files:
                     watched.start()
                 for item, following in zip(items, [*items[1:], None], strict=True):
+                    running.write_text(item.nodeid)
                     if files:
                         watched.switch_context(item.nodeid)
                     start_s = time.process_time()
@@ -224,7 +232,13 @@ class Session:
                     watched.save()
                 times.write_text(json.dumps(seconds))
                 os._exit(0)  # the session goes on in its own process alone
-            os.waitpid(pid, 0)
+            if not ended(pid):
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(1.0)  # until it has said where it is
+                _end_group(pid)
+                os.waitpid(pid, 0)
+                said = f"{running.read_text()} stands still without any mistake\n{stacks.read_text()}"
+                raise pytest.UsageError(said)
             _end_group(pid)
             seconds = json.loads(times.read_text())
             lines: dict[tuple[str, int], set[str]] = {}
@@ -288,6 +302,22 @@ class Session:
         elif verdict == "survived":
             change = f"{mutant.before} -> {mutant.after or 'nothing'}"
             print(f"{verdict:8} {mutant.name} (line {mutant.line}): {change}", flush=True)
+
+
+def ended(pid: int) -> bool:
+    """Waits for a child, but no longer than it does something, it or what it has started."""
+    since_s, before_s = time.monotonic(), 0.0
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        time.sleep(min(1.0, STILL_S / 10))
+        spent_s, waited_s = 0.0, time.monotonic() - since_s
+        with suppress(psutil.Error):  # whatever ends meanwhile did something
+            family = psutil.Process(pid)
+            spent_s = sum(sum(each.cpu_times()[:4]) for each in [family, *family.children(recursive=True)])
+        if abs(spent_s - before_s) > IDLE * max(STILL_S, waited_s):
+            since_s, before_s = time.monotonic(), spent_s
+        elif waited_s > STILL_S:
+            return False
+    return True
 
 
 def _is_one_of(node: str, names: Sequence[str]) -> bool:

@@ -393,7 +393,7 @@ self.outputs = tuple(outputs)
         new="self.running_mean.lerp_(",
         why="no mini-batch whose last micro-batch is one example could be trained without recomputation",
         tests=(
-            "tests/test_models_batchnorm.py::test_a_last_microbatch_of_one_example_trains_as_the_plain_model_does",
+            "tests/test_models_parts.py::test_a_last_microbatch_of_one_example_trains_as_the_plain_model_does",
         ),
     ),
     Mistake(

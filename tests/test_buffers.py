@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 from covering import pairwise
+from refused import refused
 from tiny_models import EXACT, assert_own_gradients, assert_trains_as_plain, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -223,8 +224,7 @@ def test_a_buffer_may_begin_to_change_later(kind: Callable[[], nn.Module]) -> No
 
 
 def test_a_large_buffer_that_begins_to_change_in_place_is_refused() -> None:
-    complaint = r"buffer 'seen' of layer 0 \(Changing\) has begun to change.*refresh"
-    with pytest.raises(ActionError, match=complaint):
+    with refused(ActionError):
         trains(lambda: Changing(late, LARGE), between=begin)
     layers = seeded(lambda: model(lambda: Changing(late, LARGE)))
     pipeline = Pipeline(layers, num_stages=3, num_microbatches=4)
@@ -251,7 +251,7 @@ def test_a_layer_that_changes_when_it_is_trained_again() -> None:
 
 def test_a_layer_that_asks_for_gradients_is_refused() -> None:
     pipeline = Pipeline(seeded(lambda: model(lambda: Changing(with_graph))), num_stages=3, num_microbatches=4)
-    with pytest.raises(ActionError, match=r"buffer 'seen' of layer \d \(Changing\) changed only in the rec"):
+    with refused(ActionError):
         pipeline.step(*mlp_batch(8), mse_loss)
 
 
@@ -383,7 +383,7 @@ def test_a_layer_that_begins_to_overwrite_the_stage_input_is_refused_not_silentl
     pipeline = Pipeline(layers, num_stages=1, num_microbatches=2, remat="always")
     pipeline.step(batch, target, mse_loss)
     layers[0].late = True
-    with pytest.raises(RuntimeError, match=r"0R1 failed.*begun to change.*refresh.*inplace=False"):
+    with refused(RuntimeError):
         pipeline.step(batch.clone(), target, mse_loss)
     pipeline.refresh()
     pipeline.step(batch, target, mse_loss)
@@ -449,9 +449,9 @@ def test_an_input_that_shares_memory_is_not_silently_overwritten(kind: str, rema
         assert_trains_as_plain(build, lambda step: mlp_batch(4), loss_fn, num_stages=2, **options)
         return
     pipeline = Pipeline(seeded(build), num_stages=2, cost=[1, 1], **options)
-    with pytest.raises(RuntimeError, match=r"1F0 failed.*stage 1 changes.*shares memory.*clone"):
+    with refused(RuntimeError):
         pipeline.step(*mlp_batch(4), loss_fn)
-    with pytest.raises(RuntimeError, match=r"1F0 failed.*shares memory"):
+    with refused(RuntimeError):
         pipeline(mlp_batch(4)[0])
 
 
@@ -465,5 +465,5 @@ def test_tensors_of_the_mini_batch_may_share_memory() -> None:
     pipeline.step(views(), target, mse_loss)
     assert_own_gradients(pipeline, plain.gradients, **EXACT)
     pipeline = Pipeline(seeded(build), num_stages=2, num_microbatches=2, remat="always")
-    with pytest.raises(RuntimeError, match=r"0F0 failed.*shares memory"):
+    with refused(RuntimeError):
         pipeline.step(views(), target, mse_loss)

@@ -21,9 +21,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from command_line import free_port
+from forked import free_port
 from hypothesis import given
 from hypothesis import strategies as st
+from refused import refused
 from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.commands import cli
@@ -239,7 +240,7 @@ def test_own_images_of_any_layout(tmp_path: Path) -> None:
     still, _ = parts.batch(parts.held_out, None)
     assert not torch.equal(images[:1], still[:1])
     (tmp_path / "flat" / "a" / "0.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"0\.png can't be read as an image"):
+    with refused(ValueError):
         own_images(str(tmp_path / "flat"), 9, False, 0, None).batch(range(12), None)
 
 
@@ -328,7 +329,7 @@ def test_a_changed_cifar10_file_is_not_opened(tmp_path: Path, monkeypatch: pytes
             return Path.touch, (trap,)
 
     (path / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(ValueError, match=r"a file of cifar-10-batches-py is not the published one"):
+    with refused(ValueError):
         own_images(str(path), 28, False, 0, None)
     assert not trap.exists()
 

@@ -9,6 +9,7 @@ from itertools import combinations, pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refused import refused
 
 from gpipe_bench.pipeline import FREE, NAMED, Action, Kind, Link, Schedule, named, replay
 from gpipe_bench.pipeline.plan.partition import Partition
@@ -232,5 +233,5 @@ def test_only_what_must_is_recomputed() -> None:
 def test_rows_that_wait_for_each_other_are_refused() -> None:
     row = (Action(0, Kind.F, 0), Action(0, Kind.B, 0))
     other = (Action(1, Kind.B, 0), Action(1, Kind.F, 0))
-    with pytest.raises(ValueError, match="1B0 waits for 1F0"):
+    with refused(ValueError):
         QuickSteps(Schedule("circle", 2, 1, "never", (row, other)))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from refused import refused
 
 from gpipe_bench.pipeline import devices
 
@@ -80,5 +81,5 @@ def test_an_accelerator_is_told_by_its_number(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    with pytest.raises(ValueError, match="no random generator of hpu:0.*use a device of type cpu, cuda"):
+    with refused(ValueError):
         devices.generator(torch.device("hpu", 0))

@@ -26,7 +26,7 @@ import torch_schedule_cases
 import tree_cases
 import worker_cases
 from case_runner import Outcomes, assert_passed, named
-from command_line import free_port
+from forked import free_port
 from own_model_cases import NEED_TRANSFORMERS
 from torch.distributed import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

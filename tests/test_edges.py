@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
+from refused import refused
 from test_schedule import schedules
 
 from gpipe_bench.pipeline import (
@@ -373,7 +374,7 @@ def test_portals_between_accelerators_in_another_order_are_refused() -> None:
     back = [Action.parse(text) for text in ["2B0", "2B1", "1B0", "1B1", "0B0", "0B1"]]
     actions = tuple(tuple(a for a in (*row, *back) if (a.stage == 2) is last) for last in (False, True))
     schedule = Schedule("own", 3, 2, "never", actions, (0, 0, 1))
-    with pytest.raises(ValueError, match="portal 'a' leads from stage 0 to stage 2, which take"):
+    with refused(ValueError):
         refuse_other_orders(schedule, [Edge(2, 0, 2, ("a",))])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -81,12 +82,10 @@ def test_known_engines_resolve_and_keep_their_names(name: str) -> None:
 
 def test_a_module_that_cannot_be_imported_is_told_apart_from_one_that_is_not_there(user_module) -> None:
     user_module("lacks_a_package", "import no_such_package\n")
-    with pytest.raises(
-        ValueError, match="importing lacks_a_package needs 'no_such_package', which is missing"
-    ):
+    with refused(ValueError):
         resolve("lacks_a_package:Engine")
     user_module("fails_on_import", "1 / 0\n")
-    with pytest.raises(ValueError, match="failed with ZeroDivisionError: division by zero; `python -c"):
+    with refused(ValueError):
         resolve("fails_on_import:Engine")
 
 
@@ -150,10 +149,10 @@ def test_our_engine_keeps_a_timeline_and_takes_uneven_micro_batches() -> None:
 
 def test_torchgpipe_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = in_process("torchgpipe")(setup_of(num_microbatches=3))
-    with pytest.raises(ValueError, match="8 examples with torch.chunk, which need not give M=3"):
+    with refused(ValueError):
         engine.step(*data(), mse)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"not installed: pip install -e .\[peers\]"):
+    with refused(ValueError):
         resolve("torchgpipe")(setup_of())
 
 
@@ -182,9 +181,9 @@ def _check_all(names: tuple[str, ...]) -> dict[str, Any]:
         ),
         "three stages": lambda: replace(base, partition=(range(0, 1), range(1, 2), range(2, len(layers)))),
     }
-    for what, refused in refusals.items():
+    for what, call in refusals.items():
         with pytest.raises(ValueError) as error:  # noqa: PT011  # the messages are checked outside
-            refused()
+            call()
         found[what] = str(error.value)
     return found
 
@@ -226,42 +225,23 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "remat", "message"),
+    ("wrong", "remat"),
     [
-        (
-            "one chunk",
-            "never",
-            "stage 0 ran 1 forward of 8 examples and 1 backward; 4 micro-batches of 2 with setup.remat = "
-            "'never' take 4 forwards and 4 backwards",
-        ),
-        (
-            "no recomputation",
-            "always",
-            "recomputed nothing: 4 forwards, and 8 are due with setup.remat = 'always'",
-        ),
-        (
-            "no recomputation",
-            "except_last",
-            "and 7 or 8 are due .* or refuse it by a ValueError in the factory",
-        ),
-        ("sum", "never", r"gradients of plain are wrong: 0\.weight differs by 3\.0"),
-        ("one parameter", "never", r"gradients of plain are wrong: 3\.bias differs by 1\.0e-06"),
-        ("no gradient", "never", r"plain left 1 of 10 parameters without a gradient, such as 3\.bias"),
+        ("one chunk", "never"), ("no recomputation", "always"), ("no recomputation", "except_last"),
+        ("sum", "never"), ("one parameter", "never"), ("no gradient", "never"),
     ],
-)
-def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str, message: str) -> None:
+)  # fmt: skip
+def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str) -> None:
     setup = setup_of(remat=remat)
     engine: Engine = Plain(setup, wrong)
-    with pytest.raises(RuntimeError, match=message):
+    with refused(RuntimeError):
         verify("plain", engine, setup, *data(), mse)
 
 
 def test_the_rows_of_micro_batches_are_counted_in_any_order() -> None:
     setup, batch = setup_of(num_microbatches=3), data()[0]
     assert check_counts("it", {0: Count((2, 3, 3), 3)}, setup, batch)[1] == [3, 3, 2]
-    with pytest.raises(
-        RuntimeError, match="stage 0 ran 3 forwards of 2 and 3 examples and 3 backwards; 3 micro-batches"
-    ):
+    with refused(RuntimeError):
         check_counts("it", {0: Count((2, 2, 3), 3)}, setup, batch)
     for rows in ((3, 3, 2, 3, 3), (3, 3, 2, 3, 3, 2)):
         check_counts("it", {0: Count(rows, 3)}, replace(setup, remat="except_last"), batch)
@@ -271,7 +251,7 @@ def test_a_parameter_whose_gradient_vanishes_is_compared_with_the_others() -> No
     """Rounding is all that some gradients are made of, such as that of a bias before a normalization."""
     expected = {"a": torch.tensor([1.0]), "b": torch.tensor([1e-9])}
     assert gradient_error({"a": torch.tensor([1.0]), "b": torch.tensor([-1e-9])}, expected, "it") < 1e-5
-    with pytest.raises(RuntimeError, match="b differs by"):
+    with refused(RuntimeError):
         gradient_error({"a": torch.tensor([1.0]), "b": torch.tensor([1e-5])}, expected, "it")
-    with pytest.raises(RuntimeError, match="a differs by nan"):
+    with refused(RuntimeError):
         gradient_error({"a": torch.tensor([float("nan")]), "b": torch.tensor([0.0])}, expected, "it")

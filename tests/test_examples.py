@@ -7,13 +7,12 @@ import importlib
 import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from forked import HANGING_S, Script, torchrun
 from own_models import library
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -30,17 +29,6 @@ def example(name: str) -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
         return importlib.import_module(name)
-
-
-def run(folder: Path, *command: object) -> str:
-    """What a command prints, started in `folder`."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=540, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_none_is_longer_than_a_page() -> None:
@@ -98,9 +86,8 @@ def test_two_processes_train_what_the_plain_model_does_and_go_on_where_they_were
 ) -> None:
     """To the bit: the weights of the plain model, and every loss of a run that was ended in between."""
     library()
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2)
-    script = (ROOT / "tests" / "with_torchvision.py", ROOT / "examples" / "two_processes.py")
-    printed = LINE.findall(run(tmp_path, *torchrun, *script, "whole"))
+    script, arguments = ROOT / "tests" / "with_torchvision.py", [str(ROOT / "examples" / "two_processes.py")]
+    printed = LINE.findall("".join(torchrun(script, [*arguments, "whole"], 2, tmp_path)))
     assert len(printed) == 3
     assert LINE.findall("".join(launch(stopped_and_begun_again, 2, tmp_path / "ended"))) == printed
     two = example("two_processes")
@@ -114,7 +101,9 @@ def test_two_processes_train_what_the_plain_model_does_and_go_on_where_they_were
 
 
 def test_ones_own_model_is_planned_and_its_script_written(tmp_path: Path) -> None:
-    lines = run(tmp_path, ROOT / "examples" / "own_model_plan.py").splitlines()
+    run = Script(ROOT / "examples" / "own_model_plan.py", [], tmp_path, tmp_path / "said", os.environ)
+    lines = run.communicate(HANGING_S)[0].splitlines()
+    assert run.returncode == 0
     assert len(lines) == 6
     for line in lines[:-1]:
         assert re.fullmatch(r"pp \d.*, M = \d+: [\d.]+ s, [\d.]+ GiB", line)

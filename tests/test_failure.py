@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from refused import refused
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
@@ -245,7 +246,7 @@ def test_a_store_of_the_launcher_that_cannot_be_asked_leaves_what_is_known_here(
 
 def test_what_does_not_answer_is_left_behind() -> None:
     never = threading.Event()
-    with pytest.raises(TimeoutError, match="no answer within 0.01 s"):
+    with refused(TimeoutError):
         bounded(never.wait, 0.01)
     never.set()
     assert bounded(lambda: 3, 600.0) == 3
@@ -261,7 +262,7 @@ def test_a_silent_store_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store._store = SimpleNamespace(check=lambda keys: asked.append(keys) or never.wait())
     monkeypatch.setattr(store_module, "ANSWER_S", 0.01)
     for _ in range(2):
-        with pytest.raises(StoreError, match="did not answer") as caught:
+        with refused(StoreError) as caught:
             store.get("failure", 0.01)
         assert caught.value.silent
     never.set()

@@ -10,8 +10,12 @@ from records import ran
 
 from gpipe_bench.experiments.grid import accelerators, machine
 from gpipe_bench.experiments.grid.experiment import EXPERIMENT
+from gpipe_bench.experiments.grid.machine import LAYERS, Waits
+from gpipe_bench.experiments.grid.side_by_side import OURS, SIZES, TORCHS, Job, lines, work
+from gpipe_bench.experiments.timed.steps import run_processes
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.pipeline import Kind
 from gpipe_bench.planner.collectives import all_reduce_s
 
 PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
@@ -88,3 +92,52 @@ def test_a_tiny_transformer_on_eight_accelerators() -> None:
     assert {quantity.provenance for quantity in found.quantities} == {"modelled"}
     assert "fastest of" in EXPERIMENT.tables([found])
     assert [plot.name for plot in EXPERIMENT.figures([found])] == ["grid-accelerators"]
+
+
+# Replicas beside those of torch
+
+
+SMALL = {
+    **SIZES,
+    "num_layers": 1,
+    "d_model": 16,
+    "ffn_dim": 16,
+    "num_heads": 2,
+    "vocab_size": 11,
+    "seq_len": 4,
+}
+
+
+@pytest.mark.parametrize("zero", [None, 2, 3])
+def test_both_compute_the_same_gradients_and_take_turns(zero: int | None) -> None:
+    job = Job(examples=4, num_microbatches=2, num_rounds=2, zero=zero, sizes=SMALL)
+    found = run_processes(work, job.replicas, job)
+    for each in found:
+        assert each.details["difference"] < 1e-5
+        assert {name: len(samples) for name, samples in each.times.items()} == {OURS: 4, TORCHS: 4}
+    first, *_, last = lines(job, found)
+    assert ("fully_shard" in first) == (zero is not None)
+    assert last.startswith("ours / torch's ")
+
+
+# Sums over replicas leave inside the last backward and run beside it
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_reaches_nine_tenths_of_the_replays_speed(schedule: str) -> None:
+    """Which it cannot without overlap: all sums behind the backward would take longer than that allows."""
+    case = Waits(schedule)
+    replayed_s = case.replayed().makespan_s
+    assert replayed_s / case.replayed(overlap=False).makespan_s < 0.9
+    # The machine is busy with other things, too, which can only make a step slower.
+    step_s, timeline = case._replace(num_steps=20, enough_s=replayed_s / 0.9).measure()
+    assert replayed_s / step_s >= 0.9, timeline
+    for stage in range(2):
+        last = [event for event in timeline.of_stage(stage) if event.action.kind is Kind.B][-1]
+        sums = [span for span in timeline.collectives if span.stage == stage]
+        assert len(sums) == LAYERS
+        # All but the last layer's run while the backward goes on.
+        inside = [span for span in sums if last.start_s < span.start_s and span.end_s < last.end_s]
+        assert len(inside) >= LAYERS - 2
+        assert sums[-1].end_s > last.end_s

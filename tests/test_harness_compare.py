@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refused import refused
 
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.paper import load_paper
@@ -78,9 +79,7 @@ def test_a_cell_of_ours_that_the_paper_lacks_comes_after_its_table_rows():
 
 
 def test_a_cell_given_twice_is_refused():
-    with pytest.raises(
-        ValueError, match="table1-transformer / parameter memory / naive-1 / paper / here is given twice"
-    ):
+    with refused(ValueError):
         compare([MEMORY[0], MEMORY[0]])
 
 

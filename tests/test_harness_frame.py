@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 from records import quantity, record
+from refused import refused
 
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.record import BEFORE, BEHIND, frame
@@ -44,7 +44,7 @@ def test_every_reference_record_fits() -> None:
 
 
 def test_a_key_named_like_a_column_is_refused() -> None:
-    with pytest.raises(ValueError, match="key 'value' of a case or quantity"):
+    with refused(ValueError):
         frame([record(case={"value": 1})])
 
 

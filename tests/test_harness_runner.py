@@ -10,6 +10,7 @@ import types
 import fake_experiment
 import pytest
 from fake_experiment import steps
+from refused import refused
 
 import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
@@ -180,13 +181,13 @@ def test_two_cases_with_one_key_are_a_mistake_of_the_experiment(store):
     experiment = dataclasses.replace(
         fake_experiment.EXPERIMENT, cases=lambda options: [Case({"K": 2}), Case({"K": 2})]
     )
-    with pytest.raises(ValueError, match="two cases K=2"):
+    with refused(ValueError):
         go(store, experiment)
 
 
 @pytest.mark.parametrize("value", [float("nan"), (1, 2), object()])
 def test_a_key_that_would_not_survive_storage_is_refused(value):
-    with pytest.raises(ValueError, match="case key K="):
+    with refused(ValueError):
         Case({"K": value})
 
 
@@ -209,7 +210,7 @@ def test_only_selects(only, chosen):
 
 def test_a_profile_the_experiment_lacks_is_named():
     experiment = dataclasses.replace(fake_experiment.EXPERIMENT, profiles={"short": "all"})
-    with pytest.raises(ValueError, match="fake has no profile 'full'; allowed: short"):
+    with refused(ValueError):
         go(Store("unused"), experiment, options=RunOptions(profile="full"))
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refused import refused
 
 from gpipe_bench.harness.compare import judge, narrow, printed, worded
 from gpipe_bench.harness.paper import PaperNumber
@@ -246,7 +247,7 @@ def test_about_is_as_near_as_the_word_may_mean_and_never_nearer_than_the_digit()
     assert (coarse.low, coarse.high) == (printed(paper("3", "ratio")).low, 3.5)
     assert judge(cell, ours(27.0, "%", allowed=found)).verdict == "undecided"
     assert judge(cell, ours(36.7, "%", allowed=found)).verdict == "above"
-    with pytest.raises(ValueError, match="how near has no range"):
+    with refused(ValueError):
         worded(cell, "about", msgspec.structs.replace(unknown(0.04, 0.1), range=None, allowed=(1,)))
 
 
@@ -290,5 +291,5 @@ def test_the_tolerance_scales_our_range_and_the_rounding():
 
 @pytest.mark.parametrize("tolerance", [0, -1, float("nan"), float("inf")])
 def test_a_tolerance_without_a_width_is_refused(tolerance):
-    with pytest.raises(ValueError, match="multiplies the width of a range"):
+    with refused(ValueError):
         judge(paper("3.5x"), ours(3.5), tolerance)

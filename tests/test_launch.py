@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refused import refused
 from torch import distributed as dist
 
 from gpipe_bench.experiments.consistency import training as consistency
@@ -43,7 +44,7 @@ def test_windows_is_refused_with_what_to_do_instead(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(launch.signal, "pthread_sigmask")
     monkeypatch.delattr(launch.signal, "SIGHUP")
     monkeypatch.setattr(launch.sys, "platform", "win32")
-    with pytest.raises(ValueError, match="which win32 does not have; on Windows take WSL, or one process"):
+    with refused(ValueError):
         launch.launch(nothing, 2)
 
 
@@ -52,9 +53,7 @@ def test_a_function_of_a_notebook_is_refused_with_what_to_do_instead(monkeypatch
     notebook = types.ModuleType("__main__")
     exec("def train(): pass", notebook.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    with pytest.raises(
-        ValueError, match="train was defined in a notebook or at a prompt, .* write it to a file"
-    ):
+    with refused(ValueError):
         launch.launch(notebook.train, 2, device="cpu")
 
 
@@ -65,14 +64,14 @@ def test_more_processes_than_gpus_are_refused_before_any_starts(
 ) -> None:
     started: list[object] = []
     monkeypatch.setattr(launch, "elastic_launch", lambda *arguments: started.append(arguments))
-    with pytest.raises(ValueError, match=r"2 processes, 1 GPU: .* at most 1, .* with device='cpu'"):
+    with refused(ValueError):
         launch.launch(nothing, 2, device=device)
     assert not started
 
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)
 def test_a_gpu_that_is_asked_for_must_be_there(gpus: int) -> None:
-    with pytest.raises(ValueError, match="1 process, 0 GPUs: .* with device='cpu'"):
+    with refused(ValueError):
         launch.launch(nothing, 1, device="cuda")
 
 
@@ -96,11 +95,11 @@ def test_a_process_of_torchrun_says_it_before_it_joins_the_others(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes, 1 GPU"), launch.start_process():
+    with refused(ValueError), launch.start_process():
         pass
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match="2 processes, 1 GPU"), launch.start_process():
+    with refused(ValueError), launch.start_process():
         pass
     assert not dist.is_initialized()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from records import quantity, record
+from refused import refused
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli
@@ -137,5 +138,5 @@ def test_a_screen_asks_for_verdicts_and_neither_for_reasons_nor_for_text():
 
 def test_fewer_than_two_machines_are_refused():
     cells = compare([Answer(table="t", row="r", column="c", quantity=quantity(1))], [])
-    with pytest.raises(ValueError, match="at least two machines, got a"):
+    with refused(ValueError):
         side_by_side({"a": cells}, {"a": []})

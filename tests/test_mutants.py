@@ -204,6 +204,21 @@ def test_mistakes_made_by_hand_are_judged_by_the_tests_that_they_name(
     assert found[0] == status
 
 
+def test_a_test_that_stands_still_ends_the_run_and_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any mistake, where a limit of processor time would be no limit."""
+    waits = "import threading\n\n\ndef test_sum():\n    threading.Event().wait()\n"
+    monkeypatch.setitem(PROJECT, "tests/test_add.py", waits)
+    monkeypatch.setitem(
+        globals(), "MADE", MADE.replace("import mutants,", "import mutants; mutants.STILL_S = 1.0; import")
+    )
+    status, said = judged(tmp_path, "--only", "sum")
+    assert status != 0
+    assert "tests/test_add.py::test_sum stands still without any mistake\n" in said
+    assert 'test_add.py", line 5 in test_sum' in said
+
+
 def test_the_list_and_what_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert mutants.main(["--list"]) == 0
     assert f"{MISTAKES[0].name}\n    {MISTAKES[0].place}: {MISTAKES[0].why}\n" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import NO_TORCH, ROOT, call
+from forked import torchrun
 
 from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
@@ -120,31 +120,16 @@ def test_layers_are_timed_on_this_machine(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.processes
 def test_the_printed_command_runs(two: tuple[dict[str, Any], Path, str]) -> None:
     folder, line = two[1], two[0]["command"].split()
-    assert line[0] == "torchrun"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "STEPS": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *line[1:]],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=540,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert re.findall(r"^step \d: loss [\d.]+$", ran.stdout, re.MULTILINE) != []
+    assert line[:3] == ["torchrun", "--nproc-per-node", "2"]
+    said, _ = torchrun(Path(line[3]), line[4:], 2, folder, STEPS="2")
+    assert re.findall(r"^step \d: loss [\d.]+$", said, re.MULTILINE) != []
 
 
 def run_script(text: str, folder: Path) -> list[float]:
     """The losses that a script prints over two processes."""
     (folder / "train.py").write_text(text, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STEPS": "2", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=540,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    return [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", ran.stdout, re.MULTILINE)]
+    said, _ = torchrun(folder / "train.py", [], 2, folder, STEPS="2")
+    return [float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", said, re.MULTILINE)]
 
 
 TWO = Request(accelerators=2, memory_bytes=2**30, batch_size=4, link=LINKS["loopback"])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refused import refused
 
 from gpipe_bench.pipeline import Action, Event, Link, gpipe, named
 from gpipe_bench.planner import Candidate, Costs, Request
@@ -51,7 +52,7 @@ def test_a_stage_takes_its_layers_and_an_action_once() -> None:
     assert at.seconds("G", range(0, 2)) == 3.25
     assert at.seconds("B", range(1, 3)) == 12.5
     assert at.seconds("B first", range(1, 3)) == 9.5
-    with pytest.raises(ValueError, match="no seconds of W; there are those of B, B first, G"):
+    with refused(ValueError):
         at.seconds("W first", range(0, 1))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import planning_models
 import pytest
+from refused import refused
 
 from gpipe_bench.experiments.plan import exact, on_paper
 from gpipe_bench.experiments.plan.steps import WAYS, ranked, searched, title, with_replicas
@@ -171,7 +172,7 @@ def test_every_pass_gathers_where_nothing_is_kept() -> None:
         step = predict(candidate(remat=remat, **shared), given, request(NEAR, 2, 8))
         alone = predict(candidate(remat=remat, workers=1, number=2), given, request(NEAR, 1, 4))
         assert step.step_s - alone.step_s == pytest.approx(2 * passes * gather_s)
-    with pytest.raises(ValueError, match="its W would find its parameters sharded: gather once in a step"):
+    with refused(ValueError):
         predict(candidate("zb-h1", **shared), given, request(NEAR, 2, 8))
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import record
+from refused import refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper_profiles import EXAMPLES
@@ -129,7 +130,7 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_n
     )
     assert pointwise > 0
     assert slow - fused == pointwise
-    with pytest.raises(ValueError, match="share of the peak"):
+    with refused(ValueError):
         full.seconds(arithmetic, "float32", 2, (0.0,))
 
 
@@ -150,7 +151,7 @@ def test_a_core_is_half_a_chip() -> None:
 def test_cuts_follow_the_rule_and_batches_hold_at_least_m_examples_and_fit() -> None:
     full = of_the_paper("table2", "transformer", quick=True)
     assert full.cut("layers", "cumulative share", 13) is None, "a stage would be empty"
-    with pytest.raises(ValueError, match="unknown cost 'minutes'"):
+    with refused(ValueError):
         full.cut("minutes", "least variance", 2)
     assert len(full.cut("seconds", "least variance", 2)) == 2
     cut, batches = full.cut("layers", "least variance", 2), (2, 4, 64, 4096)
@@ -257,7 +258,7 @@ def test_where_the_middle_is_not_admitted_the_nearest_is_and_the_first_settings_
     )
     assert found.settings == {"a": 1, "b": "x"}, "a combination has all cells of the table"
     assert found.spread(CELL).high == 5 > found.spread(other).combinations == 4, "and only such count"
-    with pytest.raises(ValueError, match="no combination of a, b is admitted"):
+    with refused(ValueError):
         Prediction.by_rule("", AXES, {CELL: np.full((3, 2), np.nan)})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
@@ -303,16 +304,16 @@ def test_profiling_leaves_the_model_and_the_random_state_alone() -> None:
 
 
 def test_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="a layer passed is of type int and holds no tensor"):
+    with refused(ValueError):
         profile(Call(lambda self, x: 3))
-    with pytest.raises(ValueError, match="holds a object, which cannot travel"):
+    with refused(ValueError):
         profile(Call(lambda self, x: {"x": x, "what": object()}))
 
 
 def test_parameters_shared_between_layers_are_refused() -> None:
     a, b = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
     b.weight = a.weight
-    with pytest.raises(ValueError, match="layers 0 and 2 share the parameter 'weight'"):
+    with refused(ValueError):
         Profiler().chain([a, nn.ReLU(), b], one(image()))
     relu = nn.ReLU()  # without parameters, the same module may stand twice
     assert len(Profiler().chain([a, relu, relu], one(image()))) == 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import growth_cases
 import pytest
 import torch
 from case_runner import watched
@@ -114,3 +115,12 @@ def test_a_replica_that_takes_fewer_steps_is_named() -> None:
     }
     rest = " training steps, and others go on; give all replicas equally many mini-batches"
     assert said[0].removesuffix(rest) in of_rank.values()
+
+
+# The programs of `growth_cases`, in small
+
+
+@pytest.mark.processes
+def test_what_a_process_holds_does_not_grow() -> None:
+    outcomes = watched(growth_cases.run, growth_cases.NUM_PROCESSES, 16, 64)
+    assert not [text for of_rank in outcomes for text in of_rank]

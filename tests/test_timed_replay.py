@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_steps import found, job_of, steps, timed, value
 from records import record
+from refused import refused
 from scipy.stats import t
 
 from gpipe_bench.experiments.timed.claims import derived, next_error, prediction_interval, replayed_spread
@@ -82,14 +83,14 @@ def test_a_step_that_forgot_something_is_refused():
     step = replay(schedule, {Kind.F: 1, Kind.R: 1, Kind.B: 2})
     assert check_ran(step, schedule) == {"F": 8, "R": 8, "B": 8}
     without = Timeline.of([e for e in step.events if str(e.action) != "1R2"], 2)
-    with pytest.raises(RuntimeError, match="ran 23 actions where gpipe.*has 24; look at 1R2"):
+    with refused(RuntimeError):
         check_ran(without, schedule)
     twice = Timeline.of([*step.events, Event(step.events[0].action, 50.0, 51.0)], 2)
-    with pytest.raises(RuntimeError, match="ran 25 actions"):
+    with refused(RuntimeError):
         check_ran(twice, schedule)
     second = Timeline.of([event for event in step.events if event.action.stage == 1], 2)
     assert check_ran(second, schedule, 1) == {"F": 4, "R": 4, "B": 4}
-    with pytest.raises(RuntimeError, match="stage 0 ran 12 actions where .* has 12; look at 0B0"):
+    with refused(RuntimeError):
         check_ran(second, schedule, 0)
 
 

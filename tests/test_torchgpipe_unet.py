@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from records import record
+from refused import refused
 
 from gpipe_bench.experiments.predicted.experiment import COLUMNS, DIRECT_SKIPS, EXPERIMENT, SCRIPTS
 from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
@@ -58,7 +58,7 @@ def test_a_stage_takes_its_own_skips_and_no_others() -> None:
 
 
 def test_a_cut_that_does_not_name_all_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 64 layers, the model 65; a published cut must name them all"):
+    with refused(ValueError):
         peaks(30, 34)
 
 

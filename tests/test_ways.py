@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from refused import refused
 
 from gpipe_bench.pipeline import Kind, Schedule, gpipe, named
 from gpipe_bench.pipeline.plan.edges import rings_of, turns
@@ -60,7 +61,7 @@ def test_ways() -> None:
     both = {**plain, (False, False): "activations down", (True, True): "gradients up"}
     assert names_of_ways(gpipe(3, 2)) == names_of_ways(gpipe(1, 2)) == plain
     assert names_of_ways(named("zb-v", 3, 2)) == names_of_ways(named("interleaved", 2, 2)) == both
-    with pytest.raises(ValueError, match="choose fewer micro-batches"):
+    with refused(ValueError):
         refuse_edges(Schedule("long", 2**12, 2**12, "never", ((),) * 2**12), (), accelerated=False)
 
 

@@ -2,7 +2,7 @@
 
 The first tier is what `nox -s tests` runs: the whole public behaviour once, within two minutes. The second,
 named in `second_tier.txt` and marked `deep`, holds the same promises on more cells, in more processes, under
-signals and kills; continuous integration adds it (`nox -s tests -- --all`). `test_tiers.py` says that no area
+signals and kills; continuous integration adds it (`nox -s tests -- --all`). `test_tools.py` says that no area
 leaves the first.
 
 Time is processor time, of this process and of all that it started: a loaded machine does not change it much.

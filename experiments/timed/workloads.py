@@ -247,7 +247,11 @@ VERSION1: Mapping[str, Sizes] = {
     "resnet101": _sizes(
         "ResNet-101",
         "resnet101",
-        smoke=({"image_size": 64, "num_classes": 10}, 4, "64 x 64 pixels, 10 classes"),
+        smoke=(
+            {"image_size": 64, "num_classes": 10, "num_blocks": (2, 2, 4, 2), "num_filters": 16},
+            4,
+            "10 blocks of 33, filters / 4, 64 x 64 pixels, 10 classes",
+        ),
         short=({"image_size": 64, "num_classes": 100}, 32, "64 x 64 pixels, 100 classes"),
         full=({"image_size": 224, "num_classes": 1000}, 128),
     ),

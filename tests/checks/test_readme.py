@@ -36,9 +36,9 @@ CHAINED = ("docs/memory.md", "docs/running.md", "docs/schedules.md")
 # Files of a user, which the tests below write, and pages with a test of their own.
 FILES = ("README.md", "docs/guard.md", "docs/own-engine.md")
 ELSEWHERE = {
-    "docs/own-model.md": "test_own_model_docs.py",
-    "docs/grid.md": "test_grid_docs.py",
-    "docs/plan.md": "test_plan_docs.py",
+    "docs/own-model.md": "test_pages.py",
+    "docs/grid.md": "test_pages.py",
+    "docs/plan.md": "test_pages.py",
     "docs/adding-an-experiment.md": "test_adding_an_experiment.py",
 }
 

@@ -401,6 +401,7 @@ EXPERIMENT = Experiment(
     },
     cases=cases,
     run=run,
+    cells=lambda records: [],  # the paper set no engines side by side
     tables=tables,
     docs="docs/own-engine.md",
     options=("engine",),

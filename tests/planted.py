@@ -154,10 +154,10 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="recomputation with another stream",
         place="pipeline/stage/layers.py::LayerRunner.run",
-        old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
+        old="                    key = mix(key ^ (self._first_microbatch + m))\n",
         new="""\
                     again = m if recording else m + 1
-                    generators.seed(mix(key ^ (self._first_microbatch + again)))
+                    key = mix(key ^ (self._first_microbatch + again))
 """,
         why="the recomputation draws what another micro-batch drew",
         tests=TRANSPARENT,
@@ -258,8 +258,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="targets in reverse order",
         place="pipeline/step.py::Steps.take",
-        old='targets = split(target, plan.num_microbatches, "the target")',
-        new='targets = split(target.flip(0), plan.num_microbatches, "the target")',
+        old='targets = divide(target, lengths, "the target")',
+        new='targets = divide(target.flip(0), lengths, "the target")',
         why="every micro-batch needs its own targets",
         tests=TRANSPARENT,
     ),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_bench.pipeline.stage.buffers import Saved
-from gpipe_bench.pipeline.stage.trees import Message, Nested
+from gpipe_bench.pipeline.stage.trees import Message, Nested, Tree, unflatten
 
 
 class Kept:
@@ -46,8 +46,8 @@ class Kept:
         *,
         again: bool = False,
         watched: list[tuple[Tensor, int]] | None = None,
-    ) -> tuple[Tensor, ...]:
-        """The inputs as the beginning of a new graph; without a graph, as they are.
+    ) -> Tree:
+        """The inputs, put together, as the beginning of a new graph; without a graph, as they are.
 
         Those at the positions `copied` are copied before, because a layer will overwrite them. If they are
         needed `again`, for a recomputation, they stay here as they are. `watched` takes in what is returned,
@@ -56,24 +56,21 @@ class Kept:
         inputs = self.inputs
         if copied:
             inputs = tuple([t.clone() if i in copied else t for i, t in enumerate(inputs)])
-        if not (torch.is_grad_enabled() and any(self.needs_grad)):
+        entered: Sequence[Tensor] = inputs
+        if torch.is_grad_enabled() and True in self.needs_grad:
+            exits: list[Tensor | None] = [None] * len(inputs)
+            leaves, entered = [*inputs], [*inputs]
+            for position, needed in enumerate(self.needs_grad):
+                if needed:
+                    leaf = leaves[position] = leaves[position].detach().requires_grad_()
+                    entered[position] = enter(leaf, exits, position)
             if not again:
-                self.inputs = inputs
-            if watched is not None:
-                watched += [(tensor, tensor._version) for tensor in inputs]
-            return inputs
-        exits: list[Tensor | None] = [None] * len(self.needs_grad)
-        leaves: list[Tensor] = []
-        entered: list[Tensor] = []
-        for position, (tensor, needed) in enumerate(zip(inputs, self.needs_grad, strict=True)):
-            leaf = tensor.detach().requires_grad_() if needed else tensor
-            leaves.append(leaf)
-            entered.append(enter(leaf, exits, position) if needed else leaf)
-        if not again:
-            self.exits, self.inputs = exits, tuple(leaves)
+                self.exits, self.inputs = exits, tuple(leaves)
+        elif not again:
+            self.inputs = inputs
         if watched is not None:
             watched += [(tensor, tensor._version) for tensor in entered]
-        return tuple(entered)
+        return entered[0] if self.structure is None else unflatten(entered, self.structure)
 
     def keep_graph(
         self, outputs: Sequence[Tensor], announced: Sequence[bool] = (True,), stage: int = 0
@@ -98,7 +95,7 @@ class Kept:
                     get_gradient_edge(tensor) if special else GradientEdge(node, tensor.output_nr)  # type: ignore[arg-type]
                 )
         self.places, self.edges = tuple(places), tuple(edges)
-        if not all(self.needs_grad):
+        if False in self.needs_grad:
             self.inputs = tuple([t for t in self.inputs if t.requires_grad])
 
 

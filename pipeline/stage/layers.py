@@ -62,7 +62,7 @@ class LayerRunner:
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
-        self._calls: tuple[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None], ...] = ()
+        self._calls: Sequence[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None]] = ()
         self._loss_key: int | None = None  # None: draws nothing
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
@@ -89,27 +89,22 @@ class LayerRunner:
             calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
         if self._portals is not None:
             calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
-        each = zip(calls, self._draws, self._keywords, strict=True)
-        self._calls = tuple(
-            [
-                (
-                    layer,
-                    layer_key(self.seed, step, self.first_layer + i) if draws else None,
-                    (shared and keywords.select(shared)) or None,
-                )
-                for i, (layer, draws, keywords) in enumerate(each)
-            ]
-        )
+        place, found = self.first_layer, []
+        for call, draws, keywords in zip(calls, self._draws, self._keywords, strict=True):
+            key = layer_key(self.seed, step, place) if draws else None
+            found.append((call, key, (keywords.select(shared) or None) if shared else None))
+            place += 1
+        self._calls = found
         if self._portals is not None:
-            self._calls = ((self._portals.enter, None, None), *self._calls, (self._portals.leave, None, None))
+            self._calls = [(self._portals.enter, None, None), *found, (self._portals.leave, None, None)]
         draws = targets != () and loss_fn is not None and may_draw(loss_fn)
-        self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers)) if draws else None
+        self._loss_key = layer_key(self.seed, step, place) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
         self._targets, self._loss_fn = (), None
-        self._calls = tuple([(layer, key, None) for layer, key, _ in self._calls])
+        self._calls = [(layer, key, None) for layer, key, _ in self._calls]
         if self._portals is not None:
             self._portals.drop()
 
@@ -119,8 +114,8 @@ class LayerRunner:
         """
         if self._compiled is not None:
             value = self._as_in_a_graph(value)
-        generators = self._generators
-        states: list[Tensor] | None = None
+        generators = self._generators.all
+        states: list[Tensor] = []  # of the generators, as the user left them
         forget_casts = self._autocast and not torch.is_grad_enabled()
         if forget_casts:  # autocast caches weights cast without a graph, and a graph must not meet them
             torch.clear_autocast_cache()
@@ -129,13 +124,15 @@ class LayerRunner:
         try:
             for layer, key, shared in self._calls:
                 if key is not None:
-                    if states is None:
-                        states = generators.save()
-                    generators.seed(mix(key ^ (self._first_microbatch + m)))
+                    if not states:
+                        states = [generator.get_state() for generator in generators]
+                    key = mix(key ^ (self._first_microbatch + m))
+                    for generator in generators:
+                        generator.manual_seed(key)
                 value = layer(value) if shared is None else layer(value, **shared)
         finally:
-            if states is not None:
-                generators.restore(states)
+            for generator, state in zip(generators, states, strict=False):
+                generator.set_state(state)
             if self._normalizes:
                 self.statistics.release()
             if forget_casts:
@@ -239,6 +236,6 @@ def deliver(
     trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str, *, once: bool = False
 ) -> Sequence[Batch] | Arriving:
     """The micro-batches, which are parts of one mini-batch, on `device`: as they are if it is there."""
-    if not trees or trees[0] is None or all(tensor.device == device for tensor in tensors_of(trees[0], what)):
+    if trees[0] is None or all(tensor.device == device for tensor in tensors_of(trees[0], what)):
         return trees
     return Arriving(trees, device, transfers, what, once=once)

@@ -38,7 +38,12 @@ def mix(value: int) -> int:
 
 def layer_key(seed: int, step: int, layer: int) -> int:
     """The part of a stream's key that all micro-batches share."""
-    return mix(mix(mix(seed & _MASK) ^ step) ^ layer)
+    return mix(_step_key(seed, step) ^ layer)
+
+
+@lru_cache(maxsize=16)
+def _step_key(seed: int, step: int) -> int:
+    return mix(mix(seed & _MASK) ^ step)
 
 
 def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
@@ -94,22 +99,22 @@ class Generators:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._all = [torch.default_generator]
+        self.all = [torch.default_generator]
         if devices.is_accelerator(device):
-            self._all.append(devices.generator(device))
+            self.all.append(devices.generator(device))
 
     def seed(self, key: int) -> None:
         """Starts the stream `key` on every generator."""
-        for generator in self._all:
+        for generator in self.all:
             generator.manual_seed(key)
 
     def save(self) -> list[Tensor]:
         """The states of the generators, to be restored after the engine has used them."""
-        return [generator.get_state() for generator in self._all]
+        return [generator.get_state() for generator in self.all]
 
     def restore(self, states: Iterable[Tensor]) -> None:
         """Gives the generators back as they were at `save`."""
-        for generator, state in zip(self._all, states, strict=True):
+        for generator, state in zip(self.all, states, strict=True):
             generator.set_state(state)
 
     def have_moved(self, states: Iterable[Tensor]) -> bool:

@@ -17,6 +17,7 @@ import json
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -186,6 +187,12 @@ class Session:
                 connection.cut()  # most of them once more
             else:
                 connection.close()
+        if not self.job.noticed:  # all at once, or who builds another pipeline waits long for each
+            ends = [threading.Thread(target=connection.let_go) for connection in self._connections]
+            for end in ends:
+                end.start()
+            for end in ends:
+                end.join()
 
 
 def open_connections(

@@ -38,7 +38,7 @@ from torch.utils.flop_counter import flop_registry
 from gpipe_bench.pipeline.memory.boundary import Boundary, resized
 from gpipe_bench.pipeline.memory.fake_tensors import attention_of
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, fake_copy, passed_on
-from gpipe_bench.pipeline.signature import signature
+from gpipe_bench.pipeline.stage.compiled import signature
 from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.model import Model

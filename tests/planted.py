@@ -82,7 +82,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="input gradient scaled by 1.01",
-        place="pipeline/stage/graph.py::_Entry.backward",
+        place="pipeline/stage/tensors.py::_Entry.backward",
         old="ctx.exits[ctx.position] = gradient",
         new="ctx.exits[ctx.position] = gradient * 1.01",
         why="errors at a boundary show in the earlier stages alone",
@@ -241,7 +241,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="strides of single examples lost at a boundary",
-        place="pipeline/stage/graph.py::_Entry.forward",
+        place="pipeline/stage/tensors.py::_Entry.forward",
         old="return tensor.detach()",
         new="return tensor.view_as(tensor)",
         why="masks follow the memory layout, so bits would depend on the cuts",
@@ -273,7 +273,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="outputs kept by the graph's owner",
-        place="pipeline/stage/graph.py::Kept.keep_graph",
+        place="pipeline/stage/tensors.py::Kept.keep_graph",
         old="self.places, self.edges = ",
         new="""\
 self.outputs = tuple(outputs)
@@ -417,9 +417,9 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="copies among the receiver's computations",
-        place="pipeline/transfers.py::Way.__init__",
-        old="devices.new_stream(target) if",
-        new="devices.current_stream(target) if",
+        place="pipeline/devices.py::Way.__init__",
+        old="new_stream(target) if",
+        new="current_stream(target) if",
         why="a device would stand still until the sender of what it needs later has come to it",
         tests=("tests/test_streams.py::test_devices_wait_for_nothing_but_what_they_receive[1f1b]",),
     ),
@@ -568,7 +568,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="portals that wait left out of the memory model",
-        place="pipeline/memory/portals.py::portal_memory",
+        place="pipeline/memory/cut.py::portal_memory",
         old="return memories(found, schedule, optimizer, None, lines, messages)",
         new="return memories(found, schedule, optimizer, None, (), messages)",
         why="a large portal waits with the stage that pops it",

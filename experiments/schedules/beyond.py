@@ -20,9 +20,9 @@ from gpipe_bench.experiments.schedules.laid_out import alive_by_worker, in_slots
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import numbers_text
+from gpipe_bench.pipeline.plan.links import at_once, away, longest
+from gpipe_bench.pipeline.plan.links import in_slots as of_slots
 from gpipe_bench.pipeline.plan.named import named, seq1f1b
-from gpipe_bench.pipeline.plan.offload import at_once, away, longest
-from gpipe_bench.pipeline.plan.offload import in_slots as of_slots
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay

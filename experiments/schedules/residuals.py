@@ -40,7 +40,7 @@ def run() -> Outcome:
 
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline.memory.boundary import Boundary
-    from gpipe_bench.pipeline.memory.portals import portal_memory
+    from gpipe_bench.pipeline.memory.cut import portal_memory
     from gpipe_bench.pipeline.memory.profile import Profiler
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
     from gpipe_bench.pipeline.stage.portals import declarations

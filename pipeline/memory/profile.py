@@ -38,8 +38,8 @@ from gpipe_bench.pipeline.memory.layer_run import LayerRun, buffer_roles
 from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
 from gpipe_bench.pipeline.plan.portals import Declared
-from gpipe_bench.pipeline.signature import signature
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.compiled import signature
 from gpipe_bench.pipeline.stage.portals import Carried, declarations
 from gpipe_bench.pipeline.stage.trees import Tree, change, tensors_of
 
@@ -293,7 +293,7 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
 
 # Layers with portals as layers without: what is carried past a layer is part of what it takes and gives. That
 # is how a stage holds portals, and how layers are profiled that have some. A cut between such layers would
-# pass everything on; where portals go past stages, `portals.portal_memory` says what that saves.
+# pass everything on; where portals go past stages, `cut.portal_memory` says what that saves.
 
 
 def passed_on(layers: Sequence[nn.Module]) -> list[nn.Module]:

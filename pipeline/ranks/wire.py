@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.host import not_inherited
+from gpipe_bench.pipeline.ranks.launch import not_inherited
 from gpipe_bench.pipeline.ranks.shared_memory import Arrival, Departure, Holders, Neighbour, wait_beside
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 

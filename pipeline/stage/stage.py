@@ -3,7 +3,8 @@
 `torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
 backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
 `backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
-(re-materialization) or its graph (`graph`); how the layers are called is the same in all actions (`layers`).
+(re-materialization) or its graph (`tensors.Kept`); how the layers are called is the same in all actions
+(`layers`).
 
 Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
 in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A
@@ -25,17 +26,16 @@ from torch._C import _set_grad_enabled as enable_grad  # `torch.set_grad_enabled
 from torch.autograd.graph import GradientEdge
 
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.devices import Transfers
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
-from gpipe_bench.pipeline.stage.graph import ENTRY, Kept
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
 from gpipe_bench.pipeline.stage.portals import Carried
 from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
-from gpipe_bench.pipeline.stage.tensors import is_divided, overlapping, separate, version
+from gpipe_bench.pipeline.stage.tensors import ENTRY, Kept, is_divided, overlapping, separate, version
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
-from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()

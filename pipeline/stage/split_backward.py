@@ -140,7 +140,7 @@ class Split:
                 asked.append(node)
         wanted = tuple([GradientEdge(node, 0) for node in (*asked, *self._entries, *self._rest)])
         with _hooks_set_aside(leaf.variable for leaf in self._rest):
-            caught = iter(run_engine(edges, gradients, inputs=wanted, accumulate_grad=False))
+            caught = iter(run_engine(edges, gradients, inputs=wanted, accumulate_grad=not wanted))
         for waiting in last:
             waiting.gradient = next(caught)
         for node in self._entries:

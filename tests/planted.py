@@ -643,14 +643,6 @@ self.outputs = tuple(outputs)
         tests=("tests/test_mesh.py::test_case[parameters_that_come_later]",),
     ),
     Mistake(
-        name="a result known for other strides",
-        place="pipeline/memory/fake_tensors.py::_kind",
-        old="return value.shape, value.stride(), value.storage_offset(),",
-        new="return value.shape, value.storage_offset(),",
-        why="what a layer copies depends on the layout of its input",
-        tests=("tests/test_fake_tensors.py::test_results_are_those_of_torch",),
-    ),
-    Mistake(
         name="another engine takes ours along",
         place="experiments/on_gpus.py",
         old="        if len(job.engines) == 1:\n            raise\n",

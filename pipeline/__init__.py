@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.errors import ActionError as ActionError
     from gpipe_bench.pipeline.memory.boundary import Boundary as Boundary
     from gpipe_bench.pipeline.memory.cut import StagePeaks as StagePeaks
+    from gpipe_bench.pipeline.memory.cut import portal_memory as portal_memory
     from gpipe_bench.pipeline.memory.grids import grid_peak_bytes as grid_peak_bytes
     from gpipe_bench.pipeline.memory.peaks import StageMemory as StageMemory
-    from gpipe_bench.pipeline.memory.portals import portal_memory as portal_memory
     from gpipe_bench.pipeline.memory.profile import Profiler as Profiler
     from gpipe_bench.pipeline.memory.workers import Transport as Transport
     from gpipe_bench.pipeline.memory.workers import bytes_of_stages as bytes_of_stages
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.plan.timeline import svg as svg
     from gpipe_bench.pipeline.ranks.launch import launch as launch
     from gpipe_bench.pipeline.ranks.launch import start_process as start_process
+    from gpipe_bench.pipeline.stage.layers import run_plain as run_plain
     from gpipe_bench.pipeline.stage.portals import Pop as Pop
     from gpipe_bench.pipeline.stage.portals import PortalSequential as PortalSequential
     from gpipe_bench.pipeline.stage.portals import Stash as Stash
-    from gpipe_bench.pipeline.stage.rng import run_plain as run_plain
     from gpipe_bench.pipeline.transport import InProcess as InProcess
 
 # Where the names are; a line here and a line above.
@@ -59,10 +59,9 @@ _NAMES = {
     "api": ("Pipeline",),
     "errors": ("ActionError",),
     "memory.boundary": ("Boundary",),
-    "memory.cut": ("StagePeaks",),
+    "memory.cut": ("StagePeaks", "portal_memory"),
     "memory.grids": ("grid_peak_bytes",),
     "memory.peaks": ("StageMemory",),
-    "memory.portals": ("portal_memory",),
     "memory.profile": ("Profiler",),
     "memory.workers": ("Transport", "bytes_of_stages", "peak_bytes", "pipeline_memory"),
     "model.layers_of": ("layers_of",),
@@ -76,8 +75,8 @@ _NAMES = {
     "plan.simulate": ("SLOTS", "replay"),
     "plan.timeline": ("Event", "Timeline", "svg"),
     "ranks.launch": ("launch", "start_process"),
+    "stage.layers": ("run_plain",),
     "stage.portals": ("Pop", "PortalSequential", "Stash"),
-    "stage.rng": ("run_plain",),
     "transport": ("InProcess",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

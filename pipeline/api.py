@@ -38,9 +38,9 @@ from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.ranks.connect import Network, network_of
+from gpipe_bench.pipeline.ranks.control import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failure import Job
-from gpipe_bench.pipeline.ranks.gather import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.layers import LossFn
@@ -115,7 +115,7 @@ class Pipeline(nn.Module):
         transport: another in-process transport, such as `InProcess(copy=True)`; not with `group` or `mesh`.
 
     How the layers run:
-        seed: of their random streams (see `stage.rng`).
+        seed: of their random streams (see `stage.layers`).
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
             chooses that. What cannot be compiled runs as it is, and a warning says why.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +43,11 @@ class Clock:
         self._journal = journal
         self._actions = tuple(actions)
         self._devices = tuple(stage_devices)  # by stage
-        self._start_ns = [0] * len(self._actions)
-        self._end_ns = [0] * len(self._actions)
+        # Start and end of each action, one after the other: what tells the time, and what it told, which is
+        # nanoseconds of the host or an event of an accelerator.
+        self.times: list[int | torch.Event] = [0] * (2 * len(self._actions))
+        self.read: list[Callable[[], int | torch.Event]] = [time.perf_counter_ns] * len(self.times)
         self._accelerators = tuple(filter(devices.is_accelerator, dict.fromkeys(self._devices)))
-        # By position; None where the device is a CPU.
-        self._events: list[tuple[torch.Event, torch.Event] | None] = []
         self._firsts: dict[torch.device, torch.Event] = {}  # of the step, on each accelerator
         self._firsts_ns: dict[torch.device, float] = {}  # when that was, once somebody has asked
         self.complete = False
@@ -57,31 +58,25 @@ class Clock:
             self._journal.begin()
         if self._accelerators:
             self._firsts_ns = {}
-            if not self._events:
-                homes = [self._devices[action.stage] for action in self._actions]
-                self._events = [
-                    (devices.event(home, timing=True), devices.event(home, timing=True))
+            if not self._firsts:
+                self._firsts = {device: devices.event(device, timing=True) for device in self._accelerators}
+                homes = [self._devices[action.stage] for action in self._actions for _ in range(2)]
+                self.read = [
+                    partial(_recorded, devices.event(home, timing=True), home)
                     if devices.is_accelerator(home)
-                    else None
+                    else time.perf_counter_ns
                     for home in homes
                 ]
-                self._firsts = {device: devices.event(device, timing=True) for device in self._accelerators}
             for device, event in self._firsts.items():
                 event.record(devices.current_stream(device))
 
     def start(self, position: int) -> None:
         """The action at `position` of the program begins."""
-        if self._events and (events := self._events[position]) is not None:
-            events[0].record(devices.current_stream(self._devices[self._actions[position].stage]))
-        else:
-            self._start_ns[position] = time.perf_counter_ns()
+        self.times[2 * position] = self.read[2 * position]()
 
     def stop(self, position: int) -> None:
         """The action at `position` of the program ends."""
-        if self._events and (events := self._events[position]) is not None:
-            events[1].record(devices.current_stream(self._devices[self._actions[position].stage]))
-        else:
-            self._end_ns[position] = time.perf_counter_ns()
+        self.times[2 * position + 1] = self.read[2 * position + 1]()
 
     def events(self, offset_ns: int = 0) -> tuple[Event, ...]:
         """The latest step in seconds of the wall clock, moved by `offset_ns`. Waits for the devices.
@@ -91,13 +86,13 @@ class Clock:
         self._date_firsts()
         found = []
         for position, action in enumerate(self._actions):
-            start_ns, end_ns = float(self._start_ns[position]), float(self._end_ns[position])
-            if self._events and (events := self._events[position]) is not None:
-                device = self._devices[action.stage]
-                start_ns, end_ns = [
-                    self._firsts_ns[device] + self._firsts[device].elapsed_time(event) * 1e6
-                    for event in events
-                ]
+            device = self._devices[action.stage]
+            start_ns, end_ns = [
+                told
+                if isinstance(told, int)
+                else self._firsts_ns[device] + self._firsts[device].elapsed_time(told) * 1e6
+                for told in self.times[2 * position : 2 * position + 2]
+            ]
             found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
         return tuple(found)
 
@@ -183,9 +178,12 @@ class Journal:
     def _now(self) -> Any:
         if not self._is_accelerated:
             return time.perf_counter_ns()
-        event = devices.event(self._device, timing=True)
-        event.record(devices.current_stream(self._device))
-        return event
+        return _recorded(devices.event(self._device, timing=True), self._device)
+
+
+def _recorded(event: torch.Event, device: torch.device) -> torch.Event:
+    event.record(devices.current_stream(device))
+    return event
 
 
 def conditions() -> dict[str, str]:

@@ -33,12 +33,12 @@ from gpipe_bench.pipeline.stage.trees import (
     Message,
     Nested,
     Tree,
+    divide,
     flatten,
     flatten_shared,
     num_examples,
     shared_versions,
     sizes,
-    split,
     tensors_of,
     unflatten_shared,
 )
@@ -46,6 +46,7 @@ from gpipe_bench.pipeline.transport import EdgeTransport, Plan, PortalTransport,
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
+F, R, B, I, W = Kind  # noqa: E741
 
 
 class Steps:
@@ -137,7 +138,7 @@ class Steps:
                         "the batch requires a gradient, which a pipeline does not compute; pass "
                         "batch.detach()"
                     )
-                feed = split(batch, count)
+                feed = divide(batch, sizes(examples, count))
                 plan = Plan(examples, count, training, flatten_shared(shared) if shared else None)
                 signature = self._signature(model, batch, plan) if self._asks else None
             plan = self._transport.begin(plan, signature)
@@ -169,7 +170,7 @@ class Steps:
                             raise ValueError(
                                 f"the mini-batch has {plan.examples} examples but the target {found}"
                             )
-                        targets = split(target, plan.num_microbatches, "the target")
+                        targets = divide(target, lengths, "the target")
                 stage.begin(
                     number,
                     plan.num_microbatches,
@@ -328,32 +329,34 @@ def _take(instruction: Instruction, position: int, transport: EdgeTransport, clo
     """One action, from what it waits for to what it sends."""
     kind, stage, m, graph, before, behind, _ = instruction
     passed: Any = None  # what comes, then what goes
-    if kind is Kind.F:
-        passed = None if before is None else transport.receive(before, m)
-    elif kind is Kind.B or kind is Kind.I:
+    if kind is F:
+        if before is not None:
+            passed = transport.receive(before, m)
+    elif kind is B or kind is I:
         passed = () if behind is None else transport.receive_back(behind, m)
-    clock.start(position)
-    match kind:
-        case Kind.F:
-            passed = stage.forward(m, passed, graph)
-        case Kind.R:
-            stage.recompute(m)
-        case Kind.B:
-            passed = stage.backward(m, passed)
-        case Kind.I:
-            passed = stage.backward_inputs(m, passed)
-        case Kind.W:
-            stage.backward_weights(m)
-    clock.stop(position)
-    if kind is Kind.B or kind is Kind.W:
-        transport.release(stage.index, m)
-    if kind is Kind.F:
+    place, times, read = 2 * position, clock.times, clock.read
+    times[place] = read[place]()
+    if kind is F:
+        passed = stage.forward(m, passed, graph)
+    elif kind is B:
+        passed = stage.backward(m, passed)
+    elif kind is R:
+        stage.recompute(m)
+    elif kind is I:
+        passed = stage.backward_inputs(m, passed)
+    else:
+        stage.backward_weights(m)
+    times[place + 1] = read[place + 1]()
+    if kind is F:
         if behind is not None:
             transport.send(behind, m, passed)
         elif (loss := stage.loss()) is not None:
             transport.send_loss(loss)
-    elif before is not None and (kind is Kind.B or kind is Kind.I):
-        transport.send_back(before, m, passed)
+    elif kind is not R:
+        if kind is not I:
+            transport.release(stage.index, m)
+        if kind is not W and before is not None:
+            transport.send_back(before, m, passed)
 
 
 def _outline(message: Message | None) -> Hashable:

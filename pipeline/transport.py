@@ -3,7 +3,7 @@
 `EdgeTransport` is all that the engine knows of how tensors move; `ranks.distributed` serves processes.
 In one process a transport is a set of mailboxes, one per edge, direction and micro-batch. With all stages on
 one device nothing moves at all: the receiver works on the sender's tensor. Stages on devices of their own get
-the tensor copied to their device, beside what the devices compute (`transfers`).
+the tensor copied to their device, beside what the devices compute (`devices.Transfers`).
 
 Portals are more edges than the chain's. What a stage with portals gives is taken apart: its output takes the
 way to the next stage, each portal goes to the stages that pop it, once. What comes back is added up for the
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gpipe_bench.pipeline.devices import Mark, Sent, Transfers
 from gpipe_bench.pipeline.errors import ActionError, summary
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import shortened
@@ -29,7 +30,6 @@ from gpipe_bench.pipeline.stage.portals import changed
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Message, flatten, unflatten
-from gpipe_bench.pipeline.transfers import Mark, Sent, Transfers
 
 
 class Plan(NamedTuple):

@@ -28,7 +28,7 @@ class Accelerator:
         bytes_per_s: of its memory
         matrix_unit: side of a systolic array, whose products are padded to it; 0 where there is none
         fuses: operations that work element by element are compiled into their neighbours and move nothing
-        attention: the kernels of scaled dot-product attention, as `pipeline.memory.fake_tensors` has them
+        attention: the kernels of scaled dot-product attention, as `pipeline.memory.profile` has them
         bfloat16: whether it has units for products of bfloat16
         reached: share of the peak that single large products reach, the best of many shapes
         source: where the numbers come from

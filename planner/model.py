@@ -65,7 +65,7 @@ class Model:
         num_parameters: a matrix that two layers share counted once
         ties: what layers share; each of them is profiled with its own
         source: how a script makes it
-        attention: of the device that it is profiled for, as `pipeline.memory.fake_tensors` has it
+        attention: of the device that it is profiled for, as `pipeline.memory.profile` has it
         divide: (layers, mesh) -> what divides one's own layers over ranks; None for the zoo's
     """
 

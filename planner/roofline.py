@@ -36,9 +36,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, resized
-from gpipe_bench.pipeline.memory.fake_tensors import attention_of
-from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, fake_copy, passed_on
-from gpipe_bench.pipeline.signature import signature
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, attention_of, fake_copy, passed_on
+from gpipe_bench.pipeline.stage.compiled import signature
 from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.model import Model
@@ -161,7 +160,7 @@ def layers_noted(
         layers, loss_fn: on any device; nothing of their size is allocated
         inputs, target: of one micro-batch
         precision: of the activations
-        attention: of the device, as `pipeline.memory.fake_tensors` has it
+        attention: of the device, as `pipeline.memory.profile` has it
         later: as `noted` says
     """
     known: dict[object, Noted] = {}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader, Dataset
 
 from gpipe_bench.pipeline import ActionError, checkpoint, gpipe
-from gpipe_bench.pipeline.ranks import host
+from gpipe_bench.pipeline.ranks import launch
 from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
@@ -93,7 +93,7 @@ class Held(Dataset):
         return 4
 
     def __getitem__(self, index: int) -> tuple[set[int], int, set[int]]:
-        return set(host._open_sockets().values()), mapped(), os.sched_getaffinity(0)
+        return set(launch._open_sockets().values()), mapped(), os.sched_getaffinity(0)
 
 
 def failure_beside_workers_of_a_loader() -> None:
@@ -102,10 +102,10 @@ def failure_beside_workers_of_a_loader() -> None:
     for share_memory in (True, False):
         ranks = Ranks(share_memory=share_memory)
         gc.collect()  # what steps that failed hold would go in between
-        before, earlier = set(host._open_sockets().values()), mapped()
+        before, earlier = set(launch._open_sockets().values()), mapped()
         layers = [Fuse("2B0", broken) for _ in range(4)]
         pipeline = ranks.pipeline(layers, 4, timeout_s=PATIENCE_S)
-        sockets = set(host._open_sockets().values()) - before
+        sockets = set(launch._open_sockets().values()) - before
         pipeline.eval()(mlp_batch(8)[0] if ranks.is_first else None)
         layers[ranks.rank].forwards = 0
         workers = iter(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from gpipe_bench.models.transformer.lm import transformer_lm
 from gpipe_bench.pipeline import Pipeline, run_plain
-from gpipe_bench.pipeline.stage.rng import Generators, stream_key
+from gpipe_bench.pipeline.stage.layers import Generators, stream_key
 from gpipe_bench.pipeline.stage.trees import Tree, num_examples, sizes, split
 
 PATIENCE_S = 900.0

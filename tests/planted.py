@@ -82,7 +82,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="input gradient scaled by 1.01",
-        place="pipeline/stage/graph.py::_Entry.backward",
+        place="pipeline/stage/tensors.py::_Entry.backward",
         old="ctx.exits[ctx.position] = gradient",
         new="ctx.exits[ctx.position] = gradient * 1.01",
         why="errors at a boundary show in the earlier stages alone",
@@ -154,10 +154,10 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="recomputation with another stream",
         place="pipeline/stage/layers.py::LayerRunner.run",
-        old="                    generators.seed(mix(key ^ (self._first_microbatch + m)))\n",
+        old="                    key = mix(key ^ (self._first_microbatch + m))\n",
         new="""\
                     again = m if recording else m + 1
-                    generators.seed(mix(key ^ (self._first_microbatch + again)))
+                    key = mix(key ^ (self._first_microbatch + again))
 """,
         why="the recomputation draws what another micro-batch drew",
         tests=TRANSPARENT,
@@ -241,7 +241,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="strides of single examples lost at a boundary",
-        place="pipeline/stage/graph.py::_Entry.forward",
+        place="pipeline/stage/tensors.py::_Entry.forward",
         old="return tensor.detach()",
         new="return tensor.view_as(tensor)",
         why="masks follow the memory layout, so bits would depend on the cuts",
@@ -258,8 +258,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="targets in reverse order",
         place="pipeline/step.py::Steps.take",
-        old='targets = split(target, plan.num_microbatches, "the target")',
-        new='targets = split(target.flip(0), plan.num_microbatches, "the target")',
+        old='targets = divide(target, lengths, "the target")',
+        new='targets = divide(target.flip(0), lengths, "the target")',
         why="every micro-batch needs its own targets",
         tests=TRANSPARENT,
     ),
@@ -273,7 +273,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         name="outputs kept by the graph's owner",
-        place="pipeline/stage/graph.py::Kept.keep_graph",
+        place="pipeline/stage/tensors.py::Kept.keep_graph",
         old="self.places, self.edges = ",
         new="""\
 self.outputs = tuple(outputs)
@@ -406,9 +406,9 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="copies among the receiver's computations",
-        place="pipeline/transfers.py::Way.__init__",
-        old="devices.new_stream(target) if",
-        new="devices.current_stream(target) if",
+        place="pipeline/devices.py::Way.__init__",
+        old="new_stream(target) if",
+        new="current_stream(target) if",
         why="a device would stand still until the sender of what it needs later has come to it",
         tests=("tests/test_streams.py::test_devices_wait_for_nothing_but_what_they_receive[1f1b]",),
     ),
@@ -557,7 +557,7 @@ self.outputs = tuple(outputs)
     ),
     Mistake(
         name="portals that wait left out of the memory model",
-        place="pipeline/memory/portals.py::portal_memory",
+        place="pipeline/memory/cut.py::portal_memory",
         old="return memories(found, schedule, optimizer, None, lines, messages)",
         new="return memories(found, schedule, optimizer, None, (), messages)",
         why="a large portal waits with the stage that pops it",
@@ -630,14 +630,6 @@ self.outputs = tuple(outputs)
         new="stage.look(None)",
         why="the gradients of a loss that is a module would stay each replica's own",
         tests=("tests/test_mesh.py::test_case[parameters_that_come_later]",),
-    ),
-    Mistake(
-        name="a result known for other strides",
-        place="pipeline/memory/fake_tensors.py::_kind",
-        old="return value.shape, value.stride(), value.storage_offset(),",
-        new="return value.shape, value.storage_offset(),",
-        why="what a layer copies depends on the layout of its input",
-        tests=("tests/test_fake_tensors.py::test_results_are_those_of_torch",),
     ),
     Mistake(
         name="another engine takes ours along",

@@ -22,8 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_bench.models import MODELS, SHAPES
 from gpipe_bench.models.parallel import tensor_parallel
-from gpipe_bench.pipeline.memory.fake_tensors import attention_of
-from gpipe_bench.pipeline.memory.profile import fake_copy
+from gpipe_bench.pipeline.memory.profile import attention_of, fake_copy
 from gpipe_bench.planner.model import built
 
 PAGE = Path(__file__).parents[1] / "results" / "README.md"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gpipe_bench.pipeline.mesh.tree import Halving, sum_of
+from gpipe_bench.pipeline.mesh.collectives import Halving, sum_of
 
 
 def bracketed(a: str, b: str) -> str:

@@ -22,7 +22,7 @@ from gpipe_bench.experiments.consistency import training as consistency
 from gpipe_bench.experiments.consistency.recipes import subject_of
 from gpipe_bench.experiments.consistency.training import Setting
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.pipeline.ranks import host, launch
+from gpipe_bench.pipeline.ranks import launch
 
 FORK = multiprocessing.get_context("fork")
 
@@ -113,11 +113,11 @@ def test_a_process_in_front_of_a_gpu_keeps_all_cores(
     held: list[set[int]] = []
     selected: list[torch.device] = []
     backends: list[str] = []
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(
-        host.os, "sched_setaffinity", lambda pid, cores: held.append(set(cores)), raising=False
+        launch.os, "sched_setaffinity", lambda pid, cores: held.append(set(cores)), raising=False
     )
-    monkeypatch.setattr(host, "_cores", [set()])  # nothing to give back where this process forks
+    monkeypatch.setattr(launch, "_cores", [set()])  # nothing to give back where this process forks
     monkeypatch.setattr(launch.devices, "select", selected.append)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: backends.append(backend))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
@@ -160,7 +160,7 @@ def test_a_worker_ends_with_the_rank_that_has_forked_it() -> None:
 
 
 def _rank_with_a_worker(writer: Connection) -> None:
-    with host.not_inherited():
+    with launch.not_inherited():
         pass
     worker = FORK.Process(target=_work, args=(writer,), daemon=True)
     worker.start()

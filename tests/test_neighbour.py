@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gpipe_bench.pipeline.ranks.connect import neighbours
-from gpipe_bench.pipeline.ranks.host import machine_id
+from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 
 TIMEOUT_S = 10.0

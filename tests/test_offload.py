@@ -24,7 +24,7 @@ from gpipe_bench.pipeline import (
     replay,
 )
 from gpipe_bench.pipeline.memory.workers import action_bytes
-from gpipe_bench.pipeline.plan.offload import BACKWARD, Copy, Offload, at_once, away, in_slots, longest
+from gpipe_bench.pipeline.plan.links import BACKWARD, Copy, Offload, at_once, away, in_slots, longest
 from gpipe_bench.pipeline.plan.schedule import ends_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half")

@@ -61,9 +61,8 @@ from gpipe_bench.models.transformer.blocks import to_cut
 from gpipe_bench.pipeline.arguments import worker_of
 from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.links import Bucket, Gather
+from gpipe_bench.pipeline.plan.links import Bucket, Copy, Gather, Offload
 from gpipe_bench.pipeline.plan.named import seq1f1b
-from gpipe_bench.pipeline.plan.offload import Copy, Offload
 from gpipe_bench.pipeline.plan.remat import from_text
 from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.planner.breakdown import breakdown

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from gpipe_bench.pipeline import Pipeline, run_plain
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.stage.rng import Generators, may_draw, mix, stream_key
+from gpipe_bench.pipeline.stage.layers import Generators, may_draw, mix, stream_key
 
 
 class Mask(nn.Module):

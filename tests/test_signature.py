@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.pipeline.signature import signature
+from gpipe_bench.pipeline.stage.compiled import signature
 
 
 class Scaled(nn.Module):

@@ -24,8 +24,8 @@ from random_schedules import BOTH_LOOK_AWAY, HELD_UP, LATE_WEIGHTS, random_place
 
 from gpipe_bench.pipeline import NAMED, Action, Kind, Schedule, from_csv, named, validate
 from gpipe_bench.pipeline.plan.edges import SENDS_ON_THE_WAY, rings_of
+from gpipe_bench.pipeline.plan.files import stop_of
 from gpipe_bench.pipeline.plan.schedule import channels, dependencies, ends_of
-from gpipe_bench.pipeline.plan.stops import stop_of
 
 KINDS = list(Kind)
 

@@ -33,7 +33,6 @@ from gpipe_bench.pipeline import (
     devices,
     named,
     replay,
-    transfers,
 )
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
@@ -172,7 +171,7 @@ def test_a_copied_transport_opens_streams_of_its_own() -> None:
     """torch's streams can be neither copied nor pickled, and a pipeline can."""
     fake = FakeAccelerator(2)
     with fake.opened():
-        sender = transfers.Transfers()
+        sender = devices.Transfers()
         sender.send([torch.ones(2, device=fake.devices[0])], fake.devices[1])
         copied = copy.deepcopy(sender)
         sent, marks = copied.send([torch.ones(2, device=fake.devices[0])], fake.devices[1])
@@ -243,15 +242,15 @@ def _recorded_unless(compute: bool) -> Callable[[pytest.MonkeyPatch, FakeAcceler
 
 
 def _event_before_the_copy(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    early: dict[transfers.Way, transfers.Mark] = {}
-    wait, close = transfers.Way.open, transfers.Way.close
+    early: dict[devices.Way, devices.Mark] = {}
+    wait, close = devices.Way.open, devices.Way.close
 
-    def open_(way: transfers.Way) -> None:
+    def open_(way: devices.Way) -> None:
         early[way] = close(way)
         wait(way)
 
-    patch.setattr(transfers.Way, "open", open_)
-    patch.setattr(transfers.Way, "close", lambda way: early[way])
+    patch.setattr(devices.Way, "open", open_)
+    patch.setattr(devices.Way, "close", lambda way: early[way])
 
 
 def _event_in_the_wrong_stream(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
@@ -262,14 +261,14 @@ def _event_in_the_wrong_stream(patch: pytest.MonkeyPatch, fake: FakeAccelerator)
 
 
 def _sent_tensor_overwritten(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    send = transfers.Way.send
+    send = devices.Way.send
 
-    def send_and_write(way: transfers.Way, tensor: Tensor) -> Tensor:
+    def send_and_write(way: devices.Way, tensor: Tensor) -> Tensor:
         sent = send(way, tensor)
         tensor.mul_(1.0)
         return sent
 
-    patch.setattr(transfers.Way, "send", send_and_write)
+    patch.setattr(devices.Way, "send", send_and_write)
 
 
 def _device_wide_wait(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
@@ -343,7 +342,7 @@ def test_copies_among_the_computations_cost_slots(
 ) -> None:
     """A plain `.to(device)` at sending: right, since both streams wait for each other, and slow for it."""
 
-    def send(transfer: transfers.Transfers, tensors: Sequence[Tensor | None], target: torch.device) -> Any:
+    def send(transfer: devices.Transfers, tensors: Sequence[Tensor | None], target: torch.device) -> Any:
         return tuple(None if t is None else t.to(target, non_blocking=True) for t in tensors), ()
 
     schedule = SCHEDULES[name](4, 32, remat="always")
@@ -351,7 +350,7 @@ def test_copies_among_the_computations_cost_slots(
     with fake.opened():
         batch, target = mlp_batch(32)
         batch, target = batch.to(fake.devices[0]), target.to(fake.devices[3])
-        monkeypatch.setattr(transfers.Transfers, "send", send)
+        monkeypatch.setattr(devices.Transfers, "send", send)
         two_steps(fake, pipeline_of(fake, schedule, seeded(mlp)), (batch, target))
     assert fake.history.makespan == slots_taken
     assert {fault.kind for fault in fake.history.faults} <= {Kind.FREED}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, run_plain
-from gpipe_bench.pipeline.stage.rng import Generators, stream_key
+from gpipe_bench.pipeline.stage.layers import Generators, stream_key
 from gpipe_bench.pipeline.stage.trees import Tree, change, num_examples, sizes, split
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}

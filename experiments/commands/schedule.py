@@ -6,7 +6,7 @@ stages, a forward and a recomputation one slot and a backward two, and messages 
 
 `schedule check FILE` judges somebody else's list of actions: whether it comes to its end, with rings of so
 many buffers and messages matched by their order, as NCCL does; and if not, who stands where, waiting for what
-(`pipeline.plan.stops`). Exit status 0: it does; 1: it does not; 2: the file holds no schedule.
+(`pipeline.plan.files`). Exit status 0: it does; 1: it does not; 2: the file holds no schedule.
 
 Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a
 stage there are those of a whole share of the model, which make schedules with different numbers of stages
@@ -22,12 +22,11 @@ from typing import Any
 from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell, write_text
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.edges import rings_of
-from gpipe_bench.pipeline.plan.files import draw, read, to_csv
+from gpipe_bench.pipeline.plan.files import draw, read, stop_of, to_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, from_text, to_text
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_complete, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.stops import stop_of
 from gpipe_bench.pipeline.plan.timeline import Timeline, svg
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000

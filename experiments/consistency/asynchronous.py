@@ -26,7 +26,7 @@ from gpipe_bench.experiments.consistency.training import WeightAverage, evaluate
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import one_f_one_b
 from gpipe_bench.pipeline.plan.schedule import Kind, execution_order
-from gpipe_bench.pipeline.stage.rng import Generators, stream_key
+from gpipe_bench.pipeline.stage.layers import Generators, stream_key
 
 
 @dataclass(frozen=True)

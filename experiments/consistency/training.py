@@ -30,7 +30,7 @@ from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.store import file_lock
 from gpipe_bench.pipeline import Pipeline, checkpoint, devices
 from gpipe_bench.pipeline.ranks.launch import launch
-from gpipe_bench.pipeline.stage.rng import run_plain
+from gpipe_bench.pipeline.stage.layers import run_plain
 
 Watch = Callable[[str, int], None]
 """Told what has just happened ("step", "saving", "saved", "finished") and how many steps are done."""

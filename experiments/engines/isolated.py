@@ -212,7 +212,7 @@ def _child(
         import torch  # noqa: F401
         from torch import distributed as dist
 
-        from gpipe_bench.pipeline.ranks.host import prepare_process
+        from gpipe_bench.pipeline.ranks.launch import prepare_process
 
         prepare_process(rank)
         dist.init_process_group(

@@ -29,9 +29,9 @@ from gpipe_bench.experiments.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Provenance, Quantity, Record, Scalar, of_case
 from gpipe_bench.harness.report.grid import numbers_text
+from gpipe_bench.pipeline.plan.links import at_once, away, longest
+from gpipe_bench.pipeline.plan.links import in_slots as of_slots
 from gpipe_bench.pipeline.plan.named import loop, named, seq1f1b
-from gpipe_bench.pipeline.plan.offload import at_once, away, longest
-from gpipe_bench.pipeline.plan.offload import in_slots as of_slots
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -230,7 +230,7 @@ def run_residuals() -> Outcome:
     the fullest worker under 1F1B with M = 2K.
     """
     from gpipe_bench.pipeline.memory.boundary import Boundary
-    from gpipe_bench.pipeline.memory.portals import portal_memory
+    from gpipe_bench.pipeline.memory.cut import portal_memory
     from gpipe_bench.pipeline.memory.profile import Profiler
     from gpipe_bench.pipeline.memory.workers import pipeline_memory
     from gpipe_bench.pipeline.stage.portals import declarations

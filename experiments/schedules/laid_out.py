@@ -23,8 +23,8 @@ from gpipe_bench.experiments.timed.workloads import TABLE2
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Quantity, Scalar
 from gpipe_bench.pipeline.plan.generate import generate, most_alive_of
+from gpipe_bench.pipeline.plan.links import Offload
 from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.offload import Offload
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay

@@ -122,7 +122,7 @@ def peak_bytes(
             they are sent, the workers taking turns as in one process. A number, such as 1, of messages of
             each direction for which a stage has receives posted beyond the one in use: for what is asked of
             no transport in particular.
-        away: by action, the graphs of each stage of its worker that wait with the host (`offload.away`).
+        away: by action, the graphs of each stage of its worker that wait with the host (`links.away`).
 
     Raises:
         ValueError: an unknown optimizer, another number of stages than the schedule's, or I and W for stages

@@ -22,12 +22,18 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Journal
-from gpipe_bench.pipeline.mesh.collectives import Collectives, FlatBucket, GlobalShares, Replicas, buckets_of
+from gpipe_bench.pipeline.mesh.collectives import (
+    Collectives,
+    FlatBucket,
+    GlobalShares,
+    Replicas,
+    TreeSums,
+    buckets_of,
+)
 from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.mesh.tree import TreeSums
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.ranks.control import check_equal
 from gpipe_bench.pipeline.ranks.failure import Job
-from gpipe_bench.pipeline.ranks.gather import check_equal
 from gpipe_bench.pipeline.ranks.tied import Tie
 from gpipe_bench.pipeline.ranks.wire import Transit
 from gpipe_bench.pipeline.stage.layers import LossFn

@@ -30,8 +30,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
-from gpipe_bench.pipeline.plan.offload import BACKWARD, Copy, Offload
+from gpipe_bench.pipeline.plan.links import BACKWARD, FREE, Between, Bucket, Copy, Gather, Link, Offload
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 

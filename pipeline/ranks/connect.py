@@ -17,6 +17,7 @@ import json
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -32,9 +33,9 @@ from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.edges import Direction, Edge, refuse_other_orders
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, channels
+from gpipe_bench.pipeline.ranks.control import Together
 from gpipe_bench.pipeline.ranks.failure import SILENCE_S, Job, watch_in_thread
-from gpipe_bench.pipeline.ranks.gather import Together
-from gpipe_bench.pipeline.ranks.host import machine_id
+from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, Form, Transit, backend
@@ -186,6 +187,12 @@ class Session:
                 connection.cut()  # most of them once more
             else:
                 connection.close()
+        if not self.job.noticed:  # all at once, or who builds another pipeline waits long for each
+            ends = [threading.Thread(target=connection.let_go) for connection in self._connections]
+            for end in ends:
+                end.start()
+            for end in ends:
+                end.join()
 
 
 def open_connections(

@@ -48,12 +48,12 @@ from gpipe_bench.pipeline.ranks.control import (
     Header,
     Shared,
     SharedArguments,
+    Together,
     packed,
     unpacked,
 )
 from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Progress, Receiver, Sender, changed, conform
 from gpipe_bench.pipeline.ranks.failure import Job
-from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.ranks.wire import Form, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes

@@ -40,7 +40,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.gather import Together
+from gpipe_bench.pipeline.ranks.control import Together
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 from gpipe_bench.pipeline.ranks.wire import Awaited, Connection, backend, bound_waits, cleaned
 

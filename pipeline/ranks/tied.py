@@ -20,8 +20,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
+from gpipe_bench.pipeline.ranks.control import Together
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.gather import Together
 from gpipe_bench.pipeline.stage.tied import Leaves, plus
 
 

@@ -5,6 +5,9 @@ which may lie anywhere and must not show in the bits. A layer is compiled whole 
 the form that a backward needs: the forward of re-materialization and its recomputation are then the same
 program, which makes them the same numbers. What cannot be compiled runs as it is, with a warning that says
 why; so does what comes with more sizes than torch keeps code for, and what has code keeps it.
+
+`signature` tells whether two layers are the same one, so that each is compiled, or profiled, once. `repr` is
+not enough: it leaves out attributes that a module does not print. Here every attribute counts.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -21,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from gpipe_bench.pipeline.signature import signature
-from gpipe_bench.pipeline.stage.graph import enter
+from gpipe_bench.pipeline.stage.tensors import enter
 
 BACKEND = "inductor"
 
@@ -145,3 +148,59 @@ class _CompiledCall:
 @functools.cache
 def _program(kind: int, backend: str) -> _CompiledCall:
     return _CompiledCall(_program.cache_info().misses, backend)
+
+
+_BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def signature(layer: nn.Module) -> object:
+    """A hashable value that is equal for layers of the same configuration.
+
+    Made of each submodule's type, attributes and tensor shapes; an attribute that cannot be compared by value
+    makes layers differ, so that a mistake costs time, not truth.
+    """
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                _comparable(value) for key, value in vars(module).items() if key.endswith("_hooks") and value
+            ),
+            tuple((k, _comparable(v)) for k, v in vars(module).items() if k not in _BASE_ATTRIBUTES),
+            tuple(
+                (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+                for key, tensor in (*module._parameters.items(), *module._buffers.items())
+                if tensor is not None
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+class Same:
+    """Equal to itself alone; keeps the object, so that no other can take its identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_comparable, value))
+    if isinstance(value, dict):
+        return tuple((_comparable(key), _comparable(each)) for key, each in value.items())
+    if isinstance(value, partial):
+        return partial, _comparable(value.func), _comparable(value.args), _comparable(value.keywords)
+    if isinstance(value, Tensor):
+        return Same(value)
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return type(value), value

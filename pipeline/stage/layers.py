@@ -4,23 +4,35 @@ A layer draws random numbers, changes the averages of batch normalization and me
 as a side effect of being called, and a pipeline calls it more often and in another order than the plain model
 does. What must surround such a call, forward or backward, is the same whatever the action; it stands here
 once, so that the actions of a stage are about what it keeps and nothing else.
+
+There is one random stream per (seed, step, layer, micro-batch). Random layers draw from the process's default
+generator, so their masks depend on everything that drew before them: on K, on the order of the micro-batches,
+and on whether a forward is the first or a recomputation. The usual remedy saves and restores generator
+states. Here the generator is instead seeded before each layer that may draw, with a key made from the four
+counters. The same layer then sees the same stream for the same micro-batch wherever and whenever it runs,
+nothing has to be saved for the recomputation, and the plain model can be given the very same draws
+(`run_plain`).
+
+The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _hooks
 
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.devices import Mark, Transfers
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.portals import Carried
-from gpipe_bench.pipeline.stage.rng import Generators, layer_key, may_draw, mix
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Keywords, Structure, Tree, flatten, tensors_of, unflatten
-from gpipe_bench.pipeline.transfers import Mark, Transfers
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target
@@ -62,7 +74,7 @@ class LayerRunner:
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
-        self._calls: tuple[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None], ...] = ()
+        self._calls: Sequence[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None]] = ()
         self._loss_key: int | None = None  # None: draws nothing
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
@@ -89,27 +101,22 @@ class LayerRunner:
             calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
         if self._portals is not None:
             calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
-        each = zip(calls, self._draws, self._keywords, strict=True)
-        self._calls = tuple(
-            [
-                (
-                    layer,
-                    layer_key(self.seed, step, self.first_layer + i) if draws else None,
-                    (shared and keywords.select(shared)) or None,
-                )
-                for i, (layer, draws, keywords) in enumerate(each)
-            ]
-        )
+        place, found = self.first_layer, []
+        for call, draws, keywords in zip(calls, self._draws, self._keywords, strict=True):
+            key = layer_key(self.seed, step, place) if draws else None
+            found.append((call, key, (keywords.select(shared) or None) if shared else None))
+            place += 1
+        self._calls = found
         if self._portals is not None:
-            self._calls = ((self._portals.enter, None, None), *self._calls, (self._portals.leave, None, None))
+            self._calls = [(self._portals.enter, None, None), *found, (self._portals.leave, None, None)]
         draws = targets != () and loss_fn is not None and may_draw(loss_fn)
-        self._loss_key = layer_key(self.seed, step, self.first_layer + len(self.layers)) if draws else None
+        self._loss_key = layer_key(self.seed, step, place) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
 
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
         self._targets, self._loss_fn = (), None
-        self._calls = tuple([(layer, key, None) for layer, key, _ in self._calls])
+        self._calls = [(layer, key, None) for layer, key, _ in self._calls]
         if self._portals is not None:
             self._portals.drop()
 
@@ -119,8 +126,8 @@ class LayerRunner:
         """
         if self._compiled is not None:
             value = self._as_in_a_graph(value)
-        generators = self._generators
-        states: list[Tensor] | None = None
+        generators = self._generators.all
+        states: list[Tensor] = []  # of the generators, as the user left them
         forget_casts = self._autocast and not torch.is_grad_enabled()
         if forget_casts:  # autocast caches weights cast without a graph, and a graph must not meet them
             torch.clear_autocast_cache()
@@ -129,13 +136,15 @@ class LayerRunner:
         try:
             for layer, key, shared in self._calls:
                 if key is not None:
-                    if states is None:
-                        states = generators.save()
-                    generators.seed(mix(key ^ (self._first_microbatch + m)))
+                    if not states:
+                        states = [generator.get_state() for generator in generators]
+                    key = mix(key ^ (self._first_microbatch + m))
+                    for generator in generators:
+                        generator.manual_seed(key)
                 value = layer(value) if shared is None else layer(value, **shared)
         finally:
-            if states is not None:
-                generators.restore(states)
+            for generator, state in zip(generators, states, strict=False):
+                generator.set_state(state)
             if self._normalizes:
                 self.statistics.release()
             if forget_casts:
@@ -239,6 +248,132 @@ def deliver(
     trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str, *, once: bool = False
 ) -> Sequence[Batch] | Arriving:
     """The micro-batches, which are parts of one mini-batch, on `device`: as they are if it is there."""
-    if not trees or trees[0] is None or all(tensor.device == device for tensor in tensors_of(trees[0], what)):
+    if trees[0] is None or all(tensor.device == device for tensor in tensors_of(trees[0], what)):
         return trees
     return Arriving(trees, device, transfers, what, once=once)
+
+
+_MASK = (1 << 64) - 1
+
+
+def mix(value: int) -> int:
+    """A bijection of 64-bit integers that spreads every input bit over all output bits (the SplitMix64
+    finalizer).
+    """
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def layer_key(seed: int, step: int, layer: int) -> int:
+    """The part of a stream's key that all micro-batches share."""
+    return mix(_step_key(seed, step) ^ layer)
+
+
+@lru_cache(maxsize=16)
+def _step_key(seed: int, step: int) -> int:
+    return mix(mix(seed & _MASK) ^ step)
+
+
+def stream_key(seed: int, step: int, layer: int, microbatch: int) -> int:
+    """The 64-bit key of one stream."""
+    return mix(layer_key(seed, step, layer) ^ microbatch)
+
+
+# torch's own modules that can draw.
+_RANDOM_KINDS = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.RNNBase,
+)
+
+
+def may_draw(layer: Callable[..., Any]) -> bool:
+    """Whether a layer or a loss as it is now may draw random numbers, in any mode and with any probability.
+
+    False only for the losses of `torch.nn.functional`, and if it is built of modules of `torch.nn` alone,
+    none of which can draw, and there are no hooks; the forward of any other class could call anything.
+    """
+    if not isinstance(layer, nn.Module):
+        name = getattr(layer, "__name__", "")
+        is_loss = name.endswith(("_loss", "cross_entropy"))
+        return not (is_loss and layer is getattr(nn.functional, name, None))
+    if _hooks._global_forward_hooks or _hooks._global_forward_pre_hooks:
+        return True
+    todo: list[nn.Module] = [layer]
+    while todo:
+        module = todo.pop()
+        kind: Any = type(module)
+        if _kind_may_draw(kind) or module._forward_hooks or module._forward_pre_hooks:
+            return True
+        if "forward" in module.__dict__:
+            return True
+        todo += [child for child in module._modules.values() if child is not None]
+    return False
+
+
+@lru_cache(maxsize=256)
+def _kind_may_draw(kind: Any) -> bool:
+    return issubclass(kind, _RANDOM_KINDS) or not kind.__module__.startswith("torch.nn.modules.")
+
+
+class Generators:
+    """The default generators that a layer on `device` may draw from: the CPU's and, of an accelerator,
+    its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.all = [torch.default_generator]
+        if devices.is_accelerator(device):
+            self.all.append(devices.generator(device))
+
+    def seed(self, key: int) -> None:
+        """Starts the stream `key` on every generator."""
+        for generator in self.all:
+            generator.manual_seed(key)
+
+    def save(self) -> list[Tensor]:
+        """The states of the generators, to be restored after the engine has used them."""
+        return [generator.get_state() for generator in self.all]
+
+    def restore(self, states: Iterable[Tensor]) -> None:
+        """Gives the generators back as they were at `save`."""
+        for generator, state in zip(self.all, states, strict=True):
+            generator.set_state(state)
+
+    def have_moved(self, states: Iterable[Tensor]) -> bool:
+        """Whether something was drawn since `save`."""
+        return any(not torch.equal(a, b) for a, b in zip(states, self.save(), strict=True))
+
+
+def run_plain(
+    layers: Iterable[nn.Module],
+    inputs: Tree,
+    *,
+    seed: int,
+    step: int,
+    microbatch: int,
+    device: torch.device | str = "cpu",
+    shared: Mapping[str, Any] | None = None,
+) -> Tree:
+    """The plain model on one micro-batch with the draws a pipeline makes in its step number `step`.
+
+    `step` counts the pipeline's training steps from 0; `shared` is what its steps take. The
+    default generators are left as they were.
+    """
+    generators = Generators(torch.device(device))
+    states = generators.save()
+    try:
+        value = inputs
+        for index, layer in enumerate(layers):
+            generators.seed(stream_key(seed, step, index, microbatch))
+            value = layer(value, **Keywords.of(layer).select(shared or {}))
+        return value
+    finally:
+        generators.restore(states)

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -44,6 +45,13 @@ _MOST_USES = 4
 
 # W lets the engine add gradients when it has this many: a pass costs 10 us, and memory is to be free again.
 MANY_BYTES = 1 << 20
+
+# Passes the gradients of edges through their graph, frees it and accumulates the gradients of all leaves.
+# torch.autograd.backward calls this in the end; its own checks of gradient edges cost 30 us a time.
+run_engine: Callable[..., tuple[Tensor | None, ...]] = partial(
+    Variable._execution_engine.run_backward,
+    keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True,
+)  # fmt: skip
 
 
 class Split:
@@ -132,7 +140,7 @@ class Split:
                 asked.append(node)
         wanted = tuple([GradientEdge(node, 0) for node in (*asked, *self._entries, *self._rest)])
         with _hooks_set_aside(leaf.variable for leaf in self._rest):
-            caught = iter(run_engine(edges, gradients, wanted))
+            caught = iter(run_engine(edges, gradients, inputs=wanted, accumulate_grad=not wanted))
         for waiting in last:
             waiting.gradient = next(caught)
         for node in self._entries:
@@ -221,20 +229,6 @@ class Waiting:
                 "B instead of I and W"
             )
         return self.formula(self.gradient)
-
-
-def run_engine(
-    edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...], inputs: tuple[GradientEdge, ...] = ()
-) -> tuple[Tensor | None, ...]:
-    """Passes the gradients of `edges` through their graph and frees it.
-
-    Accumulates the gradients of all leaves; with `inputs` it returns the gradients at these edges instead.
-    """
-    # What torch.autograd.backward calls in the end; its own checks of gradient edges cost 30 us a time.
-    caught: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
-        edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
-    )
-    return caught
 
 
 def _entrance(edge: GradientEdge) -> GradientEdge:

@@ -3,7 +3,8 @@
 `torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
 backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
 `backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
-(re-materialization) or its graph (`graph`); how the layers are called is the same in all actions (`layers`).
+(re-materialization) or its graph (`tensors.Kept`); how the layers are called is the same in all actions
+(`layers`).
 
 Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
 in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A
@@ -16,27 +17,29 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _set_grad_enabled as enable_grad  # `torch.set_grad_enabled` takes a microsecond more
 from torch.autograd.graph import GradientEdge
 
 from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.devices import Transfers
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
-from gpipe_bench.pipeline.stage.graph import ENTRY, Kept
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
 from gpipe_bench.pipeline.stage.portals import Carried
 from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
-from gpipe_bench.pipeline.stage.tensors import is_divided, overlapping, separate, version
+from gpipe_bench.pipeline.stage.tensors import ENTRY, Kept, is_divided, overlapping, separate, version
 from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
-from gpipe_bench.pipeline.transfers import Transfers
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
+_VERSION = attrgetter("_version")
 
 
 class Reduction:
@@ -172,11 +175,11 @@ class Stage:
             self.statistics.begin()
         if isinstance(loss_fn, nn.Module) or not self._buffers.known_empty:
             self._buffers.begin(loss_fn)
-        self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True)
+        self._feed = deliver(feed, self.device, self._transfers, "the mini-batch", once=True) if feed else ()
         self._shares, self._scaler, self._losses = shares, scaler, []
         self.outputs = [None] * (num_microbatches if self.is_last else 0)
         self.look(loss_fn)
-        arriving = deliver(targets, self.device, self._transfers, "the target")
+        arriving = deliver(targets, self.device, self._transfers, "the target") if targets else ()
         self._runner.begin(step, arriving, loss_fn, shared)
         self.look_for_first_gradients()
 
@@ -302,16 +305,16 @@ class Stage:
                 copied = found
             else:  # the first of its kind: any of them may be overwritten, and then it is too late for a copy
                 copied, watched = range(len(state.inputs)), []
-            state.versions = tuple([tensor._version for tensor in state.inputs])
+            state.versions = tuple(map(_VERSION, state.inputs))
             if not self._buffers.known_empty:
                 state.buffers = self._buffers.save()
         self._runner.entering = state.needs_grad
+        has_grad = torch.is_grad_enabled()
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
-        with torch.set_grad_enabled(graph or (known is None and not self.is_last)):
+        enable_grad(graph or (known is None and not self.is_last))
+        try:
             output = self._runner.run(
-                m,
-                unflatten(state.enter(copied, again=not graph, watched=watched), state.structure),
-                recording=True,
+                m, state.enter(copied, again=not graph, watched=watched), recording=True
             )
             if watched is not None:
                 overwritten = self._find_overwritten(state, watched)
@@ -322,6 +325,8 @@ class Stage:
                 self._losses.append(loss.detach() * self._shares[m])
                 if graph:
                     state.keep_graph((loss,))
+        finally:
+            enable_grad(has_grad)
         if state.buffers is not None:
             self._buffers.look(state.buffers)
         if self.is_last:
@@ -361,7 +366,7 @@ class Stage:
     def recompute(self, m: int) -> None:
         """R: the forward again on the kept inputs, same draws, now with a graph; its outputs are not kept."""
         state = self._microbatches[m]
-        if state.versions != tuple([tensor._version for tensor in state.inputs]):
+        if state.versions != tuple(map(_VERSION, state.inputs)):
             raise RuntimeError(
                 f"a layer of stage {self.index} has begun to change the stage's input in place, so it cannot "
                 "be recomputed; call Pipeline.refresh() on every rank before the first step in which it "
@@ -370,12 +375,16 @@ class Stage:
         saved, state.buffers = state.buffers, None
         buffers = _AS_THEY_ARE if saved is None else self._buffers.as_saved(saved)
         del saved
-        with buffers, torch.set_grad_enabled(True):
-            copied = self._overwritten[state.kind]
-            output = self._runner.run(m, unflatten(state.enter(copied), state.structure), recording=False)
-            if self.is_last:
-                state.keep_graph((self._runner.loss(m, output),))
-                return
+        has_grad = torch.is_grad_enabled()
+        enable_grad(True)
+        try:
+            with buffers:
+                output = self._runner.run(m, state.enter(self._overwritten[state.kind]), recording=False)
+                if self.is_last:
+                    state.keep_graph((self._runner.loss(m, output),))
+                    return
+        finally:
+            enable_grad(has_grad)
         tensors, _ = flatten(output, self.output_name)
         state.keep_graph(tensors, self._needs_grad[state.kind], self.index)
 

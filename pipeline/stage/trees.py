@@ -72,11 +72,11 @@ def tensors_of(tree: Tree, what: str = "the mini-batch") -> tuple[Tensor, ...]:
 
 def num_examples(tree: Tree, what: str = "the mini-batch") -> int:
     """Examples in a mini-batch: the length of dimension 0, which every tensor of the tree must share."""
-    lengths = []
-    for tensor in tensors_of(tree, what):
+    tensors = tensors_of(tree, what)
+    for tensor in tensors:
         if tensor.ndim == 0:
             raise ValueError(f"{what} holds a tensor without dimensions; dimension 0 must count the examples")
-        lengths.append(tensor.shape[0])
+    lengths = [tensor.shape[0] for tensor in tensors]
     if len(set(lengths)) > 1:
         raise ValueError(f"the tensors of {what} have {lengths} examples in dimension 0; they must agree")
     return lengths[0]
@@ -87,11 +87,15 @@ def split(tree: Tree, num_microbatches: int, what: str = "the mini-batch") -> tu
 
     Nothing is copied; what is no tensor stands in every one of them as it is.
     """
-    lengths = list(sizes(num_examples(tree, what), num_microbatches))
+    return divide(tree, sizes(num_examples(tree, what), num_microbatches), what)
+
+
+def divide(tree: Tree, lengths: tuple[int, ...], what: str = "the mini-batch") -> tuple[Tree, ...]:
+    """The same with the examples of each counted already (`sizes`)."""
     if isinstance(tree, Tensor):
-        return tuple(torch.split(tree, lengths))
+        return tree.split_with_sizes(lengths)
     tensors, structure = flatten(tree, what)
-    parts = zip(*(torch.split(tensor, lengths) for tensor in tensors), strict=True)
+    parts = zip(*[tensor.split_with_sizes(lengths) for tensor in tensors], strict=True)
     return tuple([unflatten(part, structure) for part in parts])
 
 

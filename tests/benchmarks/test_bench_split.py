@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as torch_split
 
-from gpipe_bench.pipeline.ranks.host import keep_freed_memory
+from gpipe_bench.pipeline.ranks.launch import keep_freed_memory
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.trees import Message
 

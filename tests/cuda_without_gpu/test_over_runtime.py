@@ -30,7 +30,6 @@ from gpipe_bench.pipeline import (
     gpipe,
     launch,
     pipeline_memory,
-    transfers,
 )
 from gpipe_bench.pipeline.clock import Clock
 
@@ -221,7 +220,7 @@ def _wait_in_every_action(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pageable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transfers.devices, "pinned", lambda tensor: tensor)
+    patch.setattr(devices, "pinned", lambda tensor: tensor)
 
 
 def _leak(patch: pytest.MonkeyPatch) -> None:

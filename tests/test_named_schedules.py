@@ -22,7 +22,7 @@ from gpipe_bench.pipeline import (
     replay,
     validate,
 )
-from gpipe_bench.pipeline.plan import vee as v_shaped
+from gpipe_bench.pipeline.plan import list_scheduler
 from gpipe_bench.pipeline.plan.named import breadth_first, interleaved, loop, seq1f1b, zb_h1, zb_h2
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import recomputed
@@ -212,8 +212,8 @@ def test_recomputation_is_early_and_fits_before_every_backward() -> None:
 def listed() -> Schedule:
     """Of the list scheduler, as described where it stands."""
     seconds = {kind: [slots] * 2 for kind, slots in SLOTS.items()}
-    work = v_shaped.Work((0, 1), 3, "never", True, seconds, [0.0], [0.0])
-    return Schedule("listed", 2, 3, "never", v_shaped.rows(work, v_shaped.Policy(lead=(2, 1))))
+    work = list_scheduler.Work((0, 1), 3, "never", True, seconds, [0.0], [0.0])
+    return Schedule("listed", 2, 3, "never", list_scheduler.rows(work, list_scheduler.Policy(lead=(2, 1))))
 
 
 def _pictures(text: str) -> list[str]:
@@ -235,7 +235,7 @@ def _pictures(text: str) -> list[str]:
         (dualpipe_v.__doc__, named("dualpipe-v", 2, 3)),
         (v_half.__doc__, named("v-half", 2, 3)),
         (recomputed.__doc__, named("zb-h1", 3, 3, remat="always")),
-        (v_shaped.rows.__doc__, listed()),
+        (list_scheduler.__doc__, listed()),
     ],
 )
 def test_pictures_in_the_code_show_what_the_code_makes(text: str, schedule: Schedule) -> None:

@@ -28,11 +28,12 @@ from gpipe_bench.harness.record import Record, Scalar, of_case
 from gpipe_bench.harness.verdict import Answer
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.list_scheduler import Policy, StuckError, Work, rows
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.vee import Policy, StuckError, Work, rows, vee
+from gpipe_bench.pipeline.plan.vee import vee
 
 PART = "published"
 RATES, RATES_V, SPEEDS, ELSEWHERE = "zero-bubble", "zero-bubble-v", "zero-bubble-speed", "schedules-elsewhere"

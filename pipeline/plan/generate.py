@@ -1,7 +1,7 @@
 """The shortest schedule that is found for measured times, a placement, a link and a memory cap.
 
 Finding the best schedule is a hard problem, and integer programs that solve it take minutes for sizes of
-interest. A list scheduler (`vee`) takes milliseconds, so a few of them with different preferences
+interest. A list scheduler (`list_scheduler`) takes milliseconds, so a few of them with different preferences
 are run, and the named schedules of the same placement are candidates too: what comes out is never longer than
 any of them, and shorter where stages are uneven. All candidates are replayed over the real link; the shortest
 one that keeps to the memory cap is taken (`generate`).
@@ -29,6 +29,7 @@ from math import inf
 from statistics import median
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
+from gpipe_bench.pipeline.plan.list_scheduler import Policy, StuckError, Work, rows
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.remat import Remat, of_stages
 from gpipe_bench.pipeline.plan.schedule import (
@@ -42,7 +43,6 @@ from gpipe_bench.pipeline.plan.schedule import (
 )
 from gpipe_bench.pipeline.plan.simulate import SLOTS, ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.vee import Policy, StuckError, Work, rows
 
 WARM_UP_STEPS = 1
 TIMED_STEPS = 2  # of each kind of backward

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,7 +105,7 @@ class Profiler:
         """
         key = (signature(layer), inputs, unused)
         if key not in self._known:
-            with FakeTensorMode(), no_collections(), attention_of(self.attention):
+            with FakeTensors(), no_collections(), attention_of(self.attention):
                 self._known[key] = self._run(layer, inputs, unused)
         return self._known[key]
 
@@ -278,7 +278,7 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     costs, carried = [], Carried(declarations(layers))
-    with FakeTensorMode(), torch.no_grad():
+    with FakeTensors(), torch.no_grad():
         value: Tree = change(
             example, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), "the example"
         )
@@ -361,6 +361,24 @@ def passing(
         found.append(Passing(layer, len(held), places, len(stashes), onwards))
         held = kept
     return found
+
+
+_NORMALIZATION_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_MASK = 9  # its argument that says which gradients are asked for
+
+
+class FakeTensors(FakeTensorMode):
+    """Torch's fake tensors, but for the backward of a batch normalization whose input needs no gradient: it
+    makes none, and torch's rule for it makes one.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is _NORMALIZATION_BACKWARD and not args[_MASK][0]:
+            return (None, *result[1:])
+        return result
 
 
 # The attention of an accelerator, for layers that run on fake tensors of the CPU. Which kernel

@@ -89,11 +89,12 @@ def test_a_command_is_interrupted_when_the_time_is_over(
     """As by a keyboard, so that it can keep what it has; it goes on in the next call."""
     monkeypatch.setattr(gpu, "command", lambda step, *_: python(step.arguments))
     waits = f"""
+import os
 import signal
 import time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 try:
-    open(r'{out}/begun', 'w')
+    os.mkdir(r'{out}/begun')  # not a file: an interrupt while one is finalized is swallowed
     time.sleep(60)
 except KeyboardInterrupt:
     open(r'{out}/kept', 'w').write('all')

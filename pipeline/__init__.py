@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.api import Pipeline as Pipeline
     from gpipe_bench.pipeline.errors import ActionError as ActionError
+    from gpipe_bench.pipeline.errors import VerifyError as VerifyError
     from gpipe_bench.pipeline.memory.boundary import Boundary as Boundary
     from gpipe_bench.pipeline.memory.cut import StagePeaks as StagePeaks
-    from gpipe_bench.pipeline.memory.cut import portal_memory as portal_memory
     from gpipe_bench.pipeline.memory.grids import grid_peak_bytes as grid_peak_bytes
     from gpipe_bench.pipeline.memory.peaks import StageMemory as StageMemory
     from gpipe_bench.pipeline.memory.profile import Profiler as Profiler
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 # Where the names are; a line here and a line above.
 _NAMES = {
     "api": ("Pipeline",),
-    "errors": ("ActionError",),
+    "errors": ("ActionError", "VerifyError"),
     "memory.boundary": ("Boundary",),
-    "memory.cut": ("StagePeaks", "portal_memory"),
+    "memory.cut": ("StagePeaks",),
     "memory.grids": ("grid_peak_bytes",),
     "memory.peaks": ("StageMemory",),
     "memory.profile": ("Profiler",),

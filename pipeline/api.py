@@ -25,31 +25,29 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import Automatic, Device, Layout, backend_of
+from gpipe_bench.pipeline.arguments import Device, Layout, backend_of, check_arguments
 from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
-from gpipe_bench.pipeline.mesh.grid import Grid, building, join
-from gpipe_bench.pipeline.mesh.reduce import divided_over, joint_of
+from gpipe_bench.pipeline.mesh.grid import Grid, join, watch_over
+from gpipe_bench.pipeline.mesh.reduce import data_parallel_of, divided_over
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.generate import Calibration
 from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.ranks.connect import Network, network_of
+from gpipe_bench.pipeline.ranks.connect import Network, detector_of, network_of
 from gpipe_bench.pipeline.ranks.control import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.failure import Job
+from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.tied import TiedWeights
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.portals import declarations, portals_of
 from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Keywords, Tree, merge
-from gpipe_bench.pipeline.step import Observer, Steps
+from gpipe_bench.pipeline.step import Observer, Steps, refuse_elsewhere
 from gpipe_bench.pipeline.transport import EdgeTransport, InProcess, PortalTransport
+from gpipe_bench.pipeline.verify import verify
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -72,20 +70,12 @@ class Pipeline(nn.Module):
             one's own.
 
     The schedule:
-        schedule: "gpipe", "1f1b", "naive" or another name of `NAMED`; "auto" for one made for the times that
-            the first training steps take; or a `Schedule` of one's own.
-        remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one choice for each
-            stage, in the model's order: one of these names, or the micro-batches. A `Schedule` says it
-            itself.
+        schedule: "gpipe", "1f1b", "naive" or another name of `NAMED`; or a `Schedule` of one's own, such as
+            `generate` makes for given times. What is best for a model and machines says `planner.plan`.
+        remat: which micro-batches are recomputed: "always", "except_last" or "never"; or one of these
+            names for each stage, in the model's order. A `Schedule` says it itself.
         num_workers: of schedules that give a worker several stages; `num_stages` is the number of stages of
             all of them. Default: the ranks of `group`, or as many as leave each two stages.
-        action_s: for "auto", instead of timing steps: seconds of each kind of action, by kind or by (stage,
-            kind), as for `replay`: of F, of R under re-materialization, of B, or I and W, or all three. The
-            same on all ranks.
-        link_s: for "auto": seconds of a message between two workers. Default: measured with the steps, or 0
-            where `action_s` is given.
-        most_alive: for "auto": graphs of a stage and a micro-batch that a worker may hold at a time. Default:
-            any number.
 
     The cut:
         partition: the layers of each stage: how many, as in `[3, 5]`, or which, as a sequence of ranges.
@@ -104,9 +94,6 @@ class Pipeline(nn.Module):
         zero: what the processes along "fsdp" hold in parts. 2 (the default): gradients and the optimizer's
             state; parameters are fetched once a step. 3: parameters too, fetched whenever a layer runs. See
             `mesh.sharding`.
-        reduction: how gradients are summed over replicas: in "buckets" that leave within a stage's last
-            backward, or by a "tree" over all micro-batches, which takes more memory and gives the same bits
-            on every grid of as many micro-batches whose replicas are a power of two.
         bucket_bytes: gradients that leave together on their way to the other replicas. Default: 25 MiB, or a
             quarter of a stage's, if that is less, but 1 MiB.
         timeout_s: seconds that any rank waits for another one before the pipeline fails on all of them.
@@ -132,9 +119,6 @@ class Pipeline(nn.Module):
         schedule: str | Schedule = "gpipe",
         remat: Remat = "always",
         num_workers: int | None = None,
-        action_s: ActionTimes | None = None,
-        link_s: float | None = None,
-        most_alive: int | None = None,
         partition: Sequence[int | range] | None = None,
         cost: str | Sequence[float] | None = None,
         example: Tree | None = None,
@@ -142,7 +126,6 @@ class Pipeline(nn.Module):
         group: dist.ProcessGroup | Network | None = None,
         mesh: DeviceMesh | None = None,
         zero: int | None = None,
-        reduction: str = "buckets",
         bucket_bytes: int | None = None,
         timeout_s: float = 600.0,
         share_memory: bool = True,
@@ -152,113 +135,114 @@ class Pipeline(nn.Module):
     ) -> None:
         """The arguments are described with the class: `help(Pipeline)`."""
         super().__init__()
-        if transport is not None and (group is not None or mesh is not None):
-            raise ValueError(
-                "transport= is how stages of one process reach each other, and with group= or mesh= they are "
-                "in several; leave it out, or say share_memory=False for gloo's messages on one host"
-            )
+        check_arguments(num_stages, num_microbatches, num_workers, timeout_s, group, mesh, transport)
         self.grid: Grid | None = None
-        job: Job | None = None
+        detector: FailureDetector | None = None
         if mesh is not None:
-            if group is not None:
-                raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
-            self.grid, job = join(mesh, timeout_s)
+            self.grid, detector = join(mesh, timeout_s)
             group = self.grid.group("pp")
-        self._divided = divided_over(self.grid, zero)
         network = None if group is None else network_of(group)
-        layout = Layout(
-            layers,
-            network,
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            automatic=Automatic(action_s, link_s, most_alive),
-            num_workers=num_workers,
-            remat=remat,
-            partition=partition,
-            cost=cost,
-            example=example,
-            devices=devices,
-        )
-        self._schedule, self._calibration = layout.schedule, layout.calibration
-        self._is_own = isinstance(schedule, Schedule)
-        self._partition, self._devices = layout.partition, layout.devices
-        modules, local, ties = layout.modules, layout.local, layout.ties
-        # On every rank, whosever layer it is: one that refuses alone would be waited for.
-        refuse_unsupported(part for layer in modules for part in layer.modules())
-        self._portals = declarations(modules)
-        self._lines = edges_of(self._portals, self._partition)
-        self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
-        if self._divided is not None:
-            known = None if self._calibration is not None else self._schedule
-            self._divided.check(dict(layout.named), ties, known, compiles=bool(compile), reduction=reduction)
-            share_memory = False  # nobody moves messages along while an action waits for other processes
-        self._reduction = (timeout_s, reduction, bucket_bytes, self._divided)
-        with building(job):
-            self._joint = joint_of(self.grid, job, self._devices[local[0]], *self._reduction)
-        self._replicas = None if self._joint is None else self._joint.replicas
-        self._layers = layout.layers(move=devices is not None)  # those of this process, by name
-        own = {parameter for layer in self._layers.values() for parameter in layer.parameters()}
-        self._elsewhere = {
-            id(parameter): (ref(parameter), f"{name}.{path}")
-            for name, layer in layout.named
-            for path, parameter in layer.named_parameters()
-            if parameter not in own
-        }
-        self.seed = seed
-        self.group = group
-        self._backend = backend_of(compile)
-        self._layer_names = tuple(name for name, _ in layout.named)
-        self._keywords = Keywords.of_all(modules)
-        if isinstance(layers, OwnLayers):
-            layers.give_to(self, self._parts)
-        else:
-            self._modules.update(self._layers)
-        self._tied: TiedWeights | Leaves | None = None
-        of_ties = [(tie.names, tie.uses, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-        mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
-        if self._joint is not None:
-            with building(job):
-                self._joint.start_alike(mine, self)
-        if self._divided is not None:
-            self._divided.check_own(self._layers)
-            with building(job):  # a rank that fails here is not to be awaited in what follows
-                self._divided.divide(self._layers)
-        with building(job):
-            self._stages = self._make_stages(local, [tie.parameter for tie in ties if len(tie.ranks) > 1])
-        self._ranks: PointToPoint | None = None
-        apart = len(set(self._devices)) > 1
-        self._transport: EdgeTransport = transport or InProcess(devices=self._devices if apart else ())
-        if network is not None:
-            self._ranks = PointToPoint(
+        if network is not None and detector is None:
+            detector = detector_of(network, timeout_s)
+        # A rank that fails before its pipeline is there must not be waited for.
+        with nullcontext() if detector is None else detector.building():
+            self._divided = divided_over(self.grid, zero)
+            layout = Layout(
+                layers,
                 network,
-                self._schedule,
-                self._devices[local[0]],
-                timeout_s=timeout_s,
-                share_memory=share_memory,
-                portals=self._lines,
-                job=job,
-                is_own=self._is_own,
+                num_stages=num_stages,
+                num_microbatches=num_microbatches,
+                schedule=schedule,
+                num_workers=num_workers,
+                remat=remat,
+                partition=partition,
+                cost=cost,
+                example=example,
+                devices=devices,
             )
-            self._transport = self._ranks
-            check_equal(self.gather(mine))
-            if self._tied is not None:
-                replicas = self._replicas
+            self._schedule = layout.schedule
+            self._is_own = isinstance(schedule, Schedule)
+            self._partition, self._devices = layout.partition, layout.devices
+            modules, local, ties = layout.modules, layout.local, layout.ties
+            # On every rank, whosever layer it is: one that refuses alone would be waited for.
+            refuse_unsupported(part for layer in modules for part in layer.modules())
+            self._portals = declarations(modules)
+            self._lines = edges_of(self._portals, self._partition)
+            self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
+            if self._divided is not None:
+                self._divided.check(dict(layout.named), ties, self._schedule, compiles=bool(compile))
+                share_memory = False  # nobody moves messages along while an action waits for other processes
+            self._reduction = (timeout_s, bucket_bytes, self._divided)
+            self._joint = data_parallel_of(self.grid, detector, self._devices[local[0]], *self._reduction)
+            self._replicas = None if self._joint is None else self._joint.replicas
+            self._layers = layout.layers(move=devices is not None)  # those of this process, by name
+            self._whole = [
+                ref(layer) for layer in modules
+            ]  # of all processes, as long as somebody holds them
+            own = {parameter for layer in self._layers.values() for parameter in layer.parameters()}
+            self._elsewhere = {
+                id(parameter): (ref(parameter), f"{name}.{path}")
+                for name, layer in layout.named
+                for path, parameter in layer.named_parameters()
+                if parameter not in own
+            }
+            self.seed = seed
+            self.group = group
+            self._backend = backend_of(compile)
+            self._layer_names = tuple(name for name, _ in layout.named)
+            self._keywords = Keywords.of_all(modules)
+            if isinstance(layers, OwnLayers):
+                layers.give_to(self, self._parts)
+            else:
+                self._modules.update(self._layers)
+            self._tied: TiedWeights | None = None
+            of_ties = [(tie.names, tie.stages, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
+            mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
+            if self._joint is not None:
+                self._joint.start_alike(mine, self)
+            if self._divided is not None:
+                self._divided.check_own(self._layers)
+                self._divided.divide(self._layers)
+            several = [tie for tie in ties if len(tie.stages) > 1]
+            self._stages = self._make_stages(local, [tie.parameter for tie in several])
+            self._ranks: PointToPoint | None = None
+            apart = len(set(self._devices)) > 1
+            self._transport: EdgeTransport = transport or InProcess(devices=self._devices if apart else ())
+            if network is not None:
+                self._ranks = PointToPoint(
+                    network,
+                    self._schedule,
+                    self._devices[local[0]],
+                    timeout_s=timeout_s,
+                    share_memory=share_memory,
+                    portals=self._lines,
+                    detector=detector,
+                    is_own=self._is_own,
+                )
+                self._transport = self._ranks
+                check_equal(self.gather(mine))
+                own_rank, joint = self._ranks.rank, self._joint
+                here = [tie for tie in several if own_rank in tie.ranks]
                 self._tied = TiedWeights(
-                    ties, self._ranks, self, self._tied,
-                    replicated=replicas is not None, bears=replicas is None or replicas.rank == 0,
-                )  # fmt: skip
+                    [tie for tie in here if len(tie.ranks) > 1 or self._replicas is not None],
+                    self._ranks,
+                    self,
+                    replica=0 if self._replicas is None else self._replicas.rank,
+                    over_replicas=None if joint is None or self._replicas is None else joint.sum_of,
+                )
                 self._tied.share_values()
-        if self._lines:
-            self._transport = PortalTransport(self._transport, self._lines)
-        self._prepare()
+            if self._lines:
+                self._transport = PortalTransport(self._transport, self._lines)
+            self._prepare()
+            if self.grid is not None and detector is not None:
+                watch_over(self.grid, detector, timeout_s)
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
         self._has_warned = False  # of an evaluation in training mode
 
     @property
     def schedule(self) -> Schedule:
-        """What the steps take; of "auto", what they take now."""
+        """What the steps take."""
         return self._schedule
 
     @property
@@ -268,7 +252,7 @@ class Pipeline(nn.Module):
 
     @property
     def portals(self) -> tuple[Edge, ...]:
-        """What goes past stages, for `draw`, `svg` and `replay`."""
+        """What goes past stages, for `replay`."""
         return self._lines
 
     @property
@@ -325,7 +309,7 @@ class Pipeline(nn.Module):
             shared: keyword arguments for the layers, the same for all micro-batches: each layer is given
                 those that its `forward` has a parameter for (all, if it has `**kwargs`). Tensors in it are
                 not split, must not require a gradient and not be changed by a layer. The first rank's
-                counts; the others are sent it when it is not what it was in the step before.
+                counts, and is sent to the others in every step.
             scaler: multiplies the gradients, but not the loss that is returned, by its scale. With a process
                 group it must be of `Pipeline.scaler`, and given on every rank.
             observe: entered around every action.
@@ -336,30 +320,58 @@ class Pipeline(nn.Module):
         every rank. An exception inside an action becomes an `ActionError` that names it; gradients of
         completed actions stay in `.grad`.
         """
+        if not callable(loss_fn):
+            raise ValueError(
+                f"loss_fn is {loss_fn!r}; give a function of the output and the target that returns the mean "
+                "loss over the examples, such as torch.nn.functional.cross_entropy; to evaluate, call "
+                "pipeline(inputs)"
+            )
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "step() trains, but gradients are disabled here; to evaluate, call pipeline.eval() and "
                 "pipeline(inputs)"
             )
-        if not sync and self._reduction[1] == "tree":
-            raise ValueError("reduction='tree' sums in every step; sync=False is for reduction='buckets'")
         if scaler is not None and self.group is not None and not decides_for(scaler, self):
             raise ValueError(
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "
                 "pipeline.scaler() on every rank"
             )
-        if shared and 0 in self._stages:
-            self._keywords.check(shared)
-        if self._calibration is not None:
-            self._calibrate(self._calibration)
         loss = self._steps.take(
             self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler, sync=sync
         )
         assert loss is not None
         self.num_steps += 1
-        if self._calibration is not None:
-            self._calibration.is_due = self._steps.latest is self._schedule  # a short one says too little
         return loss
+
+    def verify(
+        self,
+        batch: Tree | None,
+        target: Tree | None,
+        loss_fn: LossFn,
+        *,
+        shared: Mapping[str, Any] | None = None,
+        tolerance: float | None = None,
+    ) -> float:
+        """Takes one step as this pipeline takes it and one of the plain model, and compares the outputs of
+        stages, the loss, every gradient, every buffer and the random streams.
+
+        Nothing is changed: the next step trains as if this had not been called. What a loss or a hook counts
+        outside of modules is counted, though. Over processes all must call, and every rank needs memory for
+        the values and gradients of the whole model, twice; the one of the last stage takes the plain step,
+        with the layers that the pipeline was built of, on its device.
+
+        Args:
+            batch, target, loss_fn, shared: as in `step`; one or two mini-batches of real data tell most.
+            tolerance: the largest difference that rounding explains, relative to the largest number of a
+                tensor. Default: 1e-9 for a model of float64, 1e-3 for float32, more for less.
+
+        Returns the largest difference that was found, within the tolerance.
+
+        Raises:
+            VerifyError: what differs first, its stage, by how much, and the likely cause; on every rank.
+            ValueError: a mesh with `fsdp` or `tp`, along which no process has whole parameters.
+        """
+        return verify(self, batch, target, loss_fn, shared=shared, tolerance=tolerance)
 
     def scaler(self, **options: Any) -> GradScaler:
         """A `torch.amp.GradScaler` for `step(..., scaler=...)` whose decisions hold for all ranks.
@@ -370,25 +382,6 @@ class Pipeline(nn.Module):
         """
         device = next(iter(self._stages.values())).device
         return GradScaler(self, device.type, **options)
-
-    def _calibrate(self, calibration: Calibration) -> None:
-        """Notes what the latest step took, until a schedule can be chosen; all ranks call, and take what the
-        first one chooses.
-        """
-        if not calibration.is_due or not self._steps.clock.complete:
-            return
-        if calibration.note(self.gather_timeline()):
-            is_first = self._ranks is None or self._ranks.rank == 0
-            schedule = self.gather_all(calibration.choose() if is_first else None)[0]
-            assert schedule is not None
-            self._calibration = None
-        else:
-            schedule = calibration.schedule
-        if schedule != self._schedule:
-            self._schedule = schedule
-            if self._ranks is not None:
-                self._ranks.follow(schedule)
-            self._prepare()
 
     def forward(self, batch: Tree | None, *, shared: Mapping[str, Any] | None = None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
@@ -401,8 +394,6 @@ class Pipeline(nn.Module):
         tensor by tensor; what is no tensor in them must be equal. With a process group, the output is on the
         rank of the last stage; the others return None.
         """
-        if shared and 0 in self._stages:
-            self._keywords.check(shared)
         inference = torch.is_inference_mode_enabled()
         # What is made here and kept, such as buffers of messages, must serve training steps too: only the
         # layers see the mode.
@@ -473,15 +464,11 @@ class Pipeline(nn.Module):
         if self._ranks is not None:
             self._ranks.refresh()
 
-    def _make_stages(
-        self, local: Sequence[int], elsewhere: Collection[nn.Parameter] = ()
-    ) -> dict[int, Stage]:
-        """The stages of this process, of the layers that are its submodules; other processes have the
-        parameters `elsewhere`, too.
+    def _make_stages(self, local: Sequence[int], tied: Collection[nn.Parameter] = ()) -> dict[int, Stage]:
+        """The stages of this process, of the layers that are its submodules; several stages have the
+        parameters `tied`.
         """
         layers = {i: self._layers[self._layer_names[i]] for index in local for i in self._partition[index]}
-        leaves = Leaves(layers, elsewhere) or None
-        self._tied = leaves
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
         if self._joint is not None:
@@ -500,7 +487,8 @@ class Pipeline(nn.Module):
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
                 portals=portals_of(self._portals, self._partition, self._lines, index),
-                leaves=leaves,
+                tied=tied,
+                elsewhere=partial(refuse_elsewhere, self._elsewhere) if self._elsewhere else None,
                 first_microbatch=first_microbatch,
             )
             for index in local
@@ -516,7 +504,7 @@ class Pipeline(nn.Module):
             stage.follow(self._schedule)
         self._steps = Steps(
             self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint,
-            self._elsewhere,
+            self._elsewhere, self._keywords,
             is_own=self._is_own,
         )  # fmt: skip
 
@@ -528,12 +516,13 @@ class Pipeline(nn.Module):
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
                 "every rank and load its state_dict"
             )
-        made = ("_stages", "_steps", "_joint", "_tied")
+        made = ("_stages", "_steps", "_joint", "_whole")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
-        self._joint = joint_of(None, None, self._devices[0], *self._reduction)
+        self._joint = data_parallel_of(None, None, self._devices[0], *self._reduction)
+        self._whole = [ref(layer) for layer in self._layers.values()]
         self._stages = self._make_stages(range(self._schedule.num_stages))
         self._prepare()
 

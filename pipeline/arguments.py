@@ -5,26 +5,26 @@ Whatever does not fit is a `ValueError` that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import inf
-from typing import NamedTuple
 
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.profile import layer_costs
 from gpipe_bench.pipeline.model.parts import OwnLayers
-from gpipe_bench.pipeline.plan.generate import Calibration, automatic
 from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.names import suggestion
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.partition import partition as balanced
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
-from gpipe_bench.pipeline.plan.simulate import ActionTimes
 from gpipe_bench.pipeline.plan.vee import shared_by
 from gpipe_bench.pipeline.ranks.connect import Network
 from gpipe_bench.pipeline.ranks.tied import find_ties
@@ -35,12 +35,48 @@ Device = torch.device | str
 _STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
 
 
+def check_arguments(
+    num_stages: object,
+    num_microbatches: object,
+    num_workers: object,
+    timeout_s: object,
+    group: object,
+    mesh: object,
+    transport: object,
+) -> None:
+    """`ValueError` for arguments of a pipeline that are of another kind, or that exclude each other."""
+    numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_workers": num_workers}
+    for name, number in numbers.items():
+        is_left_out = number is None and name != "num_microbatches"
+        if not is_left_out and (isinstance(number, bool) or not isinstance(number, int)):
+            raise ValueError(f"{name} is {number!r}; give a whole number, such as 4")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
+        raise ValueError(f"timeout_s is {timeout_s!r}; give seconds, more than 0, such as 600")
+    if not isinstance(group, dist.ProcessGroup | Network | None):
+        raise ValueError(
+            f"group is {group!r}; give a process group, such as torch.distributed.group.WORLD once "
+            "init_process_group was called, or leave it out for a pipeline in one process"
+        )
+    if not isinstance(mesh, DeviceMesh | None):
+        raise ValueError(
+            f"mesh is {mesh!r}; give torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp')), or leave it "
+            "out"
+        )
+    if mesh is not None and group is not None:
+        raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
+    if transport is not None and (group is not None or mesh is not None):
+        raise ValueError(
+            "transport= is how stages of one process reach each other, and with group= or mesh= they are "
+            "in several; leave it out, or say share_memory=False for gloo's messages on one host"
+        )
+
+
 class Layout:
     """The layers of the whole model by name, in stages, and what of it is in this process: the arguments of
     `Pipeline`, completed. `ValueError` names one that does not fit and what would.
 
     `named` are the layers with the names that the plain model's `state_dict` uses, `schedule` is what the
-    first step takes, and `calibration` finds a better one, where that is asked for. `partition` are the layer
+    steps take. `partition` are the layer
     indices of each stage, `devices` of every stage, `local` the stages of this process, and `ties` the
     weights with several places in the model.
     """
@@ -53,7 +89,6 @@ class Layout:
         num_stages: int | None,
         num_microbatches: int,
         schedule: str | Schedule,
-        automatic: Automatic,
         num_workers: int | None,
         remat: Remat,
         partition: Sequence[int | range] | None,
@@ -63,17 +98,12 @@ class Layout:
     ) -> None:
         self.named = named_layers(layers)
         self.modules = modules = [layer for _, layer in self.named]
-        self.calibration: Calibration | None = None
         if num_stages is None and partition is not None:
             num_stages = len(partition)
         if num_stages is None:
             num_stages = num_stages_of(schedule, network, num_workers)
         sizes = (num_stages, num_microbatches, remat, num_workers, None if network is None else network.size)
-        if schedule == "auto":
-            self.schedule, self.calibration = automatic.begin(*sizes)
-        else:
-            automatic.refuse(schedule)
-            self.schedule = schedule_of(schedule, *sizes)
+        self.schedule = schedule_of(schedule, *sizes)
         if partition is None:
             self.partition = balanced(costs_of(cost, modules, example), num_stages)
         elif cost is None:
@@ -85,7 +115,9 @@ class Layout:
         cuts, self.local = self.partition, tuple(range(num_stages))
         if network is not None:
             self.local = self.schedule.stages_of(worker_of(network, self.schedule))
-        self.devices = devices_of(devices, num_stages, [modules[i] for k in self.local for i in cuts[k]])
+        self.devices = devices_of(
+            devices, num_stages, [modules[i] for k in self.local for i in cuts[k]], modules
+        )
         refuse_split_statistics(modules, cuts)
         homes = [self.schedule.worker(stage) for stage in range(num_stages)]
         if network is None:
@@ -161,8 +193,9 @@ def schedule_of(
             )
         return schedule
     if not isinstance(schedule, str) or schedule not in NAMED:
+        close = suggestion(str(schedule), NAMED)
         raise ValueError(
-            f"schedule is {schedule!r}; choose one of {', '.join(NAMED)}, auto, or give a Schedule"
+            f"schedule is {schedule!r}{close}; choose one of {', '.join(NAMED)}, or give a Schedule"
         )
     fixed = NAMED[schedule].stages_per_worker
     num_workers = _num_workers(num_workers, num_stages, fixed, num_ranks)
@@ -195,51 +228,6 @@ def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers
     if schedule in NAMED:
         per_worker = NAMED[schedule].stages_per_worker or _STAGES_PER_WORKER
     return workers * per_worker
-
-
-class Automatic(NamedTuple):
-    """What `schedule="auto"` goes by, and no other schedule."""
-
-    action_s: ActionTimes | None = None
-    link_s: float | None = None
-    most_alive: int | None = None
-
-    def begin(
-        self,
-        num_stages: int,
-        num_microbatches: int,
-        remat: Remat,
-        num_workers: int | None = None,
-        num_ranks: int | None = None,
-    ) -> tuple[Schedule, Calibration | None]:
-        """The first schedule, and what finds a better one unless the times are known."""
-        check_sizes(num_stages, num_microbatches, remat)
-        placement = shared_by(_num_workers(num_workers, num_stages, None, num_ranks), num_stages)
-        link_s, most_alive = self.link_s, self.most_alive
-        if link_s is not None and not 0 <= link_s < inf:
-            raise ValueError(f"link_s is {link_s}; give the seconds of a message, 0 or more")
-        if self.action_s is not None:
-            if not (callable(self.action_s) or isinstance(self.action_s, Mapping)):
-                raise ValueError(
-                    f"action_s is a {type(self.action_s).__name__}; give seconds by kind or by (stage, "
-                    "kind), as in {Kind.F: 0.01, Kind.B: 0.02}, or a function of the action"
-                )
-            schedule = automatic(
-                placement, num_microbatches, self.action_s,
-                link_s=link_s or 0.0, remat=remat, most_alive=most_alive,
-            )  # fmt: skip
-            return schedule, None
-        calibration = Calibration(placement, num_microbatches, remat, link_s=link_s, most_alive=most_alive)
-        return calibration.schedule, calibration
-
-    def refuse(self, schedule: str | Schedule) -> None:
-        """`ValueError` for anything that is given though the schedule is another one."""
-        for name, value in zip(self._fields, self, strict=True):
-            if value is not None:
-                shown = repr(schedule) if isinstance(schedule, str) else f"{schedule.name!r}, given as rows"
-                raise ValueError(
-                    f"{name} is given, but the schedule is {shown}; it is for schedule='auto' alone"
-                )
 
 
 def costs_of(
@@ -293,13 +281,19 @@ def cut_of(partition: Sequence[int | range], num_layers: int, num_stages: int) -
 
 
 def devices_of(
-    devices: Device | Sequence[Device] | None, num_stages: int, layers: Sequence[nn.Module]
+    devices: Device | Sequence[Device] | None,
+    num_stages: int,
+    layers: Sequence[nn.Module],
+    model: Sequence[nn.Module] = (),
 ) -> tuple[torch.device, ...]:
-    """The device of every stage; without `devices`, where the `layers` of this process are."""
+    """The device of every stage; without `devices`, where the `layers` of this process are. Layers without
+    parameters go where this process has devices of the type that the rest of the `model` is on.
+    """
     if devices is None:
-        found = {parameter.device for layer in layers for parameter in layer.parameters()} or {
-            torch.device("cpu")
-        }
+        found = {parameter.device for layer in layers for parameter in layer.parameters()}
+        if not found:
+            types = {parameter.device.type for layer in model for parameter in layer.parameters()} or {"cpu"}
+            found = {accelerators.current(min(types))} if len(types) == 1 else {torch.device("cpu")}
         if len(found) > 1:
             raise ValueError(
                 f"the layers are on {', '.join(sorted(map(str, found)))}; pass devices= with one device "
@@ -307,12 +301,30 @@ def devices_of(
             )
         return (found.pop(),) * num_stages
     if isinstance(devices, str | torch.device):
-        return (accelerators.exact(devices),) * num_stages
+        return (_device(devices),) * num_stages
     if len(devices) != num_stages:
         raise ValueError(
             f"{len(devices)} devices for {num_stages} stages; give one per stage, or one for all"
         )
-    return tuple(accelerators.exact(device) for device in devices)
+    return tuple(map(_device, devices))
+
+
+def _device(device: Device) -> torch.device:
+    """`ValueError` for one that is not here."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"devices has {device!r}, which is no device of torch's; give 'cpu', 'cuda:0' or the like"
+        ) from None
+    if accelerators.is_accelerator(found):
+        count = accelerators.count(found.type)
+        if (found.index or 0) >= count:
+            raise ValueError(
+                f"devices has {device!r}, and torch finds {count} devices of that type here; give 'cpu', or "
+                "devices that torch.accelerator.device_count() counts"
+            )
+    return accelerators.exact(found)
 
 
 def backend_of(compile: bool | str) -> str | None:

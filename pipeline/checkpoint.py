@@ -46,9 +46,9 @@ from gpipe_bench.pipeline.errors import summary
 T = TypeVar("T")
 
 
-def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
     """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call, on a
-    grid those of the whole mesh.
+    grid those of the whole mesh; a rank that has nothing to train gives None as its optimizer.
 
     `RuntimeError`, on every rank, if one of them cannot write, another job saves there or the pipeline has
     failed; `ActionError` if a rank does not come within the pipeline's `timeout_s`. Whenever it ends or is
@@ -99,7 +99,7 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
         _on_all(pipeline, finish, what)
 
 
-def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
     """Reads what `save` wrote, for whatever split and grid; training then goes on as if it had never stopped:
     bit for bit, unless the grid sums gradients in another order or divides layers otherwise.
 
@@ -126,7 +126,8 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
                 f"it was written with seed {int(there['seed'])}, the pipeline has {pipeline.seed}; build it "
                 "with the same seed"
             )
-        optimizer_state = _by_position(there["optimizer"], pipeline, optimizer)
+        if optimizer is not None:
+            optimizer_state = _by_position(there["optimizer"], pipeline, optimizer)
         return reader.identity, set(here["model"])
 
     what = f"the checkpoint {path} can't be loaded"
@@ -138,7 +139,8 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer)
         raise ValueError(f"{what}: it has {min(unknown)}, which the model does not have")
     first = pipeline.tied_names
     pipeline.load_state_dict({name: there["model"][first.get(name, name)] for name in pipeline.state_dict()})
-    optimizer.load_state_dict(optimizer_state)
+    if optimizer is not None:
+        optimizer.load_state_dict(optimizer_state)
     pipeline.num_steps = int(there["num_steps"])
 
 
@@ -151,6 +153,9 @@ def _on_all(
         result = part()
     except Exception as error:
         failure = error
+    except BaseException as error:  # an interrupt: the others must not take it for done
+        pipeline._transport.abort(None, error)
+        raise
     found = pipeline.gather_all((pipeline.place, result, summary(failure) if failure is not None else None))
     for place, _, cause in found:
         if cause is not None:
@@ -166,20 +171,22 @@ def _names(pipeline: Pipeline) -> dict[Tensor, str]:
     return {parameter: first.get(name, name) for name, parameter in pipeline.named_parameters()}
 
 
-def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """All that a run depends on. Of the optimizer it is what there is, which before the first step is no
     state, and by name, for positions and groups depend on the split.
     """
     first, names = pipeline.tied_names, _names(pipeline)
-    state, options = {}, {}
-    for group in optimizer.param_groups:
+    state: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    groups, states = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
+    for group in groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the pipeline does "
                     "not have; give it those of `pipeline.parameters()`"
                 )
-            state[names[parameter]] = optimizer.state.get(parameter, {})
+            state[names[parameter]] = states.get(parameter, {})
             options[names[parameter]] = {
                 key: value for key, value in group.items() if key not in ("params", "param_names")
             }

@@ -50,9 +50,11 @@ class Clock:
         self._accelerators = tuple(filter(devices.is_accelerator, dict.fromkeys(self._devices)))
         self._firsts: dict[torch.device, torch.Event] = {}  # of the step, on each accelerator
         self._firsts_ns: dict[torch.device, float] = {}  # when that was, once somebody has asked
+        self.begins = journal is not None or bool(self._accelerators)
         self.complete = False
 
     def begin(self) -> None:
+        """A step begins; where the host alone tells the time, there is nothing to be done."""
         self.complete = False
         if self._journal is not None:
             self._journal.begin()

@@ -242,8 +242,8 @@ class Mark(NamedTuple):
     of: torch.device
 
 
-class Way:
-    """From one device to another; at least one of them is an accelerator."""
+class CopyStreams:
+    """The streams of copies from one device to another; at least one of them is an accelerator."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._source, self._target = source, target
@@ -280,7 +280,7 @@ class Transfers:
     """Sends tensors to other devices and receives them there."""
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[torch.device, torch.device], Way] = {}
+        self._streams: dict[tuple[torch.device, torch.device], CopyStreams] = {}
 
     def __reduce__(self) -> tuple[type[Transfers], tuple[()]]:
         """A copy of a pipeline opens streams of its own."""
@@ -291,22 +291,22 @@ class Transfers:
     ) -> tuple[tuple[Sent, ...], tuple[Mark, ...]]:
         """The tensors on `target`, and when they are there; what is there already is passed on as it is."""
         sent: list[Any] = []
-        ways: dict[torch.device, Way] = {}
+        used: dict[torch.device, CopyStreams] = {}
         for tensor in tensors:
             if tensor is None or tensor.device == target:
                 sent.append(tensor)
             elif is_accelerator(tensor.device) or is_accelerator(target):
-                way = ways.get(tensor.device)
-                if way is None:
+                streams = used.get(tensor.device)
+                if streams is None:
                     ends = tensor.device, target
-                    way = ways[tensor.device] = self._ways.get(ends) or self._ways.setdefault(
-                        ends, Way(*ends)
+                    streams = used[tensor.device] = self._streams.get(ends) or self._streams.setdefault(
+                        ends, CopyStreams(*ends)
                     )
-                    way.open()
-                sent.append(way.send(tensor))
+                    streams.open()
+                sent.append(streams.send(tensor))
             else:
                 sent.append(tensor.to(target))
-        return tuple(sent), tuple([way.close() for way in ways.values()])
+        return tuple(sent), tuple([streams.close() for streams in used.values()])
 
     def receive(
         self, tensors: Iterable[Tensor | None], marks: tuple[Mark, ...], target: torch.device

@@ -26,6 +26,10 @@ class ActionError(RuntimeError):
         super().__init__(f"{where} failed: {cause}")
 
 
+class VerifyError(RuntimeError):
+    """A step of a pipeline differs from the plain model's: what differs first, where, and why, likely."""
+
+
 class PeerError(RuntimeError):
     """A message between this rank and rank `peer` did not get through; `action` of the peer should have
     produced or taken it. `what` says why, of the peer, or of whomever where `peer` is None: all that is known
@@ -55,7 +59,26 @@ class StoreError(RuntimeError):
         self.silent = silent
 
 
+# What torch says, and what it means in a pipeline.
+_MEANS = {
+    "cannot register a hook on a tensor that doesn't require gradient": (
+        "under re-materialization forwards run without a graph; register the hook where "
+        "tensor.requires_grad, or use remat='never'"
+    ),
+    "backward through the graph a second time": (
+        "a layer or loss_fn uses a tensor that another layer, stage or micro-batch has computed and left in "
+        "an attribute, whose graph is gone; pass it on from layer to layer, or detach it"
+    ),
+    "modified by an inplace operation": (
+        "a pipeline takes other micro-batches forward before this one goes back; where a layer changes a "
+        "buffer or an attribute that it computes with, let it make a new one (self.n = self.n + 1), or use "
+        "remat='always'"
+    ),
+}
+
+
 def summary(error: BaseException) -> str:
-    """An exception in one line: its type and its text."""
+    """An exception in one line: its type and its text, and what that means here where torch cannot know."""
     text = str(error).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    means = next((f" (here: {meaning})" for words, meaning in _MEANS.items() if words in text), "")
+    return f"{type(error).__name__}: {text}{means}" if text else type(error).__name__

@@ -84,8 +84,11 @@ class EdgeTransport(Protocol):
     def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
         """The gradients of what was sent."""
 
-    def release(self, stage: int, microbatch: int) -> None:
-        """The stage is done with the micro-batch: what it received for it may be overwritten."""
+    @property
+    def release(self) -> Callable[[int, int], None] | None:
+        """What a stage, given its number, calls when it is done with a micro-batch: what it received for it
+        may be overwritten. None where nothing is.
+        """
 
     def send_loss(self, loss: Tensor) -> None:
         """Hands the loss of a training step to all, once all micro-batches are forward; the last stage calls
@@ -105,6 +108,8 @@ class InProcess:
     With `copy` each stage gets a tensor of its own, as on separate devices; `observe_transfer`, given the
     receiving stage, is entered around the copy, so that a memory tracker can charge it to its owner.
     """
+
+    release = None
 
     def __init__(
         self,
@@ -159,9 +164,6 @@ class InProcess:
         if self._marks:
             self._arrive(gradients, edge.source, (edge.number, microbatch, True))
         return gradients
-
-    def release(self, stage: int, microbatch: int) -> None:
-        pass
 
     def send_loss(self, loss: Tensor) -> None:
         self._loss = loss

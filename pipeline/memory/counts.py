@@ -15,7 +15,6 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 
 
@@ -47,8 +46,8 @@ class Step(NamedTuple):
         return self.action.kind, self.recomputed, self.counts.after_backward, self.counts.after_inputs
 
 
-Way = tuple[int, bool, int]
-"""The stage that waits for a message, whether for a gradient, and the portals' line, -1 without portals."""
+Inbox = tuple[int, bool]
+"""The stage that waits for a message, and whether for a gradient."""
 
 
 class Moment(NamedTuple):
@@ -58,15 +57,15 @@ class Moment(NamedTuple):
 
     step: Step
     others: tuple[tuple[int, Counts], ...] = ()
-    waiting: tuple[tuple[Way, int], ...] = ()
+    waiting: tuple[tuple[Inbox, int], ...] = ()
     sent_bytes: int = 0
 
 
-class Walk:
+class StageCounter:
     """What a stage holds as its actions go by, one after another.
 
     ``receive_ahead`` is the number of messages of each direction that are received beyond the one in use;
-    None where whoever walks counts what has arrived.
+    None where the caller counts what has arrived.
     """
 
     def __init__(self, actions: Sequence[Action], receive_ahead: int | None = 0) -> None:
@@ -129,42 +128,38 @@ def steps(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Step, ..
     """The distinct steps of a stage alone on its worker, without those that another one of their kind exceeds
     in everything; the earliest of equals.
     """
-    walk = Walk(actions, receive_ahead)
+    counter = StageCounter(actions, receive_ahead)
     alike: dict[object, list[Step]] = {}
     for action in actions:
-        step = walk.take(action)
+        step = counter.take(action)
         rivals = alike.setdefault(step.alike, [])
         if not any(all(map(ge, rival.counts, step.counts)) for rival in rivals):
             rivals[:] = [each for each in rivals if not all(map(ge, step.counts, each.counts))] + [step]
     return tuple(step for rivals in alike.values() for step in rivals)
 
 
-def moments(
-    schedule: Schedule, receive_ahead: int | None, *, all_wait: bool = False, lines: Sequence[Edge] = ()
-) -> Iterator[Moment]:
+def moments(schedule: Schedule, receive_ahead: int | None, *, all_wait: bool = False) -> Iterator[Moment]:
     """Each action of all workers.
 
     Args:
         schedule: any that `validate` accepts.
-        receive_ahead: as for `Walk`.
+        receive_ahead: as for `StageCounter`.
         all_wait: messages of all workers wait with their receivers, as in one process. When they come depends
             on the other workers, so all rows are walked together, in the order in which one process takes
             them; without it row by row.
-        lines: portals between stages.
     """
     if not all_wait:
         for row in schedule.actions:
             yield from row_moments(row, receive_ahead)
         return
     homes = {stage: schedule.stages_of(schedule.worker(stage)) for stage in range(schedule.num_stages)}
-    yield from row_moments(execution_order(schedule), receive_ahead, homes, lines)
+    yield from row_moments(execution_order(schedule), receive_ahead, homes)
 
 
 def row_moments(
     actions: Sequence[Action],
     receive_ahead: int | None,
     homes: Mapping[int, tuple[int, ...]] | None = None,
-    lines: Sequence[Edge] = (),
 ) -> Iterator[Moment]:
     """Each action of a worker's row, or of all workers in turn. `homes` are, for each stage whose messages
     count, all stages of its worker; without them messages wait from a stage of the row for another.
@@ -175,27 +170,22 @@ def row_moments(
     rows: dict[int, list[Action]] = {stage: [] for stage in homes}
     for action in actions:
         rows[action.stage].append(action)
-    walks = {stage: Walk(row, receive_ahead) for stage, row in rows.items()}
-    resting = {stage: walk.rest for stage, walk in walks.items()}
-    waiting: dict[int, dict[Way, int]] = {stage: {} for stage in homes}  # by the stage that waits
+    counters = {stage: StageCounter(row, receive_ahead) for stage, row in rows.items()}
+    resting = {stage: counter.rest for stage, counter in counters.items()}
+    waiting: dict[int, dict[Inbox, int]] = {stage: {} for stage in homes}  # by the stage that waits
     for action in actions:
         stage, kind = action.stage, action.kind
         moves, back = kind in (Kind.F, Kind.B, Kind.I), kind is not Kind.F
         if moves:
-            for way, count in waiting[stage].items():
-                if way[1] is back and count:
-                    waiting[stage][way] = count - 1
-        step, mine = walks[stage].take(action), homes[stage]
+            for inbox, count in waiting[stage].items():
+                if inbox[1] is back and count:
+                    waiting[stage][inbox] = count - 1
+        step, mine = counters[stage].take(action), homes[stage]
         others = tuple([(other, resting[other]) for other in mine if other != stage])
         found = tuple([each for other in mine for each in waiting[other].items() if each[1]])
         yield Moment(step, others, found)
-        resting[stage] = walks[stage].rest
+        resting[stage] = counters[stage].rest
         if moves:
             target = stage - 1 if back else stage + 1
-            sent = [(target, back, -1)] if target in homes else []
-            for line in lines:
-                source, end = (line.target, line.source) if back else (line.source, line.target)
-                if source == stage:
-                    sent.append((end, back, line.number))
-            for way in sent:
-                waiting[way[0]][way] = waiting[way[0]].get(way, 0) + 1
+            if target in homes:
+                waiting[target][target, back] = waiting[target].get((target, back), 0) + 1

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_bench.pipeline.memory.stage_bytes import Bytes, LayerBytes, Played, StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.stage_bytes import Bytes, LayerBytes, StageBytes, StageTrace, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import Ahead, action_bytes, workers_of
 from gpipe_bench.pipeline.plan.links import bucket_bytes_of
@@ -42,6 +42,8 @@ class Sharing:
         shards: processes that have a part each; fsdp
         level: of ZeRO: 2 gathers once in a step, 3 in every pass; of no account where there is one shard
         bucket_bytes: gradients that replicas sum together; as the engine has it if not given
+        gathered_share: of a parameter's bytes, what is gathered of it and what its whole gradient takes: half
+            where shards of 32 bits are gathered in 16
 
     Raises:
         ValueError: no processes, or another level.
@@ -51,6 +53,7 @@ class Sharing:
     shards: int = 1
     level: int = 2
     bucket_bytes: float | None = None
+    gathered_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.shards < 1:
@@ -61,6 +64,10 @@ class Sharing:
     def part(self, num_bytes: int) -> int:
         """Of a tensor, what one process has."""
         return -(-num_bytes // self.shards)
+
+    def gathered(self, num_bytes: int) -> int:
+        """Of parameters, what they take while they are whole."""
+        return int(self.gathered_share * num_bytes)
 
 
 @dataclass(frozen=True)
@@ -87,34 +94,34 @@ def held_stage(layers: Sequence[LayerProfile], loss: LayerProfile | None, sharin
 
 def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
     """Of a stage whose bytes are known."""
-    assert whole.played is not None, "it is made of layers"
+    assert whole.trace is not None, "it is made of layers"
     if sharing.shards > 1:
-        each = _Layers(whole.played, sharing)
+        each = _Layers(whole.trace, sharing)
         return (_gathered_once if sharing.level == 2 else _gathered_always)(whole, each)
     if sharing.replicas > 1:
-        return _replicated(whole, _Layers(whole.played, sharing))
+        return _replicated(whole, _Layers(whole.trace, sharing))
     return HeldStage(whole, whole, (0, 0), (0, 0, 0, 0))
 
 
 class _Layers:
     """Of a stage's layers, the bytes of their parameters and passes; the loss counts to the last layer."""
 
-    def __init__(self, played: Played, sharing: Sharing) -> None:
+    def __init__(self, trace: StageTrace, sharing: Sharing) -> None:
         self.sharing = sharing
-        self.trained_sizes = [layer.trained_sizes for layer in played.stage]
-        self.parameters = [sum(layer.parameter_sizes) for layer in played.stage]
-        self.gradients = [sum(sizes) for sizes in self.trained_sizes]
+        self.trained_sizes = [layer.trained_sizes for layer in trace.stage]
+        self.parameters = [sharing.gathered(sum(layer.parameter_sizes)) for layer in trace.stage]
+        self.gradients = [sharing.gathered(sum(sizes)) for sizes in self.trained_sizes]
         self.shards = [sum(map(sharing.part, sizes)) for sizes in self.trained_sizes]
-        self.shard_bytes = sum([sum(map(sharing.part, layer.parameter_sizes)) for layer in played.stage])
-        self.free, self.forward = _pass(played, played.free), _pass(played, played.with_graph)
-        self.first = _pass(played, played.first, back=True)
-        self.later = _pass(played, played.later, back=True)
+        self.shard_bytes = sum([sum(map(sharing.part, layer.parameter_sizes)) for layer in trace.stage])
+        self.free, self.forward = _pass(trace, trace.free), _pass(trace, trace.with_graph)
+        self.first = _pass(trace, trace.first, back=True)
+        self.later = _pass(trace, trace.later, back=True)
 
 
-def _pass(played: Played, found: Sequence[LayerBytes], *, back: bool = False) -> list[LayerBytes]:
+def _pass(trace: StageTrace, found: Sequence[LayerBytes], *, back: bool = False) -> list[LayerBytes]:
     """A pass over a stage's layers, in the order of the forward, with the loss in the last of them."""
-    *rest, last = found[: len(played.stage)]
-    for loss in found[len(played.stage) :]:
+    *rest, last = found[: len(trace.stage)]
+    for loss in found[len(trace.stage) :]:
         fullest = max(last.fullest, loss.fullest, key=lambda each: each.total)
         ends = (loss.before, last.after) if back else (last.before, loss.after)
         last = LayerBytes(ends[0], fullest, ends[1])
@@ -179,7 +186,7 @@ def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
     step = replace(
         rest,
         parameter_bytes=rest.parameter_bytes + sum(parameters),
-        gradient_bytes=whole.gradient_bytes,
+        gradient_bytes=each.sharing.gathered(whole.gradient_bytes),
     )
 
     def first(found: Sequence[LayerBytes], moment: Bytes) -> int:

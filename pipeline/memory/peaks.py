@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from operator import add, mul
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step, Way
+from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step
 from gpipe_bench.pipeline.memory.stage_bytes import Bytes, StageBytes
 from gpipe_bench.pipeline.plan.schedule import Kind
 
@@ -253,7 +253,7 @@ class Placed:
                 return Bytes()
             is_later = counts.after_inputs if self._is_whole else counts.after_backward
             found = stage.backward if is_later else stage.backward_first
-            return found.without(stage.sent.received_bytes) if self._place.gradients_there else found
+            return found.without(stage.messages.received_bytes) if self._place.gradients_there else found
         assert halves is not None, "it was looked at"
         if kind is Kind.I:
             return halves.inputs
@@ -272,17 +272,14 @@ class Worker:
     Args:
         stages: in the actions of a step.
         rests: in the optimizer's step, where they hold something else.
-        messages: bytes of those that are others than the stages say, as where portals go past stages.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Placed],
         rests: Mapping[int, Placed] | None = None,
-        messages: Mapping[Way, int] | None = None,
     ) -> None:
         self._stages, self._rests = stages, stages if rests is None else rests
-        self._messages = messages or {}
 
     def update(self) -> StageMemory:
         """In the optimizer's step: one parameter is updated at a time, whichever stage it is of."""
@@ -309,10 +306,8 @@ class Worker:
     def _messages_bytes(self, moment: Moment) -> int:
         """Of messages that wait, and of those that have not left."""
         found = moment.sent_bytes
-        for way, count in moment.waiting:
-            stage, is_gradient, _ = way
-            size = self._messages.get(way)
-            found += count * (self._stages[stage].message_bytes[is_gradient] if size is None else size)
+        for (stage, is_gradient), count in moment.waiting:
+            found += count * self._stages[stage].message_bytes[is_gradient]
         return found
 
     def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:

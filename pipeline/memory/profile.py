@@ -36,11 +36,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.compiled import Graphs, compiled_traces, graphs_of
 from gpipe_bench.pipeline.memory.layer_run import LayerRun, buffer_roles
-from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
-from gpipe_bench.pipeline.plan.portals import Declared
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import signature
 from gpipe_bench.pipeline.stage.portals import Carried, declarations
@@ -69,8 +67,7 @@ class Profiler:
     ``autocast`` is the dtype of mixed precision (parameters stay as they are), None for none. Casts of
     weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
 
-    ``compiled`` profiles each layer as `torch.compile` would run it, each by itself, the loss too
-    (gpipe_bench.pipeline.memory.compiled): what it keeps is what a compiled layer keeps.
+    Layers are eager; what a compiled layer keeps is no more than that.
 
     ``attention`` is the device's whose kernels of attention the layers take (`attention.ATTENTIONS`).
 
@@ -88,7 +85,6 @@ class Profiler:
     """
 
     autocast: torch.dtype | None = None
-    compiled: bool = False
     attention: str = "cpu"
     number_format: torch.dtype | None = None
     with_shapes: bool = False
@@ -96,7 +92,6 @@ class Profiler:
     ties_apart: bool = False
     divided: Callable[[nn.Module], nn.Module] | None = None
     _known: dict[tuple[object, ...], LayerProfile] = field(default_factory=dict, repr=False)
-    _graphs: dict[tuple[object, ...], Graphs | None] = field(default_factory=dict, repr=False)
 
     def layer(self, layer: nn.Module, inputs: Boundary, unused: frozenset[int] = frozenset()) -> LayerProfile:
         """The profile of one layer. ``unused`` are positions of outputs that nothing after it differentiates.
@@ -166,19 +161,16 @@ class Profiler:
 
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
         def run_of(layer: nn.Module) -> LayerRun:
-            return LayerRun(layer, inputs, unused, self._precision(), with_shapes=self.with_shapes)
+            return LayerRun(layer, inputs, unused, precision(self.autocast), with_shapes=self.with_shapes)
 
         layer = self._copy(given, self.number_format)
         run = run_of(layer)
         first = run.whole()
         outputs = run.outputs
-        traces = self._compiled(layer, inputs, outputs, unused) if self.compiled else None
-        if traces is None:
-            with torch.no_grad():
-                free = run_of(layer).whole()
-            run = run_of(layer)  # which the buffers are told by: a table may have been made in the first
-            traces = free, first, run.whole()
-        free, first, later = traces
+        with torch.no_grad():
+            free = run_of(layer).whole()
+        run = run_of(layer)  # which the buffers are told by: a table may have been made in the first
+        later = run.whole()
         has_gradient = [p.grad is not None for p in layer.parameters()]
         halves = None
         if self.split_backward:
@@ -211,25 +203,6 @@ class Profiler:
     def _copy(self, given: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:
         return fake_copy(given, number_format) if self.divided is None else self.divided(given)
 
-    def _precision(self) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast, cache_enabled=False)
-
-    def _compiled(
-        self, layer: nn.Module, inputs: Boundary, outputs: Boundary, unused: frozenset[int]
-    ) -> tuple[Trace, Trace, Trace] | None:
-        """The traces of the compiled layer; None where there is nothing to compile."""
-        graphs = self._graphs.get((signature(layer), inputs))
-        # What is handed on is in no graph, so it makes no difference there whether anything uses it.
-        if graphs is None or any(graphs.handed_on[position] is None for position in unused):
-            graphs = graphs_of(layer, inputs, unused, self._precision())
-            if not unused:
-                self._graphs[signature(layer), inputs] = graphs
-        if graphs is None:
-            return None
-        return compiled_traces(graphs, inputs, outputs, unused, with_shapes=self.with_shapes)
-
 
 class LossLayer(nn.Module):
     """A loss function as a layer that takes the tensors of the outputs and of the target, one after the
@@ -243,6 +216,11 @@ class LossLayer(nn.Module):
     def forward(self, values: tuple[Tensor, ...]) -> Tensor:
         count = len(self.outputs.tensors)
         return self.loss_fn(self.outputs.build(values[:count]), self.target.build(values[count:]))
+
+
+def precision(autocast: torch.dtype | None) -> AbstractContextManager[object]:
+    """Mixed precision as in the engine, on fake tensors: weights are cast in each operation again."""
+    return nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast, cache_enabled=False)
 
 
 def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:
@@ -292,18 +270,31 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
     return tuple(costs)
 
 
-# Layers with portals as layers without: what is carried past a layer is part of what it takes and gives. That
-# is how a stage holds portals, and how layers are profiled that have some. A cut between such layers would
-# pass everything on; where portals go past stages, `cut.portal_memory` says what that saves.
+# Layers with portals count as layers without: what is carried past a layer is part of what it takes and
+# gives.
 
 
 def passed_on(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """All layers of a model."""
-    declared = declarations(layers)
-    return passing(layers, declared, (), ()) if any(map(any, declared)) else list(layers)
+    """The layers of a model whose portals are passed on from each to the next. `ValueError` where they would
+    be beside anything but tensors, when the layers are run.
+    """
+    declared, found = declarations(layers), list[nn.Module]()
+    held: list[str] = []
+    for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
+        later = {name for each in declared[index + 1 :] for name in each.pops}
+        known = [*held, *stashes]
+        kept = [name for name in dict.fromkeys(known) if name in later]
+        if known:
+            places = tuple([held.index(name) for name in pops])
+            onwards = tuple([known.index(name) for name in kept])
+            found.append(_Passing(layer, len(held), places, len(stashes), onwards))
+        else:
+            found.append(layer)
+        held = kept
+    return found
 
 
-class Passing(nn.Module):
+class _Passing(nn.Module):
     """A layer, with the portals that are carried past it as part of what it takes and gives.
 
     `held` are carried in, those at `pops` given to the layer; it stashes `stashed`, and those at the places
@@ -331,36 +322,11 @@ class Passing(nn.Module):
             return value
         parts = (value,) if isinstance(value, Tensor) else value
         if not (isinstance(parts, tuple) and all(isinstance(part, Tensor) for part in parts)):
-            raise beside(type(value).__name__)
+            raise ValueError(
+                f"a layer passes a {type(value).__name__} and portals are carried past it; memory is "
+                "modelled between layers that pass tensors or tuples of them"
+            )
         return (*parts, *[carried[place] for place in self.kept])
-
-
-def beside(kind: str) -> ValueError:
-    """What to raise where portals are carried beside another pytree."""
-    return ValueError(
-        f"a layer passes a {kind} and portals are carried past it; the memory of portals is modelled between "
-        "layers that pass tensors or tuples of them"
-    )
-
-
-def passing(
-    layers: Sequence[nn.Module], declared: Sequence[Declared], comes: Sequence[str], goes: Sequence[str]
-) -> list[nn.Module]:
-    """The layers of a stage, which portals come to and go from."""
-    held, found = list(comes), []
-    for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
-        later = {name for each in declared[index + 1 :] for name in each.pops} | set(goes)
-        known = [*held, *stashes]
-        last = index == len(layers) - 1
-        kept = list(goes) if last else [name for name in dict.fromkeys(known) if name in later]
-        if not known:
-            found.append(layer)
-            continue
-        places = tuple([held.index(name) for name in pops])
-        onwards = tuple([known.index(name) for name in kept])
-        found.append(Passing(layer, len(held), places, len(stashes), onwards))
-        held = kept
-    return found
 
 
 _NORMALIZATION_BACKWARD = torch.ops.aten.native_batch_norm_backward.default

@@ -77,7 +77,7 @@ class StageBytes:
     shadow_buffer_bytes: int = 0  # copied once where anything is recomputed
     again: Bytes | None = None  # R, where it holds more than F with a graph
     halves: Halves | None = None  # where the layers' profiles have them
-    played: Played | None = field(default=None, repr=False, compare=False)  # what else the layers say
+    trace: StageTrace | None = field(default=None, repr=False, compare=False)  # what else the layers say
 
     def shadowed(self) -> StageBytes:
         """The same where something is recomputed for certain: the copies of buffers that stay are there."""
@@ -87,39 +87,37 @@ class StageBytes:
         return replace(self, buffer_bytes=buffers, shadow_buffer_bytes=0)
 
     @property
-    def sent(self) -> Sent:
+    def messages(self) -> MessageBytes:
         """What it sends and receives over processes."""
-        return Sent() if self.played is None else self.played.sent
+        return MessageBytes() if self.trace is None else self.trace.messages
 
 
-class Sent(NamedTuple):
+class MessageBytes(NamedTuple):
     """What a stage sends and receives of one micro-batch where each worker is a process of its own. What is
     sent stays until its sender has waited for it, which may be longer than the stage needs it.
     """
 
     sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
     of_graph_bytes: int = 0  # of these, what a graph that F makes holds too
-    longer: tuple[int, int, int] = (0, 0, 0)
-    """How much fuller a first B, a later B and I are where what F has sent is still on its way."""
     sent_back_bytes: int = 0  # of the gradients that B or I makes for the stage before
     received_bytes: int = 0  # of the gradients of outputs, which are held throughout a B or I
 
 
 def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None) -> StageBytes:
     """Add up the profiles of a stage's layers; ``loss`` is the loss of the last stage, as one more layer."""
-    played = Played(layers, loss)
+    trace = StageTrace(layers, loss)
     inputs, last = layers[0].inputs, layers[-1]
     targets = loss.inputs.tensors[len(last.outputs.tensors) :] if loss is not None else ()
-    kept = [i for i in inputs.distinct if inputs.tensors[i].requires_grad or i in played.holders]
+    kept = [i for i in inputs.distinct if inputs.tensors[i].requires_grad or i in trace.holders]
     changing = shadows = 0  # bytes of buffers that are copied for each micro-batch, and once
-    for layer in played.layers:
+    for layer in trace.layers:
         for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
             small = size * (size <= SMALL_BYTES)
             if role is BufferRole.STILL:
                 shadows += small
             elif role is not BufferRole.STATISTICS:
                 changing += small if role is BufferRole.BESIDE else size
-    again = played.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
+    again = trace.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
     return StageBytes(
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
         trained_sizes=tuple(chain.from_iterable([layer.trained_sizes for layer in layers])),
@@ -129,18 +127,18 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         kept_input_bytes=sum([inputs.tensors[i].num_bytes for i in kept]),
         target_bytes=sum([target.num_bytes for target in targets]),
         output_gradient_bytes=0 if loss is not None else last.output_gradient_bytes,
-        saved_bytes=played.saved_bytes,
-        free=_fullest(played.free),
-        forward=_fullest(played.with_graph),
-        backward_first=_fullest(played.first),
-        backward=_fullest(played.later),
-        copied_input_bytes=sum([played.sizes[name] for name in played.copied if name < len(inputs.tensors)]),
-        kept_copied_bytes=sum([played.sizes[name] for name in played.copied.intersection(kept)]),
+        saved_bytes=trace.saved_bytes,
+        free=_fullest(trace.free),
+        forward=_fullest(trace.with_graph),
+        backward_first=_fullest(trace.first),
+        backward=_fullest(trace.later),
+        copied_input_bytes=sum([trace.sizes[name] for name in trace.copied if name < len(inputs.tensors)]),
+        kept_copied_bytes=sum([trace.sizes[name] for name in trace.copied.intersection(kept)]),
         changing_buffer_bytes=changing,
         shadow_buffer_bytes=shadows,
         again=None if again is None else _fullest(again),
-        halves=Halves.of(played),
-        played=played,
+        halves=Halves.of(trace),
+        trace=trace,
     )
 
 
@@ -163,7 +161,7 @@ def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
     return max([each.fullest for each in layers], key=lambda moment: moment.total)
 
 
-class Played:
+class StageTrace:
     """The layers of a stage, by their profiles, and the loss of the last stage, played one after another.
     Passes tell of each layer in the order of the forward, the loss behind the last.
     """
@@ -244,15 +242,13 @@ class Played:
     def backward(
         self,
         trace_of: Callable[[LayerProfile], Trace],
-        stays: Iterable[int] = (),
         left: _Left | None = None,
     ) -> tuple[list[LayerBytes], int]:
-        """A backward, or I, by a trace of each layer, from the last to the first; names that `stays` has are
-        held by something else, too, and `left` is told what I leaves for W. Returns its layers, and bytes of
-        the gradients of the stage's inputs.
+        """A backward, or I, by a trace of each layer, from the last to the first; `left` is told what I
+        leaves for W. Returns its layers, and bytes of the gradients of the stage's inputs.
         """
         holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
-        for name in chain(self.boundary, stays):
+        for name in self.boundary:
             holders[name] = holders.get(name, 0) + 1
         last, found = trace_of(self.layers[-1]), list[LayerBytes]()
         received: list[_Gradient | None] = [
@@ -305,23 +301,16 @@ class Played:
         return found[::-1], sum([size for _, size in back])
 
     @cached_property
-    def sent(self) -> Sent:
+    def messages(self) -> MessageBytes:
         """What the stage sends and receives over processes."""
         if self.has_loss:
-            return Sent(sent_back_bytes=self.sent_back_bytes)
-        last, ways = self.layers[-1].first, [(_FIRST, self.first), (_LATER, self.later)]
+            return MessageBytes(sent_back_bytes=self.sent_back_bytes)
+        last = self.layers[-1].first
         names = {self._names[-1][storage] for storage in last.outputs} - self.boundary
-        of_graph, fuller = names & self.holders.keys(), [0, 0, 0]
-        if of_graph and (half := _Left.of(self.layers)) is not None:
-            ways.append((_INPUTS, self.backward(_INPUTS, left=half)[0]))
-        for number, (trace_of, plain) in enumerate(ways if of_graph else ()):
-            half = _Left.of(self.layers) if trace_of is _INPUTS else None
-            longer, _ = self.backward(trace_of, of_graph, half)
-            fuller[number] = _fullest(longer).total - _fullest(plain).total
-        return Sent(
+        of_graph = names & self.holders.keys()
+        return MessageBytes(
             sent_bytes=sum([self.sizes[name] for name in names]),
             of_graph_bytes=sum([self.sizes[name] for name in of_graph]),
-            longer=(fuller[0], fuller[1], fuller[2]),
             sent_back_bytes=self.sent_back_bytes,
             received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
         )
@@ -406,18 +395,18 @@ class Halves:
     _known: dict[tuple[bool, bool], Bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, played: Played) -> Halves | None:
+    def of(cls, trace: StageTrace) -> Halves | None:
         """None where the profiles say nothing of them."""
-        if any(layer.halves is None for layer in played.layers):
+        if any(layer.halves is None for layer in trace.layers):
             return None
-        left = _Left.of(played.layers)
+        left = _Left.of(trace.layers)
         if left is None:
             return cls(whole=True)
-        layers, _ = played.backward(_INPUTS, left=left)
-        last = _INPUTS(played.layers[-1])
+        layers, _ = trace.backward(_INPUTS, left=left)
+        last = _INPUTS(trace.layers[-1])
         # The targets are the user's and stay.
-        given = len(played.layers[0].inputs.same_as)
-        ends = {name: ("end", name) for name in played.boundary if ("end", name) in left.sizes}
+        given = len(trace.layers[0].inputs.same_as)
+        ends = {name: ("end", name) for name in trace.boundary if ("end", name) in left.sizes}
         inputs = frozenset([end for name, end in ends.items() if name < given])
         sizes = left.sizes | dict.fromkeys([end for name, end in ends.items() if name >= given], 0)
         return cls(

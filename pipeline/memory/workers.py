@@ -5,14 +5,15 @@ Where each worker is a process of its own, messages take memory by the rules tha
     received    buffers of the rings of `plan.edges`, which stay from step to step: their bytes are
                 there at every moment, and no input or gradient that a stage works on adds to them
     sent        outputs and gradients until their sender has waited for them: the latest of each way
-                between two workers, or all of a step's where they are small
+                between two workers, or all of a step's where they are small; an output counts twice
+                while the sender's graph holds it, too, so without recomputation that is an upper estimate
 
 Counted is what a worker's device holds. Between CPUs of one host the buffers lie in memory that two processes
 map; that is counted with the worker that receives, who made it, and with nobody else.
 
-Profiles are of layers by themselves, so each counts a weight that several layers share as its own. In a step
-each of these layers does gather a gradient of its own (`stage.tied`); but there is one weight, one state of
-the optimizer, and when the optimizer steps one gradient. Workers in processes of their own have a weight
+Profiles are of layers by themselves, so each counts a weight that several layers share as its own. There is
+one weight, one state of the optimizer, and when the optimizer steps one gradient; in a step a gradient of
+each use is counted, which is more than there is. Workers in processes of their own have a weight
 each, and for a moment at the end of a step one gradient more: the sum that another owner has sent
 (`ranks.tied`).
 """
@@ -20,17 +21,16 @@ each, and for a moment at the end of a step one gradient more: the sum that anot
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from torch import nn
 
-from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step, Way, moments, steps
+from gpipe_bench.pipeline.memory.counts import Moment, Step, moments, steps
 from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.plan.edges import Edge, is_one_too_many, rings_of
+from gpipe_bench.pipeline.plan.edges import is_one_too_many, rings_of
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 
 
@@ -108,7 +108,6 @@ def peak_bytes(
     optimizer: str = "rmsprop",
     *,
     receive_ahead: Ahead = None,
-    away: Mapping[Action, Mapping[int, int]] = MappingProxyType({}),
 ) -> tuple[int, ...]:
     """Most bytes that each worker holds in a training step, in the order of the workers.
 
@@ -122,13 +121,12 @@ def peak_bytes(
             they are sent, the workers taking turns as in one process. A number, such as 1, of messages of
             each direction for which a stage has receives posted beyond the one in use: for what is asked of
             no transport in particular.
-        away: by action, the graphs of each stage of its worker that wait with the host (`links.away`).
 
     Raises:
         ValueError: an unknown optimizer, another number of stages than the schedule's, or I and W for stages
             whose profiles know nothing of them.
     """
-    return tuple([each.peak for each in memories(stages, schedule, optimizer, receive_ahead, away=away)])
+    return tuple([each.peak for each in memories(stages, schedule, optimizer, receive_ahead)])
 
 
 def memories(
@@ -136,22 +134,14 @@ def memories(
     schedule: Schedule,
     optimizer: str,
     receive_ahead: Ahead,
-    lines: Sequence[Edge] = (),
-    messages: Mapping[Way, int] | None = None,
-    away: Mapping[Action, Mapping[int, int]] = MappingProxyType({}),
 ) -> tuple[StageMemory, ...]:
-    """The fullest moment of each worker; arguments and errors as of `peak_bytes`. ``lines`` are portals,
-    which are known in one process alone, and ``messages`` the bytes of each then.
-    """
-    workers = workers_of(stages, schedule, optimizer, receive_ahead, messages=messages)
+    """The fullest moment of each worker; arguments and errors as of `peak_bytes`."""
+    workers = workers_of(stages, schedule, optimizer, receive_ahead)
     found = [worker.update() for worker in workers]
     best: list[Moment | None] = [None] * len(workers)
     most = [each.peak for each in found]
-    for moment in _moments(stages, schedule, receive_ahead, lines):
-        action = moment.step.action
-        number = schedule.worker(action.stage)
-        if action in away:
-            moment = _without(moment, away[action])
+    for moment in _moments(stages, schedule, receive_ahead):
+        number = schedule.worker(moment.step.action.stage)
         num_bytes = workers[number].bytes(moment)
         if num_bytes > most[number]:
             most[number], best[number] = num_bytes, moment
@@ -159,17 +149,6 @@ def memories(
         memory if fullest is None else worker.memory(fullest)
         for worker, memory, fullest in zip(workers, found, best, strict=True)
     )
-
-
-def _without(moment: Moment, away: Mapping[int, int]) -> Moment:
-    """The moment without so many graphs of each stage."""
-
-    def less(stage: int, counts: Counts) -> Counts:
-        return counts._replace(graphs=counts.graphs - away.get(stage, 0))
-
-    step = moment.step._replace(counts=less(moment.step.action.stage, moment.step.counts))
-    others = tuple([(stage, less(stage, counts)) for stage, counts in moment.others])
-    return moment._replace(step=step, others=others)
 
 
 def action_bytes(
@@ -196,7 +175,6 @@ def workers_of(
     receive_ahead: Ahead,
     *,
     between_steps: bool = False,
-    messages: Mapping[Way, int] | None = None,
 ) -> list[Worker]:
     """The workers with their stages; arguments and errors as of `peak_bytes`. ``between_steps`` there are no
     copies for what is recomputed.
@@ -217,22 +195,15 @@ def workers_of(
         for index, stage in enumerate(stages)
     ]
     return [
-        Worker({stage: placed[stage] for stage in schedule.stages_of(number)}, messages=messages)
+        Worker({stage: placed[stage] for stage in schedule.stages_of(number)})
         for number in range(schedule.num_workers)
     ]
 
 
-def _moments(
-    stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead, lines: Sequence[Edge] = ()
-) -> Iterator[Moment]:
-    """Each action, with what its worker has sent."""
-    if not isinstance(receive_ahead, Transport):
-        yield from moments(schedule, receive_ahead, all_wait=receive_ahead is None, lines=lines)
-        return
-    sends = [Sends(schedule, number, stages) for number in range(schedule.num_workers)]
-    for moment in moments(schedule, None):
-        worker = schedule.worker(moment.step.action.stage)
-        yield moment._replace(sent_bytes=sends[worker].take(moment.step))
+def _moments(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead) -> Iterator[Moment]:
+    if isinstance(receive_ahead, Transport):
+        return _with_sent(moments(schedule, None), stages, schedule)
+    return moments(schedule, receive_ahead, all_wait=receive_ahead is None)
 
 
 def stage_memory(
@@ -291,67 +262,30 @@ def places(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahea
         inputs, gradients = comes
         if not inputs and index and not any(action.kind is Kind.R for action in schedule.row(index - 1)):
             # The stage before may have the input in its graph, which outlives this one's.
-            inputs = stages[index - 1].sent.of_graph_bytes == stage.input_bytes > 0
+            inputs = stages[index - 1].messages.of_graph_bytes == stage.input_bytes > 0
         found.append(Place(inputs, gradients, num_bytes))
     return found
 
 
-@dataclass
-class _Message:
-    """A message on its way: its bytes as the sender counts them, and those that its worker holds for it."""
-
-    message_bytes: int
-    held_bytes: int
-
-
-class Sends:
-    """What one worker has sent and not waited for, as its actions go by. How long a message is waited for
-    depends on its size, so that no numbers of micro-batches say it.
+def _with_sent(found: Iterable[Moment], stages: Sequence[StageBytes], schedule: Schedule) -> Iterator[Moment]:
+    """Each action, with what its worker has sent and not waited for. Sent messages count whole, also those
+    that the sender's graph holds anyway.
     """
-
-    def __init__(self, schedule: Schedule, worker: int, stages: Sequence[StageBytes]) -> None:
-        self._schedule, self._worker, self._stages = schedule, worker, stages
-        self._ways: dict[tuple[int, bool], deque[_Message]] = {}
-        self._with_graph: dict[tuple[int, int], _Message] = {}  # by stage and micro-batch
-        self._held_bytes = 0
-
-    def take(self, step: Step) -> int:
-        """What is held for messages in the next action, beyond what its own moment says and graphs hold."""
-        action = step.action
-        key, kind = (action.stage, action.microbatch), action.kind
-        found, sent = self._held_bytes, self._stages[action.stage].sent
-        if kind is Kind.B or kind is Kind.I:
-            message = self._with_graph.pop(key, None)
-            if message is not None:  # from here on nobody else holds it
-                first, later, half = sent.longer
-                found += half if kind is Kind.I else later if step.counts.after_backward else first
-                message.held_bytes += sent.of_graph_bytes
-                self._held_bytes += sent.of_graph_bytes
-            self._send(action.stage - 1, True, sent.sent_back_bytes)
-        elif kind is Kind.F:
-            held = sent.sent_bytes - (0 if step.recomputed else sent.of_graph_bytes)
-            message = self._send(action.stage + 1, False, held)
-            if message is not None and not step.recomputed:
-                self._with_graph[key] = message
-        return found
-
-    def _send(self, stage: int, gradients: bool, held_bytes: int) -> _Message | None:
-        """To another worker, if the stage is one of another worker."""
-        if not 0 <= stage < self._schedule.num_stages:
-            return None
-        target = self._schedule.worker(stage)
-        if target == self._worker:
-            return None
-        received = self._stages[stage]
-        message = _Message(received.output_gradient_bytes if gradients else received.input_bytes, held_bytes)
-        way = self._ways.setdefault((target, gradients), deque())
-        way.append(message)
-        self._held_bytes += held_bytes
-        if is_one_too_many(len(way), way[0].message_bytes):
-            gone = way.popleft()
-            self._held_bytes -= gone.held_bytes
-            self._with_graph = {key: each for key, each in self._with_graph.items() if each is not gone}
-        return message
+    ways: dict[tuple[int, int, bool], deque[tuple[int, int]]] = {}  # bytes of each, there and here
+    held_bytes = [0] * schedule.num_workers
+    for moment in found:
+        action = moment.step.action
+        worker, target = schedule.worker(action.stage), schedule.receiver(action)
+        yield moment._replace(sent_bytes=held_bytes[worker])
+        if target is None or schedule.worker(target) == worker:
+            continue
+        back, mine = action.kind is not Kind.F, stages[action.stage].messages
+        size = stages[target].output_gradient_bytes if back else stages[target].input_bytes
+        way = ways.setdefault((worker, schedule.worker(target), back), deque())
+        way.append((size, mine.sent_back_bytes if back else mine.sent_bytes))
+        held_bytes[worker] += way[-1][1]
+        if is_one_too_many(len(way), way[0][0]):
+            held_bytes[worker] -= way.popleft()[1]
 
 
 # Weights that several layers of a worker share, counted once

@@ -16,13 +16,12 @@ A *replica* is a pipeline that takes a share of the batch of its own: there are 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.ranks.failure import SILENCE_S, Job
+from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector
 from gpipe_bench.pipeline.ranks.store import Store
 
 NAMES = ("dp", "fsdp", "pp", "tp")
@@ -115,12 +114,9 @@ class Grid:
         return " ".join(f"{name}={place[name]}" for name in NAMES if name in place)
 
 
-def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, Job]:
-    """The grid of a mesh whose dimensions are named, and the job of it: all ranks of the mesh, who end
-    together (`ranks.failure`). Every rank of the mesh must call.
-
-    What is done in the groups of the mesh is bounded by the timeout from now on, and they are closed when the
-    pipeline fails: the pipeline's own messages go other ways.
+def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
+    """The grid of a mesh whose dimensions are named, and what is known of failures in it: all ranks of the
+    mesh end together (`ranks.failure`). Every rank of the mesh must call.
 
     `ValueError` as `Grid` raises it; `ActionError` names a rank that does not come within the timeout.
     """
@@ -128,16 +124,16 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, Job]:
     everybody, pipeline = dist.group.WORLD, grid.group("pp")
     assert everybody is not None
     assert pipeline is not None
-    job = Job(
-        # Grids beside each other in one job, each of some of its ranks, have keys of their own.
-        Store(everybody, f"grid of {' '.join(map(str, grid.ranks))}, "),
+    # Grids beside each other in one job, each of some of its ranks, have keys of their own.
+    store = Store(everybody, f"grid of {' '.join(map(str, grid.ranks))}, ")
+    store.connect(timeout_s)
+    detector = FailureDetector(
+        store,
         dist.get_rank(),
         sorted(grid.ranks),
         members=dist.get_process_group_ranks(pipeline),
         coordinates=grid.coordinates,
     )
-    job.meet(timeout_s)
-    job.watch(timeout_s, timeout_s if mesh.device_type == "cpu" else min(timeout_s, SILENCE_S))
     shared = tuple(name for name in mesh.mesh_dim_names or () if name in _BATCH and grid.size(name) > 1)
 
     def batch_group() -> dist.ProcessGroup | None:
@@ -145,13 +141,19 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, Job]:
             return mesh.get_group(shared[0]) if shared else None
         return mesh[shared]._flatten().get_group()
 
-    grid.batch_group = job.bounded(batch_group, timeout_s)
+    with detector.building():
+        detector.meet(timeout_s)
+        detector.watch(timeout_s, timeout_s if mesh.device_type == "cpu" else min(timeout_s, SILENCE_S))
+        grid.batch_group = detector.bounded(batch_group, timeout_s)
+    return grid, detector
+
+
+def watch_over(grid: Grid, detector: FailureDetector, timeout_s: float) -> None:
+    """What is done in the groups of the mesh is bounded by the timeout from now on, and they are closed when
+    the pipeline fails: its own messages go other ways. Its making does nothing in them, so that a mesh
+    outlives a pipeline that cannot be made.
+    """
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     groups += [grid.batch_group] if grid.batch_group not in groups else []
-    job.watch_over([group for group in groups if group is not None], mesh.device_type, timeout_s)
-    return grid, job
-
-
-def building(job: Job | None) -> AbstractContextManager[None]:
-    """For what is done together while a pipeline is built (`Job.building`), where there is a grid."""
-    return nullcontext() if job is None else job.building()
+    present = [group for group in groups if group is not None]
+    detector.watch_over(present, grid.mesh.device_type, timeout_s)

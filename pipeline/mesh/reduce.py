@@ -2,7 +2,7 @@
 
 Each of them takes a share of the batch. What a micro-batch counts for is its share of the examples of all,
 and what is given back is the mean over all: of the loss, and of the gradients of each stage, which a
-`Reduction` each joins: by default in buckets (`Buckets`), while the last backward of a step still runs.
+`Reduction` each joins: in buckets (`Buckets`), while the last backward of a step still runs.
 
 Two dimensions of a mesh divide parameters (`Divided`). Along `fsdp` they are stored in parts and used whole
 (`sharding`), along `tp` they are used in parts (`tensor_parallel`). Both are torch's, and what does them
@@ -27,30 +27,27 @@ from gpipe_bench.pipeline.mesh.collectives import (
     FlatBucket,
     GlobalShares,
     Replicas,
-    TreeSums,
     buckets_of,
 )
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.ranks.control import check_equal
-from gpipe_bench.pipeline.ranks.failure import Job
+from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.tied import Tie
 from gpipe_bench.pipeline.ranks.wire import Transit
 from gpipe_bench.pipeline.stage.layers import LossFn
 from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local
 
-REDUCTIONS = ("buckets", "tree")
 LEVELS = (2, 3)
 
 
-class Joint:
+class DataParallel:
     """This process's part.
 
     Args:
         replicas: who else holds these stages; None where nobody does.
         device: of the stages.
-        by_tree: whether gradients are summed by a tree over all micro-batches, or in buckets.
         bucket_bytes: gradients that leave together.
         divided: how the parameters of the stages are divided over processes; None where none are.
     """
@@ -60,11 +57,10 @@ class Joint:
         replicas: Replicas | None,
         device: torch.device,
         *,
-        by_tree: bool,
         bucket_bytes: int | None,
         divided: Divided | None = None,
     ) -> None:
-        self.replicas, self._by_tree, self._bucket_bytes = replicas, by_tree, bucket_bytes
+        self.replicas, self._bucket_bytes = replicas, bucket_bytes
         self._divided = divided
         self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
@@ -81,7 +77,7 @@ class Joint:
             if accelerated:
                 self._of_hosts = Collectives(replicas, "sums of hosts", accelerated=False)
             if divided is not None:
-                divided.connect(replicas, accelerated=accelerated)
+                divided.agree_by(self._of_hosts)
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
         """All replicas begin with the first one's parameters and buffers.
@@ -92,7 +88,7 @@ class Joint:
             return
         values = [*model.named_parameters(), *model.named_buffers()]
         forms = [(name, value.shape, value.dtype) for name, value in values]
-        mine = (plan, forms, self._by_tree, self._bucket_bytes)
+        mine = (plan, forms, self._bucket_bytes)
         check_equal(self._collectives.replicas.share(mine), "replica")
         with torch.no_grad():
             self._collectives.copy_from_first([local(value) for _, value in values])
@@ -130,8 +126,6 @@ class Joint:
         found: Reduction | None
         if self._divided is not None:
             found = self._divided.reduction(stage, self._buckets)
-        elif self._by_tree:
-            found = TreeSums(stage, self._collectives, self.journal, self._bucket_bytes)
         else:
             found = self._buckets(stage)
         assert found is not None
@@ -186,10 +180,17 @@ class Joint:
         self._num_steps += 1
         return loss
 
+    def sum_of(self, like: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The sum of the gradients that the replicas have of a parameter; None if none has any. All call."""
+        assert self._collectives is not None
+        (bucket,) = buckets_of([like.detach()])
+        self._collectives.wait(self._collectives.sum(bucket.fill([gradient])))
+        return bucket.views[0] if bucket.marks[0] else None
+
     def _tell_steps(self, number: int) -> None:
         """That this replica has begun so many training steps, in which the others must take part."""
         if self.replicas is not None:
-            self.replicas.job.board.num_steps = number
+            self.replicas.detector.heartbeat.num_steps = number
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""
@@ -202,28 +203,24 @@ class Joint:
             reduction.reset()
 
 
-def joint_of(
+def data_parallel_of(
     grid: Grid | None,
-    job: Job | None,
+    detector: FailureDetector | None,
     device: torch.device,
     timeout_s: float,
-    reduction: str,
     bucket_bytes: int | None,
     divided: Divided | None = None,
-) -> Joint | None:
-    """What is done jointly on a grid, or because of the way to sum gradients; None if nothing is. `job` are
-    the processes of the grid.
+) -> DataParallel | None:
+    """What replicas do together on a grid, whose failures the `detector` knows; None if there is one pipeline
+    alone, with all its parameters where they are used.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
     group = None if grid is None else grid.batch_group
-    by_tree = reduction == "tree"
-    if group is None and not by_tree and divided is None:
+    if group is None and divided is None:
         return None
-    replicas = None if group is None or job is None else Replicas(group, timeout_s, job)
-    return Joint(replicas, device, by_tree=by_tree, bucket_bytes=bucket_bytes, divided=divided)
+    replicas = None if group is None or detector is None else Replicas(group, timeout_s, detector)
+    return DataParallel(replicas, device, bucket_bytes=bucket_bytes, divided=divided)
 
 
 class Buckets(Reduction):
@@ -276,7 +273,7 @@ class Buckets(Reduction):
     def begin(self, num_microbatches: int, *, sync: bool) -> None:
         self._sync = sync
         trainable, before = self._stage.trainable, len(self._parameters)
-        self._parameters = self._stage.receiving  # of tied weights other ones in every step
+        self._parameters = self._stage.receiving
         if (
             len(self._parameters) != before
             or len(trainable) != len(self._trainable)
@@ -437,25 +434,18 @@ class Divided:
         self,
         layers: Mapping[str, nn.Module],
         ties: Sequence[Tie],
-        schedule: Schedule | None,
+        schedule: Schedule,
         *,
         compiles: bool,
-        reduction: str,
     ) -> None:
         """`ValueError` for what cannot be done with divided parameters, and what can.
 
         Args:
             layers: those of the whole model
             ties: its weights with several places
-            schedule: what the steps take; None where it is still to be found
+            schedule: what the steps take
             compiles: whether the layers are to be compiled
-            reduction: how gradients are to be summed over replicas
         """
-        if reduction == "tree":
-            raise ValueError(
-                "reduction='tree' adds up whole gradients, and those of divided parameters are not; use "
-                "'buckets', or the dimension 'dp' instead of 'fsdp' and 'tp'"
-            )
         if compiles:
             raise ValueError(
                 "compile= makes programs of layers whose parameters are whole and stay where they are; leave "
@@ -484,16 +474,15 @@ class Divided:
         if self._sharding is not None:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
-    def connect(self, replicas: Replicas, *, accelerated: bool) -> None:
-        """Prepares the ways between processes that hold parts; all `replicas` of a stage call."""
-        if self._sharding is not None:
-            self._holders = self._sharding.PartHolders(replicas, self._grid, accelerated=accelerated)
+    def agree_by(self, collectives: Collectives) -> None:
+        """All replicas of a stage can tell each other by these what they are about to do."""
+        self._collectives = collectives
 
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
         """What joins the gradients of a stage; `sums` makes what sums over replicas."""
         found: Reduction
         if self._sharding is not None:
-            found = self._sharding.Shards(stage, self._zero, self._holders)
+            found = self._sharding.Shards(stage, self._zero, self._grid, self._collectives)
         else:
             assert self._tensor_parallel is not None, "one of the two divides"
             found = self._tensor_parallel.Layouts(stage, sums)

@@ -23,10 +23,13 @@ What is alive of a layer with P bytes of parameters among n holders (shards are 
     a scatter                 P more, the message, beside P of gradients until it is copied; then P and the
                               P / n that becomes the gradient
 
-Parts travel by connections of the pipeline's own (`PartHolders`), which wait no longer than the pipeline
-does and are cut when a replica fails, so that the others learn what happened; the process group of the mesh
-would wait for half an hour. Only with them a sum of gradients can go on while the backward does on a CPU,
-too: it is waited for when the step is over, unless somebody reads it before.
+torch matches collectives by their order alone. A replica that leaves a layer out, or has gradients of other
+parameters, would get the numbers of another layer or parameter, or wait, and nobody would say why. So before
+each collective the replicas tell each other what they are about to do (`Announcer`), and refuse what is not
+the same.
+
+The collectives go by the process groups of the mesh, which wait no longer than the pipeline does and are cut
+when a replica fails (`ranks.failure`).
 
 The sums are sums: a replica's loss counts the examples of all replicas. After forwards alone, gathered
 parameters are given up too, or the next training step would use the weights from before the optimizer's step.
@@ -37,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -45,29 +49,34 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpipe_bench.pipeline.errors import PeerError
-from gpipe_bench.pipeline.mesh.collectives import Replicas
+from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.mesh.grid import Grid
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.stage import Reduction, Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided
 
 
-def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule | None, zero: int) -> None:
+def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule, zero: int) -> None:
     """`ValueError` for layers and schedules whose parameters cannot be stored in parts, and what can."""
-    if zero == 3:
-        if schedule is None:
-            raise ValueError(
-                'schedule="auto" may choose one with I and W, and with zero=3 the parameters are gone before '
-                "W; name a schedule, or use zero=2"
-            )
-        if any(action.kind is Kind.W for row in schedule.actions for action in row):
-            raise ValueError(
-                f"{schedule.name} has I and W, and with zero=3 the parameters are gone before W; use zero=2, "
-                "or a schedule with B"
-            )
+    if zero == 3 and any(action.kind is Kind.W for action in schedule):
+        raise ValueError(
+            f"{schedule.name} has I and W, and with zero=3 the parameters are gone before W; use zero=2, or "
+            "a schedule with B"
+        )
     for name, layer in layers.items():
         types = {p.dtype for p in layer.parameters() if p.requires_grad}
+        for path, parameter in layer.named_parameters():
+            if parameter.is_complex():
+                raise ValueError(
+                    f"{name}.{path} is {parameter.dtype}, and fsdp sums parts of real numbers; keep its real "
+                    "and imaginary parts as two parameters, or use the dimension 'dp' instead"
+                )
+        for path, module in layer.named_modules():
+            if getattr(module, "sparse", False):
+                raise ValueError(
+                    f"{f'{name}.{path}'.rstrip('.')} is a {type(module).__name__} with sparse=True, and fsdp "
+                    "sums dense gradients; use sparse=False"
+                )
         if len(types) > 1:
             raise ValueError(
                 f"the parameters of layer {name} are of {' and '.join(sorted(map(str, types)))}, and fsdp "
@@ -94,12 +103,19 @@ class Shards(Reduction):
     Args:
         stage: whose layers they are
         zero: 2 or 3
-        holders: who holds the parts
+        grid: this process's place in the job
+        collectives: between the replicas of the stage
     """
 
-    def __init__(self, stage: Stage, zero: int, holders: PartHolders) -> None:
+    def __init__(self, stage: Stage, zero: int, grid: Grid, collectives: Collectives) -> None:
         self._stage, self._zero = stage, zero
-        self._layers = [_Sharded(layer, holders) for layer in stage.layers if isinstance(layer, FSDPModule)]
+        self._announcer = Announcer(stage.index, collectives)
+        copies = grid.group("dp") if grid.size("dp") > 1 else None
+        self._layers = [
+            _Sharded(layer, position, zero, self._announcer, copies)
+            for position, layer in enumerate(stage.layers)
+            if isinstance(layer, FSDPModule)
+        ]
         self._watched = False
 
     def begin(self, num_microbatches: int, *, sync: bool) -> None:
@@ -136,8 +152,8 @@ class Shards(Reduction):
                 layer.conclude()
 
     def finish(self) -> None:
-        for layer in self._layers:
-            layer.sums.finish()
+        if self._zero == 3:
+            self._announcer.announce("ends its step")
 
     def evaluated(self) -> None:
         for layer in self._layers:
@@ -148,26 +164,54 @@ class Shards(Reduction):
             layer.reset()
 
 
-class _Sharded:
-    """One layer, and what is asked of its FSDP2 state."""
+class Announcer:
+    """What the replicas of a stage are about to do, told each other before they do it."""
 
-    def __init__(self, module: FSDPModule, holders: PartHolders) -> None:
-        self.module, self.sums = module, Scatter(holders)
-        self._has_copies, self._accelerated = holders.copies > 1, holders.accelerated
+    def __init__(self, stage: int, collectives: Collectives) -> None:
+        self._stage, self._collectives = stage, collectives
+
+    def announce(self, what: str) -> None:
+        """Waits for all replicas. `ValueError`, on all of them, if they don't do the same."""
+        if len(set(self._collectives.gather(crc32(what.encode())))) == 1:
+            return
+        said = [f"replica {rank} {text}" for rank, text in enumerate(self._collectives.replicas.share(what))]
+        raise ValueError(
+            f"the replicas of stage {self._stage} part ways: {', '.join(said)}; along 'fsdp' all replicas "
+            "have to run the same layers and train the same parameters with every micro-batch: let each "
+            "layer use all of its parameters, times zero where need be, or use the dimension 'dp' instead, "
+            "which sums the gradients that there are"
+        )
+
+
+class _Sharded:
+    """One layer, and what is asked of its FSDP2 state; `copies` are the processes with the same parts."""
+
+    def __init__(
+        self,
+        module: FSDPModule,
+        position: int,
+        zero: int,
+        announcer: Announcer,
+        copies: dist.ProcessGroup | None,
+    ) -> None:
+        self.module, self._announcer = module, announcer
+        self._name = f"layer {position} ({type(module).__name__.removeprefix('FSDP')})"
+        self._hooked: set[nn.Parameter] = set()
+        self._with_gradient: set[str] = set()  # names of parameters, since the last sum
+        self._has_summed = True
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(GatherParts(holders))
-        module.set_custom_reduce_scatter(self.sums)
-        if self._has_copies:
-            module.set_all_reduce_hook(holders.sum_copies)
+        if zero == 3:  # with 2 all fetch all of them when a step begins
+            module.set_custom_all_gather(_Gather(self))
+        module.set_custom_reduce_scatter(_Scatter(self))
+        if copies is not None:
+            module.set_all_reduce_hook(lambda mine: dist.all_reduce(mine, group=copies))
+        module.register_forward_pre_hook(self._look)  # type: ignore[attr-defined]  # every FSDPModule is one
         self._state = module._get_fsdp_state()
 
     def begin(self) -> None:
         """A step begins that fetches the parameters once."""
-        # torch reads a sum where it adds it to an earlier one, or to its copies'; on an accelerator it lets
-        # the device wait.
-        new = all(parameter.grad is None for parameter in self.module.parameters())  # type: ignore[attr-defined]
-        self.sums.later = new and not (self._has_copies or self._accelerated)
+        self._has_summed = False
         self.finishes(finishes=False)
         self.module.unshard(async_op=True)
 
@@ -181,62 +225,38 @@ class _Sharded:
         """As a last backward does for layers that it did not pass through; nothing where it did."""
         self.finishes(finishes=True)
         self._state._root_post_backward_final_callback()
+        if not self._has_summed:  # torch sums nothing where there are no gradients
+            self.sums()
+
+    def gathers(self) -> None:
+        """Its parameters are about to be fetched."""
+        self._announcer.announce(f"fetches the parameters of {self._name}")
+
+    def sums(self) -> None:
+        """Its gradients are about to be summed."""
+        names, self._has_summed = ", ".join(sorted(self._with_gradient)) or "no parameter", True
+        self._with_gradient.clear()
+        self._announcer.announce(f"sums the gradients of {names} of {self._name}")
 
     def reset(self) -> None:
         """Forgets a step that failed, with its gradients."""
-        for parameter in self.module.parameters():  # type: ignore[attr-defined]  # every FSDPModule is one
+        for parameter in self.module.parameters():  # type: ignore[attr-defined]
             parameter.grad = None
-        self.sums.forget()
-        if self._state._is_root is None:  # no forward has come as far as this layer
-            return
-        with suppress(PeerError):  # of parts that were on their way; why they do not come is told already
-            self.conclude()
+        self._with_gradient.clear()
+        with suppress(RuntimeError):  # of parts that were on their way; why they don't come is told already
+            self.module.reshard()
+
+    def _look(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Before the layer runs, when its parameters are there: learns which of them get a gradient."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self._with_gradient.add(name)
+                )
 
 
-class PartHolders:
-    """The processes that hold the parts of a stage, and those that hold copies of this one's.
-
-    Args:
-        replicas: all of them.
-        grid: this process's place in the job.
-        accelerated: whether the tensors are on accelerators.
-    """
-
-    def __init__(self, replicas: Replicas, grid: Grid, *, accelerated: bool) -> None:
-        self.replicas, self.accelerated = replicas, accelerated
-        part, copy = grid.index("fsdp"), grid.index("dp")
-        self.copies = grid.size("dp")
-        self._parts = replicas.connect(
-            f"parts of copy {copy}", accelerated=accelerated, place=(part, grid.size("fsdp"))
-        )
-        self._copies = None
-        if self.copies > 1:
-            self._copies = replicas.connect(
-                f"copies of part {part}", accelerated=accelerated, place=(copy, self.copies)
-            )
-
-    def gather(self, whole: Tensor, mine: Tensor) -> Any:
-        """Begins to make `whole` of the parts of all holders, end to end."""
-        return self.replicas.bounded(lambda: self._parts._allgather_base(whole, mine))
-
-    def scatter(self, mine: Tensor, whole: Tensor, op: Any) -> Any:
-        """Begins to make `mine` of this holder's part of what `whole` is on all holders together."""
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        return self.replicas.bounded(lambda: self._parts._reduce_scatter_base(mine, whole, options))
-
-    def sum_copies(self, mine: Tensor) -> None:
-        """Makes `mine` the sum over its copies."""
-        copies = self._copies
-        assert copies is not None
-        self.wait(self.replicas.bounded(lambda: copies.allreduce([mine])))
-
-    def wait(self, work: Any) -> None:
-        """Until it is done, or, on an accelerator, before what is enqueued next; errors as in `Replicas`."""
-        self.replicas.wait(work)
-
-
-class _Memory(Comm):
+class _Allocated(Comm):
     """Where messages are put together."""
 
     def allocate(
@@ -245,44 +265,27 @@ class _Memory(Comm):
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class GatherParts(_Memory, AllGather):
-    """Parameters from the holders of their parts."""
+class _Gather(_Allocated, AllGather):
+    """Parameters from the holders of their parts, once all are about to fetch the same."""
 
-    def __init__(self, holders: PartHolders) -> None:
-        self._holders = holders
+    def __init__(self, layer: _Sharded) -> None:
+        self._layer = layer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        work = self._holders.gather(output_tensor, input_tensor)
-        if async_op:
-            return _Awaited(self._holders, work)
-        self._holders.wait(work)
-        return None
+        self._layer.gathers()
+        work: dist.Work | None = dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return work
 
 
-class _Awaited(dist.Work):
-    """A collective that torch's own code will wait for."""
+class _Scatter(_Allocated, ReduceScatter):
+    """Gradients to the holders of their parts, once all are about to sum the same."""
 
-    def __init__(self, holders: PartHolders, work: Any) -> None:
-        super().__init__()
-        self._holders, self._work = holders, work
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._holders.wait(self._work)
-        return True
-
-
-class Scatter(_Memory, ReduceScatter):
-    """Gradients to the holders of their parts.
-
-    `later` says that nobody reads the sums before `finish`: they are no addition to earlier ones.
-    """
-
-    def __init__(self, holders: PartHolders) -> None:
-        self._holders = holders
-        self._under_way: list[tuple[Any, Tensor]] = []
-        self.later = False
+    def __init__(self, layer: _Sharded) -> None:
+        self._layer = layer
 
     def __call__(
         self,
@@ -292,22 +295,11 @@ class Scatter(_Memory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        work = self._holders.scatter(output_tensor, input_tensor, op)
-        if self.later:
-            self._under_way.append((work, input_tensor))
-        else:
-            self._holders.wait(work)
-        return None
-
-    def finish(self) -> None:
-        """Waits for what is under way."""
-        under_way, self._under_way = self._under_way, []
-        for work, _ in under_way:
-            self._holders.wait(work)
-
-    def forget(self) -> None:
-        """Nobody will wait any more."""
-        self._under_way = []
+        self._layer.sums()
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return work
 
 
 class _Around:

@@ -121,10 +121,10 @@ def _number(module: nn.Module, names: Iterable[str]) -> tuple[str, int | None]:
 class DividedStage(Stage):
     """A stage whose layers are divided: what it sends is there, and plain, whatever its layers gave."""
 
-    def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:
+    def forward(self, m: int, received: Message | None, graph: bool) -> Message | Tensor | None:
         message = super().forward(m, received, graph)
-        if message is None:
-            return None
+        if not isinstance(message, Message):
+            return message
         if any(map(is_divided, message.tensors)):
             raise TypeError(
                 f"{self.output_name} is a DTensor, and messages between stages are "

@@ -3,16 +3,13 @@
 The forward is traced twice, in training and in evaluation mode, because what it does between its modules may
 depend on the mode; a layer follows its own.
 
-What crosses a cut is what is computed before it and used behind it. A tensor that the next layers have no use
-for goes past them, as a portal from the layer that makes or last uses it to the one that uses it next: each
-hop is sent once, and gradients are added up as in the model. Sizes and other numbers do not travel: they are
+What crosses a cut is what is computed before it and used behind it; a tensor that the next layer has no use
+for is passed on by it. Sizes and other numbers do not travel: they are
 read again, behind the cut, from a tensor that does. Parameters and buffers are read where they are used.
 """
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,8 +31,7 @@ def split(
     inputs: Sequence[str] | None = None,
     example: Tree | None = None,
 ) -> OwnLayers:
-    """A model as the layers that a `Pipeline` takes, with what is alive at a cut passed from one to the next,
-    or as a portal to the one that uses it.
+    """A model as the layers that a `Pipeline` takes, with what is alive at a cut passed from one to the next.
 
     Args:
         model: any module whose forward takes tensors. It is not changed, and shares its modules with the
@@ -113,7 +109,7 @@ def _balanced(
             f"num_layers is {num_layers}, but this model can be cut into 1 to {len(places) + 1} layers; what "
             "is not looked into stays in one piece"
         )
-    pieces = list(_layers(model, traces, places, portals=False))
+    pieces = list(_layers(model, traces, places))
     if example is None:
         costs = [1.0 + sum(parameter.numel() for parameter in piece.parameters()) for piece in pieces]
     else:
@@ -141,48 +137,23 @@ def _cuttable(trace: Tracer) -> dict[Call, fx.Node]:
 # The layers between the cuts
 
 
-def _layers(
-    model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Call], *, portals: bool = True
-) -> OwnLayers:
-    """The layers that begin at these calls; the first begins with the inputs. Without `portals` all is passed
-    from each to the next.
-    """
-    cuts = {mode: _Cut(found, places) for mode, found in traces.items()}
-    hops = {mode: cut.hops(model) if portals else {} for mode, cut in cuts.items()}
-    both = set(hops[True].values()) & set(hops[False].values())  # a layer declares the same in both modes
-    pieces = {
-        mode: cut.pieces({hop: name for hop, name in hops[mode].items() if name in both})
-        for mode, cut in cuts.items()
-    }
+def _layers(model: nn.Module, traces: Mapping[bool, Tracer], places: Sequence[Call]) -> OwnLayers:
+    """The layers that begin at these calls; the first begins with the inputs."""
+    pieces = {mode: _Cut(found, places).pieces() for mode, found in traces.items()}
     titles = [name if call == 0 else f"{name}, call {call + 1}" for name, call in places]
     titles.insert(0, f"what comes before {titles[0]}" if titles else "the model")
     layers: dict[str, Part] = {}
     for title, both_modes in zip(titles, zip(*pieces.values(), strict=True), strict=True):
         graphs, constants = dict[bool, fx.Graph](), dict[str, Tensor]()
-        for mode, piece in zip(pieces, both_modes, strict=True):
-            graphs[mode] = piece.graph
-            for node in piece.graph.nodes:
+        for mode, graph in zip(pieces, both_modes, strict=True):
+            graphs[mode] = graph
+            for node in graph.nodes:
                 if node.op == "get_attr" and node.target in traces[mode].constants:
                     constant = traces[mode].constants[node.target]
                     node.target = f"{node.target}, {'training' if mode else 'evaluation'}"
                     constants[node.target] = constant
-        first = both_modes[0]
-        layers[title] = Traced(model, graphs, constants, stashes=first.stashes, pops=first.pops)
+        layers[title] = Traced(model, graphs, constants)
     return OwnLayers(model, layers)
-
-
-class _Piece(NamedTuple):
-    """A part of a graph, which takes what it pops behind its other inputs, and gives what it stashes behind
-    its other outputs.
-    """
-
-    graph: fx.Graph
-    stashes: tuple[str, ...]
-    pops: tuple[str, ...]
-
-
-_Hop = tuple[fx.Node, int]
-"""A value, and the piece that uses it next."""
 
 
 class _Cut:
@@ -194,44 +165,21 @@ class _Cut:
         bounds = [0, *(self._order[trace.calls[place]] for place in starts), len(nodes)]
         self._own = [nodes[start:stop] for start, stop in pairwise(bounds)]
         self._piece_of = {node: i for i, own in enumerate(self._own) for node in own}
-        self._users = {node: self._later_users(node) for node in nodes}
 
-    def hops(self, model: nn.Module) -> dict[_Hop, str]:
-        """The values that go past pieces, with the names of their portals: from which piece to which."""
-        found: dict[_Hop, str] = {}
-        count: Counter[tuple[int, int]] = Counter()
-        for node, users in self._users.items():
-            if not users or not _surely_tensor(model, node):
-                continue
-            for before, after in pairwise([self._piece_of[node], *users]):
-                if after > before + 1:
-                    ends = before, after
-                    found[node, after] = f"value {count[ends]} of layer {before} for layer {after}"
-                    count[ends] += 1
-        return found
-
-    def pieces(self, hops: Mapping[_Hop, str]) -> list[_Piece]:
-        """A graph for each piece, with these portals."""
+    def pieces(self) -> list[fx.Graph]:
+        """A graph for each piece, which takes what the one before it gives."""
         numbers = range(len(self._own))
-        # By the name of its portal: what goes past pieces, from where to where.
-        flights = {
-            name: (node, max([self._piece_of[node], *[u for u in self._users[node] if u < target]]), target)
-            for (node, target), name in hops.items()
-        }
-        stashed = [sorted(n for n, (_, source, _) in flights.items() if source == i) for i in numbers]
-        popped = [sorted(n for n, (_, _, target) in flights.items() if target == i) for i in numbers]
         needed = [self._needed(i) for i in numbers]
         crossing: list[list[fx.Node]] = [[]]  # crossing[i]: what piece i takes
         for i in numbers[1:]:
             later = set().union(*(tensors for tensors, _ in needed[i:]))
-            flying = {node for node, source, target in flights.values() if source < i <= target}
-            coming = (node for node in later if self._piece_of[node] < i and node not in flying)
+            coming = (node for node in later if self._piece_of[node] < i)
             crossing.append(sorted(coming, key=self._order.__getitem__))
         pieces = []
         for i, own in enumerate(self._own):
             graph = fx.Graph()
             made: dict[fx.Node, fx.Node] = {}
-            for node in (*crossing[i], *[flights[name][0] for name in popped[i]]):
+            for node in crossing[i]:
                 made[node] = graph.placeholder(node.name)
             again = sorted(needed[i][1], key=self._order.__getitem__)
             # A parameter may be read before the cut and used behind it.
@@ -241,26 +189,11 @@ class _Cut:
                     made[node] = graph.node_copy(node, made.__getitem__)
             if i < numbers[-1]:
                 given = tuple(made[node] for node in crossing[i + 1])
-                output = given[0] if len(given) == 1 else given
-                leaving = [made[flights[name][0]] for name in stashed[i]]
-                graph.output((output, *leaving) if leaving else output)
+                graph.output(given[0] if len(given) == 1 else given)
             else:
                 graph.output(fx.node.map_arg(own[-1].args[0], made.__getitem__))
-            pieces.append(_Piece(graph, tuple(stashed[i]), tuple(popped[i])))
+            pieces.append(graph)
         return pieces
-
-    def _later_users(self, node: fx.Node) -> list[int]:
-        """The later pieces that need a value to come: directly, or for a number that is read of it again."""
-        if _anywhere(node):
-            return []
-        found: set[int] = set()
-        todo = [node]
-        while todo:
-            for user in todo.pop().users:
-                if is_number(user):
-                    todo.append(user)
-                found.add(self._piece_of[user])
-        return sorted(piece for piece in found if piece > self._piece_of[node])
 
     def _needed(self, piece: int) -> tuple[set[fx.Node], set[fx.Node]]:
         """What a piece uses of those before it: tensors that must come, and what it can work out again."""
@@ -284,49 +217,6 @@ def _anywhere(node: fx.Node) -> bool:
     return node.op == "get_attr" or is_number(node)
 
 
-# Which values are tensors for certain: a portal carries tensors alone, and what a module gives a graph
-# doesn't say. So it is looked at what makes a value and what is done with it; where neither tells, the value
-# is passed on from layer to layer, as any may.
-
-_ARITHMETIC = frozenset(
-    {
-        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg),
-        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.pow),
-    }
-)
-_TAKE_LISTS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack", "einsum", "block_diag"})
-_GIVE_TENSORS = (
-    nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.Dropout, nn.Dropout2d, nn.Dropout3d,
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid,
-    nn.LeakyReLU, nn.Softmax, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Upsample,
-)  # fmt: skip
-
-
-def _surely_tensor(model: nn.Module, node: fx.Node) -> bool:
-    """Whether the value of a node is a tensor whatever its modules do."""
-    if any(user.target in (operator.getitem, getattr) for user in node.users):
-        return False
-    if node.op == "call_module" and type(model.get_submodule(str(node.target))) in _GIVE_TENSORS:
-        return True
-    if node.op == "call_function" and node.target in _ARITHMETIC:
-        return True
-    return any(_takes_tensor(user, node) for user in node.users)
-
-
-def _takes_tensor(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a user can only do with a tensor what it does with the node."""
-    if user.op != "call_function":
-        return False
-    if getattr(user.target, "__name__", "") in _TAKE_LISTS:
-        return any(isinstance(each, tuple | list) and node in each for each in user.args)
-    if user.target in _ARITHMETIC:
-        return node in user.args
-    origin = getattr(user.target, "__module__", None) or ""
-    of_torch = origin.startswith(("torch._C._nn", "torch.nn.functional", "torch._VariableFunctions"))
-    return of_torch and bool(user.args) and user.args[0] is node
-
-
 # A layer between cuts
 
 
@@ -339,7 +229,6 @@ class Traced(Part):
         model: the model.
         graphs: what to do in training mode and in evaluation mode; placeholders come first.
         constants: tensors that the forward makes out of nothing, by what the graphs call them.
-        stashes, pops: portals that it gives behind its other outputs, and takes behind its other inputs.
     """
 
     def __init__(
@@ -347,9 +236,6 @@ class Traced(Part):
         model: nn.Module,
         graphs: Mapping[bool, fx.Graph],
         constants: Mapping[str, Tensor],
-        *,
-        stashes: tuple[str, ...] = (),
-        pops: tuple[str, ...] = (),
     ) -> None:
         nodes = [node for graph in graphs.values() for node in graph.nodes]
         super().__init__(model, {str(n.target): str(n.target) for n in nodes if n.op == "call_module"})
@@ -360,7 +246,6 @@ class Traced(Part):
             self._buffers[name] = tensor
             self._non_persistent_buffers_set.add(name)
         self._programs = {mode: _program_of(graph) for mode, graph in graphs.items()}
-        self.stashes, self.pops = stashes, pops
         self._constants = tuple(constants)
 
     def held(self) -> Iterable[str]:
@@ -368,12 +253,7 @@ class Traced(Part):
 
     def forward(self, value: Any) -> Any:
         program = self._programs[self.training]
-        popped: list[Any] = []
-        if self.pops:
-            value, *popped = value
         values = [value] if isinstance(value, Tensor) else list(value)
-        values += popped
-        del popped
         if len(values) != program.num_inputs:
             raise ValueError(
                 f"{len(values)} tensors came where {program.num_inputs} were expected; the first layer takes "

@@ -44,8 +44,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.remat import choice_of
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Transfer, channels, derived, ends_of
+from gpipe_bench.pipeline.plan.remat import remat_of
+from gpipe_bench.pipeline.plan.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Transfer,
+    Walk,
+    channels,
+    derived,
+    ends_of,
+)
 
 # Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
 # hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
@@ -272,7 +281,7 @@ def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
     """
     halved = [any(action.kind is Kind.W for action in schedule.row(stage)) for stage in edge[1:3]]
     in_flight = [schedule.in_flight(stage) for stage in edge[1:3]]
-    hidden = choice_of(schedule.remat, edge.source) in ("always", "except_last")
+    hidden = remat_of(schedule.remat, edge.source) in ("always", "except_last")
     return [
         ((edge.number, False), max(in_flight[0], in_flight[1] + halved[1])),
         ((edge.number, True), in_flight[0] if halved[0] else min(1 if hidden else 2, in_flight[0])),
@@ -304,10 +313,9 @@ def _rounds(
     accelerated: bool,
 ) -> Rounds:
     """The round of each action of these kinds, as `_run` has it."""
-    rows = tuple([tuple([action for action in row if action.kind in kinds]) for row in schedule.actions])
 
     def run(slots: dict[Direction, int], growing: Collection[int], strict: Collection[int] = ()) -> Rounds:
-        return _run(rows, _queues(schedule, portals, kinds, strict), slots, frees, growing)
+        return _run(Walk(schedule, kinds), _queues(schedule, portals, kinds, strict), slots, frees, growing)
 
     if accelerated:
         # More than is asked, and true of most schedules as they are: with every worker strict at once.
@@ -321,7 +329,7 @@ def _rounds(
 
 
 def _run(
-    rows: tuple[tuple[Action, ...], ...],
+    walk: Walk,
     queues: Sequence[_Queue],
     slots: dict[Direction, int],
     frees: dict[Action, list[Direction]],
@@ -332,7 +340,7 @@ def _run(
     end.
     """
     leaving: dict[Action, list[_Queue]] = {}
-    arriving: dict[Action, list[tuple[_Queue, int]]] = {}
+    arriving: dict[Action | None, list[tuple[_Queue, int]]] = {}
     by_sender: dict[int, list[_Queue]] = {}
     for queue in queues:
         by_sender.setdefault(queue.source, []).append(queue)
@@ -341,35 +349,36 @@ def _run(
             arriving.setdefault(message.target, []).append((queue, index))
     used: Counter[Direction] = Counter()
     rounds: Rounds = {}
-    position = [0] * len(rows)
 
-    def missing(worker: int) -> tuple[_Queue, int] | None:
-        """The message that the next action of a worker waits for, if it waits."""
+    def waits(worker: int) -> tuple[int, Direction | None] | None:
+        """The worker that would have to go on before this one can, and of which ring it would give a buffer
+        back, if it is that.
+        """
         for queue in by_sender.get(worker, ()):
             if queue.unposted is not None and queue.sent - queue.posted > queue.unposted:
-                return queue, queue.posted
-        for queue, index in arriving.get(rows[worker][position[worker]], ()):
-            if index >= queue.posted or queue.messages[index][1].source not in rounds:
-                return queue, index
+                return queue.target, queue.messages[queue.posted][0]
+        need = walk.missing(worker)
+        if need is not None:
+            return walk.schedule.worker(need.stage), None
+        for queue, index in arriving.get(walk.next[worker], ()):
+            if index >= queue.posted:
+                return worker, queue.messages[queue.posted][0]
         return None
 
     def on_a_circle() -> set[Direction]:
-        worker = next(worker for worker, row in enumerate(rows) if position[worker] < len(row))
+        worker = next(worker for worker, action in enumerate(walk.next) if action is not None)
         path: dict[int, Direction | None] = {}
         while worker not in path:
-            found = missing(worker)
+            found = waits(worker)
             assert found is not None
-            queue, index = found
-            if queue.messages[index][1].source not in rounds:
-                path[worker], worker = None, queue.source
-            else:  # the first one that has no buffer yet, which the worker that receives gives back
-                path[worker], worker = queue.messages[queue.posted][0], queue.target
+            path[worker] = found[1]
+            worker = found[0]
         workers = list(path)
         circle = [path[each] for each in workers[workers.index(worker) :]]
         return {key for key in circle if key is not None and key[0] in growing}
 
-    number, left = 0, sum(map(len, rows))
-    while left:
+    number = 0
+    while any(walk.next):
         for queue in queues:
             while queue.posted < len(queue.messages):
                 key = queue.messages[queue.posted][0]
@@ -377,23 +386,21 @@ def _run(
                     break
                 used[key] += 1
                 queue.posted += 1
-        able = [w for w, row in enumerate(rows) if position[w] < len(row) and missing(w) is None]
+        able = [w for w, action in enumerate(walk.next) if action is not None and waits(w) is None]
         if not able:
             circle = on_a_circle()
             if not circle:
-                raise ValueError("the rows wait for each other, whatever their buffers; see `validate`")
+                raise walk.stopped()
             for key in circle:
                 slots[key] += 1
             continue
-        for worker in able:
-            action = rows[worker][position[worker]]
+        for action in map(walk.take, able):
+            walk.finish(action)
             rounds[action] = number
-            position[worker] += 1
             for queue in leaving.get(action, ()):
                 queue.sent += 1
             for key in frees.get(action, ()):
                 used[key] -= 1
-        left -= len(able)
         number += 1
     return rounds
 
@@ -415,10 +422,8 @@ def _after(schedule: Schedule, messages: Sequence[Transfer], rounds: Rounds) -> 
 
 def _leaves(schedule: Schedule, action: Action) -> bool:
     """Whether what the action makes goes to another worker along the chain."""
-    if action.kind in (Kind.R, Kind.W):
-        return False
-    other = action.stage + (1 if action.kind is Kind.F else -1)
-    return 0 <= other < schedule.num_stages and schedule.worker(other) != schedule.worker(action.stage)
+    target = schedule.receiver(action)
+    return target is not None and schedule.worker(target) != schedule.worker(action.stage)
 
 
 def _ring(order: Sequence[int], ends: Sequence[int], num_slots: int) -> Ring:

@@ -77,10 +77,10 @@ class StuckError(Exception):
 
 def rows(work: Work, policy: Policy) -> tuple[tuple[Action, ...], ...]:
     """A row for each worker. Raises `StuckError` if the policy's limits leave no way on."""
-    return _List(work, policy).run()
+    return _ListScheduler(work, policy).run()
 
 
-class _List:
+class _ListScheduler:
     """The state of one run: times at which things are done, and counts of what each worker holds."""
 
     def __init__(self, work: Work, policy: Policy) -> None:

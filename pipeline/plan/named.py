@@ -10,10 +10,10 @@ as many messages. Nobody waits for the gradients of the weights, so where the ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from gpipe_bench.pipeline.plan.names import suggestion
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, derived, recomputed
 from gpipe_bench.pipeline.plan.vee import check_workers, dualpipe_v, v_half, v_min, zb_v
@@ -32,14 +32,15 @@ def named(
     Args:
         num_workers: processes or devices.
         num_microbatches: M.
-        remat: "never", "always" or "except_last", or one choice per stage (`plan.remat`).
+        remat: "never", "always" or "except_last", or one of them for each stage.
         stages_per_worker: of schedules that allow any number; 2 if not given.
 
     Raises:
         ValueError: an unknown name, a size below 1, or a number of stages that the schedule does not have.
     """
     if name not in NAMED:
-        raise ValueError(f"schedule is {name!r}; choose one of {', '.join(NAMED)}")
+        close = suggestion(str(name), NAMED)
+        raise ValueError(f"schedule is {name!r}{close}; choose one of {', '.join(NAMED)}")
     check_workers(num_workers)
     make, fixed = NAMED[name]
     if fixed is None:
@@ -57,27 +58,15 @@ def named(
 
 @derived
 def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The named schedule for fewer micro-batches, on the same workers; of a list of micro-batches that a
-    stage recomputes, those that there are. What was made for measured times ("auto") keeps its rows, without
-    the micro-batches that there are not.
-    """
-    remat = schedule.remat
-    if not isinstance(remat, str):
-        remat = tuple(
-            choice if isinstance(choice, str) else tuple(m for m in choice if m < num_microbatches)
-            for choice in remat
-        )
-    if schedule.name in NAMED:
-        per_worker = schedule.num_stages // schedule.num_workers
-        return named(
-            schedule.name, schedule.num_workers, num_microbatches, remat=remat, stages_per_worker=per_worker
-        )
-    rows = tuple(
-        tuple(a for a in row if a.microbatch < num_microbatches and a.kind is not Kind.R)
-        for row in schedule.actions
+    """The named schedule for fewer micro-batches, on the same workers."""
+    per_worker = schedule.num_stages // schedule.num_workers
+    return named(
+        schedule.name,
+        schedule.num_workers,
+        num_microbatches,
+        remat=schedule.remat,
+        stages_per_worker=per_worker,
     )
-    rest = replace(schedule, num_microbatches=num_microbatches, remat="never", actions=rows)
-    return recomputed(rest, remat)
 
 
 def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") -> Schedule:
@@ -237,36 +226,6 @@ def _schedule(
 ) -> Schedule:
     actions = tuple(map(tuple, rows))
     return Schedule(name, len(placement or rows), num_microbatches, "never", actions, placement)
-
-
-def seq1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Seq1F1B (arXiv 2406.03488): 1F1B over chunks of sequences, to be replayed and not to be run.
-
-    What the rows number as micro-batches are chunks: m * num_chunks + c is chunk c of micro-batch m. Causal
-    attention needs the keys and values of earlier chunks, and their gradients come from later ones, so the
-    backwards of a micro-batch take its chunks in reverse. With chunks of equal costs the bubble is
-    (K - 1)(F + B) / num_chunks, and the first stage keeps at most K - 1 + num_chunks chunks. A pipeline knows
-    nothing of chunks: it would train these rows as micro-batches that do not see each other.
-
-    2 stages, M = 2, two chunks each:
-
-        stage 0 | F0 F1 F2 .  .  B1 B1 F3 B0 B0 .  B3 B3 B2 B2
-        stage 1 | .  F0 F1 B1 B1 F2 B0 B0 F3 B3 B3 B2 B2
-    """
-    check_sizes(num_stages, num_microbatches, "never")
-    if num_chunks < 1:
-        raise ValueError(f"num_chunks is {num_chunks}; a sequence has at least 1 chunk")
-    count = num_microbatches * num_chunks
-    back = [m * num_chunks + c for m in range(num_microbatches) for c in reversed(range(num_chunks))]
-    rows = []
-    for stage in range(num_stages):
-        warm_up = min(count, num_stages - 2 - stage + num_chunks)
-        row = [Action(stage, Kind.F, unit) for unit in range(warm_up)]
-        for position, unit in enumerate(back):
-            row += [Action(stage, Kind.F, each) for each in range(count)[warm_up + position :][:1]]
-            row.append(Action(stage, Kind.B, unit))
-        rows.append(row)
-    return _schedule("seq1f1b", count, rows)
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}

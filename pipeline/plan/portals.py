@@ -73,11 +73,6 @@ def edges_of(declared: Sequence[Declared], spans: Sequence[range]) -> tuple[Edge
     )
 
 
-def described(edge: Edge) -> str:
-    """For people."""
-    return f"stage {edge.source} -> stage {edge.target}: {', '.join(edge.names)}"
-
-
 def arriving(edges: Sequence[Edge], stage: int) -> tuple[str, ...]:
     """Names of the portals that end in a stage and come from others, in the order of its edges."""
     return tuple([name for edge in edges if edge.target == stage for name in edge.names])

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
-from gpipe_bench.pipeline.plan.remat import Remat, check_remat, choice_of, in_one_form, of_stages
+from gpipe_bench.pipeline.plan.remat import Remat, check_remat, in_one_form, of_stages, remat_of
 
 
 class Kind(StrEnum):
@@ -37,6 +37,8 @@ class Kind(StrEnum):
     B = "B"  # backward, gradients of the inputs and of the weights together
     I = "I"  # noqa: E741  first half of a split backward: gradients of the inputs, awaited by the stage before
     W = "W"  # second half of a split backward: gradients of the weights, which nobody waits for
+
+    __hash__ = str.__hash__  # of enumerations it is slow, and actions are keys everywhere
 
 
 _ACTION = re.compile(r"(\d+)([FRBIW])(\d+)", re.ASCII)
@@ -72,7 +74,7 @@ class Schedule:
         num_stages: K, the number of partitions of the model.
         num_microbatches: M, numbered from 0.
         remat: which micro-batches are recomputed: "never", "always" or "except_last" (all but the last), or
-            one choice for each stage, a name or the micro-batches (`remat`).
+            one of these names for each stage (`remat`).
         actions: one row per worker.
         placement: the worker of each stage; empty where every stage has a worker of its own.
     """
@@ -88,8 +90,7 @@ class Schedule:
         # One form of each placement and choice, so that equal schedules are equal.
         if self.placement == tuple(range(self.num_stages)):
             object.__setattr__(self, "placement", ())
-        remat = in_one_form(self.remat, self.num_stages, self.num_microbatches)
-        object.__setattr__(self, "remat", remat)
+        object.__setattr__(self, "remat", in_one_form(self.remat))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without what is derived: in another process hashes are others.
@@ -120,6 +121,14 @@ class Schedule:
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """The stages that `worker` holds, in their order."""
         return tuple(stages_of(self.placement, worker))
+
+    def receiver(self, action: Action) -> int | None:
+        """The stage to which what the action makes is sent, activations ahead and gradients back; None where
+        nothing is.
+        """
+        if action.kind is Kind.F:
+            return action.stage + 1 if action.stage + 1 < self.num_stages else None
+        return action.stage - 1 if action.stage and action.kind in (Kind.B, Kind.I) else None
 
     def row(self, stage: int) -> tuple[Action, ...]:
         """The actions of one stage, in the order in which its worker takes them."""
@@ -207,7 +216,7 @@ def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
         raise ValueError(f"num_stages is {num_stages}; a pipeline has at least 1 stage")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; a mini-batch has at least 1 micro-batch")
-    check_remat(remat, num_stages, num_microbatches)
+    check_remat(remat, num_stages)
 
 
 def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
@@ -295,6 +304,7 @@ def channels(schedule: Schedule) -> dict[Channel, list[Transfer]]:
     return found
 
 
+@derived
 def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
     """The actions each action has to wait for: messages from neighbours, and its own stage's earlier work on
     the same micro-batch. The order of a worker's row is a further constraint, which the row itself expresses.
@@ -314,6 +324,67 @@ def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
     return {action: tuple(sources) for action, sources in needs.items()}
 
 
+class Walk:
+    """Where every worker is in its row: the one walk over the rows of a schedule.
+
+    Every worker takes its row in order, and an action when all that it needs is done (`dependencies`). Which
+    of the workers that can go on does so is the reader's choice, and so is what an action waits for besides:
+    one process takes all actions in turn (`execution_order`), the rings of `edges` let all workers take one
+    where there is a buffer, the replay (`simulate`) when worker and message are there.
+
+    Args:
+        schedule: one whose rows are complete; they may wait for each other.
+        kinds: the kinds of actions that are taken; of a pass of forwards alone `(Kind.F,)`.
+    """
+
+    def __init__(self, schedule: Schedule, kinds: Collection[Kind] = tuple(Kind)) -> None:
+        self.schedule, self._needs, self._done = schedule, dependencies(schedule), set[Action]()
+        self._rows = [iter([a for a in row if a.kind in kinds]) for row in schedule.actions]
+        self.next = [next(row, None) for row in self._rows]
+        """The action that each worker takes next, whether it can yet or not; None behind its last."""
+
+    def is_ready(self, worker: int) -> bool:
+        """Whether `worker` has an action left, and all that it needs is done."""
+        action = self.next[worker]
+        return action is not None and self._done.issuperset(self._needs[action])
+
+    def missing(self, worker: int) -> Action | None:
+        """What the next action of `worker` needs and is not done, the first if there are several."""
+        action = self.next[worker]
+        if action is not None:
+            for need in self._needs[action]:
+                if need not in self._done:
+                    return need
+        return None
+
+    def take(self, worker: int) -> Action:
+        """Moves `worker` on, which has an action left; the action is done when it is finished."""
+        action = self.next[worker]
+        assert action is not None, "it was asked"
+        self.next[worker] = next(self._rows[worker], None)
+        return action
+
+    def finish(self, action: Action) -> None:
+        """What waits for it need not wait any longer."""
+        self._done.add(action)
+
+    def stopped(self) -> ValueError:
+        """The error where no worker can go on: what each stands at, and who would have to go on first."""
+        reasons = []
+        for worker, action in enumerate(self.next):
+            need = self.missing(worker)
+            if need is None:
+                continue
+            other = self.schedule.worker(need.stage)
+            before = self.next[other]
+            if other == worker:
+                why = "which stands behind it in the same row"
+            else:
+                why = f"which worker {other} takes {'next' if need == before else f'only behind {before}'}"
+            reasons.append(f"worker {worker} stands at {action} and needs {need}, {why}")
+        return ValueError(f"schedule {self.schedule.name!r} deadlocks: {'; '.join(reasons)}")
+
+
 @derived
 def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     """The order in which a single process takes all actions: each row in its own order, dependencies first.
@@ -323,34 +394,17 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     go on with the latest stage. So one stage's recomputed activations are alive at a time. `ValueError` names
     the actions that wait for each other if the schedule deadlocks.
     """
-    needs = dependencies(schedule)
     consumer = {transfer.source: schedule.worker(transfer.target.stage) for transfer in transfers(schedule)}
-    rows, position = schedule.actions, [0] * schedule.num_workers
-    done: set[Action] = set()
-    order: list[Action] = []
-
-    def ready(worker: int) -> bool:
-        return position[worker] < len(rows[worker]) and all(
-            a in done for a in needs[rows[worker][position[worker]]]
-        )
-
-    last = schedule.worker(schedule.num_stages - 1)
-    worker = schedule.worker(0)
-    total = sum(len(row) for row in rows)
-    while len(order) < total:
-        if not ready(worker):
-            waiting = [w for w in range(schedule.num_workers) if ready(w)]
-            if not waiting:
-                stuck = [row[i] for row, i in zip(rows, position, strict=True) if i < len(row)]
-                reasons = "; ".join(
-                    f"{a} waits for {', '.join(str(need) for need in needs[a] if need not in done)}"
-                    for a in stuck
-                )
-                raise ValueError(f"schedule {schedule.name!r} deadlocks: {reasons}")
-            worker = max(waiting, key=lambda w: rows[w][position[w]].stage)
-        action = rows[worker][position[worker]]
-        position[worker] += 1
-        done.add(action)
+    last, worker = schedule.worker(schedule.num_stages - 1), schedule.worker(0)
+    walk, order = Walk(schedule), list[Action]()
+    for _ in schedule:
+        if not walk.is_ready(worker):
+            able = [(action, w) for w, action in enumerate(walk.next) if action and walk.is_ready(w)]
+            if not able:
+                raise walk.stopped()
+            worker = max(able)[1]  # of the latest stage
+        action = walk.take(worker)
+        walk.finish(action)
         order.append(action)
         worker = consumer.get(action, worker if action.kind is Kind.R else last)
     return tuple(order)
@@ -369,12 +423,12 @@ def validate(schedule: Schedule) -> None:
     (a channel is a queue, as in MPI and NCCL); and no deadlock when every worker takes its row in order. The
     buffers that messages wait for are as many as a schedule needs, so that they add none.
     """
-    check_complete(schedule)
+    _check_rows(schedule)
     _check_channels(schedule, "worker" if schedule.placement else "stage")
     execution_order(schedule)
 
 
-def check_complete(schedule: Schedule) -> None:
+def _check_rows(schedule: Schedule) -> None:
     """`ValueError` unless the rows hold what `validate` asks for, in whatever order."""
     check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
     if schedule.placement:
@@ -425,7 +479,7 @@ def _check_stage(schedule: Schedule, stage: int, taken: Counter[Action]) -> None
             want = "F R B" if again else "F B"
             raise ValueError(
                 f"stage {stage} takes micro-batch {microbatch} through {have}; with remat="
-                f"{choice_of(schedule.remat, stage)!r} it needs {want}, where B may be split into I W"
+                f"{remat_of(schedule.remat, stage)!r} it needs {want}, where B may be split into I W"
             )
 
 

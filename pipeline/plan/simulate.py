@@ -20,7 +20,6 @@ imported; times may be fractions or integers, and then all results are exact.
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -30,8 +29,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.links import BACKWARD, FREE, Between, Bucket, Copy, Gather, Link, Offload
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Walk
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
@@ -62,7 +61,6 @@ def replay(
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
     portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
-    offload: Offload | None = None,
 ) -> Timeline:
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
@@ -85,11 +83,10 @@ def replay(
         portals: bytes of one micro-batch that go past stages, by their line, and of their gradients on the
             way back. They use the link between the two workers, before the
             output where there is one.
-        offload: copies of graphs to the host and back, by engines of each worker beside its actions.
 
     Returns:
         Actions as `events`, set-up and update as `work`, `messages` unless the link is free, gathers and
-        reductions as `collectives`, copies to the host and back as `copies`.
+        reductions as `collectives`.
 
     Raises:
         ValueError: a duration is missing, negative or not finite; sizes don't fit the schedule; the schedule
@@ -114,7 +111,6 @@ def replay(
         _per_stage("gathers", gathers, schedule),
         _per_stage("reductions", reductions, schedule),
         _of_lines(portals, schedule),
-        offload,
     )
     # The garbage collector would walk through hundreds of thousands of new objects again and again, none of
     # which is in a cycle; that doubles the time of a large replay.
@@ -157,22 +153,16 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
 
 
 class _WorkerState:
-    """Where a worker is in its row: it is running, waiting for a message, or through."""
+    """When a worker is free, and what it has taken."""
 
-    __slots__ = ("copied_s", "copies", "events", "free_s", "index", "next", "reduced_s", "rest", "running")
+    __slots__ = ("events", "free_s", "index", "reduced_s", "running")
 
-    def __init__(
-        self, index: int, row: Sequence[Action], free_s: float, copies: Sequence[Copy], engines: int
-    ) -> None:
+    def __init__(self, index: int, free_s: float) -> None:
         self.index = index
-        self.rest = iter(row)
-        self.next = next(self.rest, None)
         self.running = False  # an action has been started, and its end is in the heap
         self.free_s = free_s
         self.reduced_s: float = 0  # the end of its last reduction
         self.events: list[Event] = []
-        self.copies = deque(copies)  # not asked for yet
-        self.copied_s: list[float] = [0] * engines  # when the engines for out and in are free
 
 
 class _Messages:
@@ -191,13 +181,12 @@ class _Messages:
 
 
 class _StageState:
-    """What has been done on a stage, what its actions wait for and what they send."""
+    """When messages come to a stage, and where its own go."""
 
-    __slots__ = ("done", "index", "needs", "sends", "worker")
+    __slots__ = ("index", "needs", "sends", "worker")
 
     def __init__(self, index: int, worker: _WorkerState) -> None:
         self.index, self.worker = index, worker
-        self.done: dict[int, Kind] = {}  # the last action done on each micro-batch
         self.needs: dict[Kind, list[dict[int, float]]] = {kind: [] for kind in Kind}
         self.sends: dict[Kind, list[_Messages]] = {kind: [] for kind in Kind}
         self.needs[Kind.I], self.sends[Kind.I] = self.needs[Kind.B], self.sends[Kind.B]
@@ -219,31 +208,17 @@ class _Simulation:
         gathers: Sequence[Sequence[Gather]],
         reductions: Sequence[Sequence[Bucket]],
         portals: Mapping[Edge, tuple[float, float]],
-        offload: Offload | None,
     ) -> None:
-        if offload is not None:
-            offload.check(schedule)
-        self.offload = offload or Offload(((),) * schedule.num_workers, (), 1)
-        # The ends of copies out and in, by stage and micro-batch.
-        self.out_s: dict[tuple[int, int], float] = {}
-        self.in_s: dict[tuple[int, int], float] = {}
-        self.copies: list[Span] = []
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.setup_s, self.update_s = setup_s, update_s
         self.workers = [
-            _WorkerState(
-                index,
-                row,
-                sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0,
-                copies,
-                self.offload.engines,
-            )
-            for index, (row, copies) in enumerate(zip(schedule.actions, self.offload.copies, strict=True))
+            _WorkerState(index, sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0)
+            for index in range(schedule.num_workers)
         ]
         self.stages = [
             _StageState(index, self.workers[schedule.worker(index)]) for index in range(schedule.num_stages)
         ]
-        self.recomputed = schedule.recomputed
+        self.walk = Walk(schedule)
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
         self.links: dict[tuple[int, int], Link] = {}
@@ -313,7 +288,7 @@ class _Simulation:
             worker.running = False
             self._hand_over(worker.events[-1])
             self._go_on(worker)
-        stuck = [str(worker.next) for worker in workers if worker.next is not None]
+        stuck = [str(action) for action in self.walk.next if action is not None]
         if stuck:
             raise ValueError(
                 f"schedule {self.schedule.name!r} deadlocks: {', '.join(stuck)} wait for work that is never "
@@ -332,26 +307,16 @@ class _Simulation:
             messages=tuple(self.messages),
             placement=self.schedule.placement,
             collectives=tuple(self.collectives),
-            copies=tuple(self.copies),
         )
 
     def _go_on(self, worker: _WorkerState) -> None:
         """Start the worker's next action if all it needs is known; the start may lie ahead."""
-        action = worker.next
-        if action is None or worker.running:
+        if worker.running or not self.walk.is_ready(worker.index):
             return
-        while worker.copies and worker.copies[0].place <= len(worker.events):
-            self._copy(worker, worker.copies.popleft())
+        action = self.walk.next[worker.index]
+        assert action is not None, "it is ready"
         index, kind, microbatch = action
         stage = self.stages[index]
-        if kind is not Kind.F:  # the stage's own work comes first
-            if kind is Kind.W:
-                before = Kind.I
-            else:
-                again = kind is not Kind.R and microbatch in self.recomputed[index]
-                before = Kind.R if again else Kind.F
-            if stage.done.get(microbatch) is not before:
-                return
         arrival_s: float = 0
         for arrivals_s in stage.needs[kind]:
             there_s = arrivals_s.get(microbatch)
@@ -359,8 +324,6 @@ class _Simulation:
                 return
             if there_s >= arrival_s:
                 arrival_s = there_s
-        if kind in BACKWARD and self.in_s.get((index, microbatch), 0) > arrival_s:
-            arrival_s = self.in_s[index, microbatch]
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
@@ -376,7 +339,7 @@ class _Simulation:
             end_s = start_s + late_s + duration_s
         worker.free_s = end_s
         worker.events.append(Event(action, start_s, end_s))
-        worker.next = next(worker.rest, None)
+        self.walk.take(worker.index)
         worker.running = True
         heappush(self.heap, (end_s, worker.index))
 
@@ -385,7 +348,7 @@ class _Simulation:
         action, _, end_s = event
         index, kind, microbatch = action
         stage = self.stages[index]
-        stage.done[microbatch] = kind
+        self.walk.finish(action)
         if action in self.buckets:
             self._reduce(stage, event)
         for edge in stage.sends[kind]:
@@ -397,15 +360,6 @@ class _Simulation:
                 self.messages.append(Span(f"{action}->{edge.target}", index, start_s, arrival_s))
             edge.arrivals_s[microbatch] = arrival_s
             self._go_on(edge.worker)
-
-    def _copy(self, worker: _WorkerState, copy: Copy) -> None:
-        """The worker has come to the copy's place, or further: its engine is free for it, or will be."""
-        key, engine = copy[:2], copy.back and self.offload.engines - 1
-        place_s = worker.events[copy.place - 1].end_s
-        start_s = max(place_s, worker.copied_s[engine], self.out_s[key] if copy.back else 0)
-        end_s = worker.copied_s[engine] = start_s + self.offload.copy_s[copy.stage]
-        (self.in_s if copy.back else self.out_s)[key] = end_s
-        self.copies.append(Span(str(copy), copy.stage, start_s, end_s))
 
     def _reduce(self, stage: _StageState, event: Event) -> None:
         """The stage's buckets have left inside its last backward: one by one, as each was there."""

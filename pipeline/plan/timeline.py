@@ -8,14 +8,12 @@ record can keep. Only the standard library is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, begins_of, ends_of, stages_of
 
 
@@ -55,8 +53,7 @@ class Timeline:
     was held fixed (threads, pinned cores), so that a picture can be judged without its producer. `work` keeps
     a stage busy like an action; `messages` occupy a link and no stage, and so do `collectives`: what a stage
     gathers for its first forward, and the sums of its gradients over its replicas, for which the end of the
-    step waits; `copies` are of graphs, out to the host and in again ("out 0F1"). Each is empty where it is
-    not known. `placement` is that of the schedule.
+    step waits. Each is empty where it is not known. `placement` is that of the schedule.
     """
 
     events: tuple[Event, ...]
@@ -68,7 +65,6 @@ class Timeline:
     messages: tuple[Span, ...] = ()
     placement: tuple[int, ...] = ()
     collectives: tuple[Span, ...] = ()
-    copies: tuple[Span, ...] = ()
 
     @classmethod
     def of(
@@ -142,14 +138,13 @@ class Timeline:
         """(time in s, micro-batches whose graph is alive from then on) at every change on this stage.
 
         A graph lives from the start of the action that builds it (F, or R where the micro-batch is
-        recomputed) to the end of the backward, but while it is with the host.
+        recomputed) to the end of the backward.
         """
-        return _live(self.of_stage(stage), [span for span in self.copies if span.stage == stage])
+        return _live(self.of_stage(stage))
 
     def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
         """The same of all stages of a worker together: each of its graphs counts one."""
-        mine = set(self.stages_of(worker))
-        return _live(self.of_worker(worker), [span for span in self.copies if span.stage in mine])
+        return _live(self.of_worker(worker))
 
     def to_chrome(self) -> dict[str, Any]:
         """The timeline as a Chrome trace object: one row per worker, times in microseconds.
@@ -177,7 +172,6 @@ class Timeline:
         rows += [box(span.name, "work", span.stage, span.start_s, span.duration_s) for span in self.work]
         beside = [(span, "message") for span in self.messages]
         beside += [(span, "collective") for span in self.collectives]
-        beside += [(span, "copy") for span in self.copies]
         for number, (span, what) in enumerate(beside):  # asynchronous: messages of a link may overlap
             for phase, time_s in (("b", span.start_s), ("e", span.end_s)):
                 rows.append(
@@ -204,7 +198,6 @@ class Timeline:
             "messages": [list(span) for span in self.messages],
             **({"placement": list(self.placement)} if self.placement else {}),
             **({"collectives": [list(span) for span in self.collectives]} if self.collectives else {}),
-            **({"copies": [list(span) for span in self.copies]} if self.copies else {}),
         }
 
     @classmethod
@@ -220,24 +213,21 @@ class Timeline:
             tuple(Span(*span) for span in data["messages"]),
             tuple(data.get("placement", ())),
             tuple(Span(*span) for span in data.get("collectives", ())),
-            tuple(Span(*span) for span in data.get("copies", ())),
         )
 
 
-def _live(events: tuple[Event, ...], copies: Sequence[Span]) -> tuple[tuple[float, int], ...]:
+def _live(events: tuple[Event, ...]) -> tuple[tuple[float, int], ...]:
     row = tuple([event.action for event in events])
     begins, ends = set(begins_of(row)), set(ends_of(row))
     changes = [(event.start_s, 1) for event in events if event.action in begins]
     changes += [(event.end_s, -1) for event in events if event.action in ends]
-    changes += [(span.end_s, -1) if span.name.startswith("out") else (span.start_s, 1) for span in copies]
     changes.sort()
     alive = accumulate(change for _, change in changes)
     return tuple((time_s, number) for (time_s, _), number in zip(changes, alive, strict=True))
 
 
 # A timeline as a picture that a browser opens, without a plotting library: a row for each worker, a box for
-# each action, its width the time that it takes. What is left white is idle; portals are lines from box to
-# box.
+# each action, its width the time that it takes. What is left white is idle.
 
 # Forward light, backward dark, as in the reports.
 COLORS: dict[Kind, str] = {
@@ -248,23 +238,13 @@ _ROW, _GAP, _MARGIN, _LEFT = 22, 4, 8, 76  # pixels
 _WIDTH = 1400
 
 
-def svg(
-    timeline: Timeline,
-    title: str,
-    portals: Sequence[Edge] = (),
-    stands: Mapping[int, Action] = MappingProxyType({}),
-) -> str:
-    """The picture as the text of an SVG file; `title` stands above the rows, and behind the last box of a
-    worker, in red, the action that it `stands` at for good.
-
-    Each message of the `portals` is a line from the forward that stashes to the one that pops, and back from
-    backward to backward.
+def svg(timeline: Timeline, title: str) -> str:
+    """The picture as the text of an SVG file; `title` stands above the rows.
 
     A box names kind and micro-batch, where there is room, and all of it in its tooltip. The second, third ...
     stage of a worker has a darker frame.
     """
-    room = 48 if stands else 0  # for what stands behind the boxes
-    scale = (_WIDTH - _LEFT - _MARGIN - room) / (timeline.makespan_s or 1)
+    scale = (_WIDTH - _LEFT - _MARGIN) / (timeline.makespan_s or 1)
     top = 2 * _MARGIN + 14
     height = top + timeline.num_workers * (_ROW + _GAP) + _MARGIN
     lines = [
@@ -294,37 +274,4 @@ def svg(
                     f"{label}</text>"
                 )
             lines.append("</g>")
-        if worker in stands:
-            end_s = max((event.end_s for event in timeline.of_worker(worker)), default=0)
-            x = _LEFT + end_s * scale + 4
-            lines.append(f'<text x="{x:.2f}" y="{y + 15}" fill="#d62728">{stands[worker]}</text>')
-    lines += _arrows(timeline, portals, scale, top)
     return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _arrows(timeline: Timeline, portals: Sequence[Edge], scale: float, top: int) -> list[str]:
-    """From the end of the action that makes a message to the beginning of the one that needs it."""
-    workers = {
-        stage: worker for worker in range(timeline.num_workers) for stage in timeline.stages_of(worker)
-    }
-    events = {
-        (event.action.stage, event.action.kind is Kind.F, event.action.microbatch): event
-        for event in timeline.events
-        if event.action.kind in (Kind.F, Kind.B, Kind.I)
-    }
-    found = []
-    for line in portals:
-        for forward, source, target in ((True, line.source, line.target), (False, line.target, line.source)):
-            y = [top + workers[stage] * (_ROW + _GAP) + _ROW // 2 for stage in (source, target)]
-            for (stage, kind, m), event in events.items():
-                if (stage, kind) != (source, forward) or (target, forward, m) not in events:
-                    continue
-                needs = events[target, forward, m]
-                names = escape(", ".join(line.names))
-                found.append(
-                    f"<g><title>{names}: {event.action} -> {needs.action}</title>"
-                    f'<line x1="{_LEFT + event.end_s * scale:.2f}" y1="{y[0]}" '
-                    f'x2="{_LEFT + needs.start_s * scale:.2f}" y2="{y[1]}" stroke="#d62728" '
-                    f'stroke-opacity="0.6" stroke-dasharray="{"none" if forward else "4 3"}"/></g>'
-                )
-    return found

@@ -14,6 +14,7 @@ device and without a clock.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import sys
@@ -33,8 +34,8 @@ from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.edges import Direction, Edge, refuse_other_orders
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, channels
-from gpipe_bench.pipeline.ranks.control import Together
-from gpipe_bench.pipeline.ranks.failure import SILENCE_S, Job, watch_in_thread
+from gpipe_bench.pipeline.ranks.control import ObjectCollectives
+from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector, watch_in_thread
 from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
@@ -57,9 +58,15 @@ class Network:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def store(self) -> Store:
+    def store(self, timeout_s: float) -> Store:
         """Keys for one more pipeline."""
-        return Store(self._group)
+        store = Store(self._group)
+        store.connect(timeout_s)
+        return store
+
+    def part(self, store: Store) -> Store:
+        """Of the keys of a grid, those for the pipeline of these processes."""
+        return store.part(self._group)
 
     def is_accelerated(self, device: torch.device) -> bool:
         """Whether messages from and to the device are waited for by the device, behind the host."""
@@ -100,44 +107,49 @@ def network_of(group: dist.ProcessGroup | Network) -> Network:
     return group if isinstance(group, Network) else Network(group)
 
 
+def detector_of(network: Network, timeout_s: float) -> FailureDetector:
+    """What is known of failures among the ranks of a pipeline alone."""
+    ranks, store = range(network.size), network.store(timeout_s)
+    return FailureDetector(store, network.rank, ranks, now=network.now, sleep=network.sleep)
+
+
 class Session:
     """The connections of the rank of `network` in a pipeline. The first is the one that the host reads.
 
-    `job` are those that fail together, which have met; by default the ranks of the network.
+    `detector` is of the ranks of the network, or of the grid that they are a part of.
     """
 
     def __init__(
-        self, network: Network, device: torch.device, *, timeout_s: float, job: Job | None = None
+        self, network: Network, device: torch.device, detector: FailureDetector, *, timeout_s: float
     ) -> None:
         self.network, self.device, self.timeout_s = network, device, timeout_s
         self.is_accelerated = network.is_accelerated(device)
-        self.store: Store = network.store()
-        self.job = job or Job(
-            self.store, network.rank, range(network.size), now=network.now, sleep=network.sleep
-        )
+        self.detector = detector
+        self.store = network.part(detector.store) if detector.is_grid else detector.store
         if self.is_accelerated:
-            self.job.awaited.begin(partial(network.mark, device))
+            detector.device_waits.begin(partial(network.mark, device))
+        self._process = os.getpid()
         self._connections: list[Connection] = []
         self._failed: ActionError | None = None
         self._closed = False
 
     def connect(self, name: str, near: dict[int, Neighbour], *, accelerated: bool = False) -> Connection:
         """One more connection between all ranks; all must call."""
-        ways = self.network.backend(self.store, name, accelerated=accelerated, timeout_s=self.timeout_s)
-        types, awaited = (NCCL_TYPES, self.job.awaited) if accelerated else (None, None)
-        connection = Connection(ways, len(self._connections), near, types, awaited)
+        found = self.network.backend(self.store, name, accelerated=accelerated, timeout_s=self.timeout_s)
+        types, waits = (NCCL_TYPES, self.detector.device_waits) if accelerated else (None, None)
+        connection = Connection(found, len(self._connections), near, types, waits)
         # The host does not wait for an accelerator's messages, so when a failure elsewhere is noticed these
         # are cut to release the device: what it receives from then on is garbage, and the step raises when it
         # ends, or else whatever is called next. For the first connection the host does wait, and the rank
         # that it waits for closes that.
-        self.job.cuts(connection, at_notice=not self.is_accelerated or bool(self._connections))
+        self.detector.cuts(connection, at_notice=not self.is_accelerated or bool(self._connections))
         self._connections.append(connection)
         return connection
 
     def watch(self) -> None:
         """Watches for failures elsewhere from now on, on accelerators; on a grid that has begun before."""
-        if self.is_accelerated and not self.job.is_grid:
-            self.job.watch(self.timeout_s, min(self.timeout_s, SILENCE_S), self.network.watch)
+        if self.is_accelerated and not self.detector.is_grid:
+            self.detector.watch(self.timeout_s, min(self.timeout_s, SILENCE_S), self.network.watch)
 
     @property
     def shared_bytes(self) -> int:
@@ -150,6 +162,8 @@ class Session:
             self.network.synchronize(self.device)
 
     def refuse_after_failure(self) -> None:
+        if self._process != os.getpid():  # one that was forked: the connections are its parent's
+            self._closed = True
         if self._failed is not None:
             raise RuntimeError(
                 f"this pipeline has failed before ({self._failed}); build a new one on every rank"
@@ -163,41 +177,41 @@ class Session:
         What is closed has ended: what is asked of it afterwards concerns nobody else.
         """
         if self._closed:
-            return self.job.failure(action, error)
+            return self.detector.failure(action, error)
         if self._failed is None:
-            self._failed = self.job.end(action, error)
+            self._failed = self.detector.end(action, error)
         return self._failed
-
-    def leave(self) -> None:
-        """In a process that was forked: the connections stay its parent's."""
-        self._closed = True
-        for connection in self._connections:
-            connection.leave()
 
     def close(self) -> None:
         """Waits until everything sent is gone, takes leave of the other ranks and shuts down; once."""
-        if self._closed or self._failed is not None:
-            return
+        if self._closed or self._failed is not None or self._process != os.getpid():
+            return  # in a process that was forked the connections are its parent's
         self._closed = True
-        if not self.job.noticed:
+        if not self.detector.noticed:
             self.synchronize()
-        self.job.leave()
-        for connection in self._connections:
-            if self.job.noticed:
+        self.detector.leave()
+        if self.detector.noticed:
+            for connection in self._connections:
                 connection.cut()  # most of them once more
-            else:
-                connection.close()
-        if not self.job.noticed:  # all at once, or who builds another pipeline waits long for each
-            ends = [threading.Thread(target=connection.let_go) for connection in self._connections]
-            for end in ends:
-                end.start()
-            for end in ends:
-                end.join()
+            return
+        # All at once, or who builds another pipeline waits long for each.
+        ends = [threading.Thread(target=connection.close) for connection in self._connections]
+        ends.append(threading.Thread(target=self.detector.close))
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join()
 
 
 def open_connections(
     session: Session, schedule: Schedule, lines: Sequence[Edge] = (), *, share_memory: bool
-) -> tuple[Connection, Together, dict[Way, Connection], Connection, dict[Direction, Connection]]:
+) -> tuple[
+    Connection,
+    ObjectCollectives,
+    dict[tuple[bool, bool], Connection],
+    Connection,
+    dict[Direction, Connection],
+]:
     """Connects the rank of the session with all others, which must call too, and watches them from then on.
 
     Returns connections that go ways of their own, so that none queues behind another: for headers and
@@ -205,35 +219,33 @@ def open_connections(
     gradients, by the way that they take; for the loss; and for portals.
 
     `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
-    alike, where two ranks use one GPU.
+    alike, where two ranks use one GPU, or one a GPU and another none.
     """
     network, accelerated = session.network, session.is_accelerated
-    session.store.connect(session.timeout_s)
-    near: dict[int, Neighbour] = {}
-    if not accelerated:
-        near = neighbours(
-            session.store,
-            network.rank,
-            peers(schedule, network.rank, lines),
-            willing=share_memory,
-            timeout_s=session.timeout_s,
-        )
+    near = neighbours(
+        partial(session.store.exchange, rank=network.rank, size=network.size, timeout_s=session.timeout_s),
+        network.rank,
+        peers(schedule, network.rank, lines),
+        device_type=session.device.type,
+        willing=share_memory and not accelerated,
+        timeout_s=session.timeout_s,
+    )
     # Headers and outlines are read by the host, so they never go through NCCL.
     control = session.connect("control", near)
-    together = Together(control, network.rank, network.size)
+    together = ObjectCollectives(control, network.rank, network.size)
     if accelerated:
         _refuse_shared_devices(together.gather((network.identity(session.device), str(session.device))))
-    ways = {
-        way: session.connect(name, near, accelerated=accelerated)
-        for way, name in names_of_ways(schedule).items()
+    by_heading = {
+        heading: session.connect(name, near, accelerated=accelerated)
+        for heading, name in connection_names(schedule).items()
     }
     # What each connection takes first, from which rank to which.
     greetings: list[Greeting] = [
-        (ways[gradients, target > source], source, target)
+        (by_heading[gradients, target > source], source, target)
         for source, target, gradients in sorted(channels(schedule))
     ]
     # Where hosts wait for messages it goes by `control`; with the gradients where these go the same way.
-    loss = ways[True, False]
+    loss = by_heading[True, False]
     if accelerated and schedule.placement:
         loss = session.connect("loss", near, accelerated=accelerated)
         greetings += [(loss, *pair) for pair in pairwise(loss_chain(schedule))]
@@ -253,7 +265,7 @@ def open_connections(
     session.watch()
     if accelerated:
         warm_up(session, greetings)
-    return control, together, ways, loss, portals
+    return control, together, by_heading, loss, portals
 
 
 def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
@@ -307,11 +319,11 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
             session.synchronize()
 
         try:
-            network.bounded(device, greet, deadline_s - network.now(), lambda: session.job.noticed)
+            network.bounded(device, greet, deadline_s - network.now(), lambda: session.detector.noticed)
         except TimeoutError as error:
             what = f"did not answer: it did not come to connect within {session.timeout_s:g} s"
             raise PeerError(None, peer, what, timed_out=True) from error
-        session.job.refuse_after_notice()
+        session.detector.refuse_after_notice()
 
 
 def in_turn(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -325,44 +337,55 @@ def in_turn(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def neighbours(
-    store: Store, rank: int, peers: Collection[int], *, willing: bool, timeout_s: float
+    exchange: Callable[[str, str], list[str]],
+    rank: int,
+    peers: Collection[int],
+    *,
+    device_type: str,
+    willing: bool,
+    timeout_s: float,
 ) -> dict[int, Neighbour]:
-    """Those of the `peers` that share this rank's host, by rank, connected; they must call with this rank
-    among theirs.
+    """The `peers`, by rank, connected through local sockets, if all ranks are on this host and `willing`;
+    else none, and the ranks talk through the network. All ranks call, each among the peers of its peers.
 
-    Each rank listens on a local socket for each of its peers that come after it and publishes their names;
-    the peers connect if they are on the same machine, and say whether they did. Who answers has connected, so
-    nothing is waited for at a socket, and with a socket for each nobody is taken for another. Whatever is
-    missing (another host, another network namespace, another system) ends in an answer of no, and the ranks
-    talk through the network. `PeerError` names a peer of whom nothing is heard for `timeout_s`.
+    By `exchange` all learn what each of them says of something. Each rank listens on a socket for each of its
+    peers that come after it and says its name; the peers connect, and all say whether they did. Who says so
+    has connected, so nothing is waited for at a socket, and with a socket for each nobody is taken for
+    another. Where one cannot (another host, another network namespace, another system) none does.
+
+    `ValueError`, on every rank alike, where ranks are on devices of different types.
     """
     willing = willing and sys.platform == "linux"
-    before = sorted(peer for peer in peers if peer < rank)
-    behind = sorted(peer for peer in peers if peer > rank)
+    token = secrets.token_hex(16) if willing else ""
     found: dict[int, Neighbour] = {}
-    token = secrets.token_hex(16)
     with ExitStack() as stack:
         listeners: dict[int, socket.socket] = {}
-        for peer in behind if willing else ():
+        for peer in [peer for peer in peers if peer > rank and willing]:
             listeners[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listeners[peer].bind(_name(token, peer))
             listeners[peer].listen(1)
-        if behind:
-            address = {"machine": machine_id(), "token": token} if willing else {}
-            store.set(f"address of rank {rank}", json.dumps(address), timeout_s)
-        for peer in before:
-            heard = store.await_from(peer, f"address of rank {peer}", timeout_s)
-            link = _reached(json.loads(heard), rank) if willing else None
-            answer = "yes" if link is not None else "no"
-            store.set(f"answer of rank {rank} to rank {peer}", answer, timeout_s)
-            if link is not None:
-                found[peer] = Neighbour(link, timeout_s)
-        for peer in behind:
-            answered = store.await_from(peer, f"answer of rank {peer} to rank {rank}", timeout_s)
-            if answered == b"yes" and peer in listeners:
-                found[peer] = Neighbour(listeners[peer].accept()[0], timeout_s)
-    for one, other in permutations(found.values(), 2):
-        one.introduce(other)
+        said = exchange("address", json.dumps([device_type, machine_id(), token]))
+        types, machines, tokens = zip(*map(json.loads, said), strict=True)
+        if (other := next((r for r, each in enumerate(types) if each != types[0]), None)) is not None:
+            raise ValueError(
+                f"the stages of rank 0 are on {types[0]} and those of rank {other} on {types[other]}, and "
+                "messages between ranks go from one type of device to the same; move the layers, or pass "
+                "devices= on every rank"
+            )
+        if not all(tokens) or len(set(machines)) > 1:
+            return {}
+        reached = {peer: _reached(tokens[peer], rank) for peer in peers if peer < rank}
+        if "no" in exchange("reached", "no" if None in reached.values() else "yes"):
+            for link in filter(None, reached.values()):
+                link.close()
+            return {}
+        for peer, connected in reached.items():
+            assert connected is not None
+            found[peer] = Neighbour(connected, timeout_s)
+        for peer, listener in listeners.items():
+            found[peer] = Neighbour(listener.accept()[0], timeout_s)
+    for one, other_one in permutations(found.values(), 2):
+        one.introduce(other_one)
     return found
 
 
@@ -373,13 +396,11 @@ def _name(token: str, rank: int) -> str:
     return f"\0pipeline-{token}-{rank}"
 
 
-def _reached(address: dict[str, str], rank: int) -> socket.socket | None:
-    """The connection to whoever published the address, if that is on this machine."""
-    if address.get("machine") != machine_id():
-        return None
+def _reached(token: str, rank: int) -> socket.socket | None:
+    """The connection of `rank` to who listens by that token, if that is in this network namespace."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        link.connect(_name(address["token"], rank))
+        link.connect(_name(token, rank))
     except OSError:
         link.close()
         return None
@@ -409,9 +430,6 @@ MOST_TENSORS = 64
 # Below the tags of what is no activation and no gradient.
 MOST_MESSAGES = 2**28 // MOST_TENSORS
 
-Way = tuple[bool, bool]
-"""Whether gradients travel, or activations, and whether to a higher rank."""
-
 
 def first_tag(direction: Direction, microbatch: int, num_microbatches: int) -> int:
     """The tag of the first tensor of a message."""
@@ -419,8 +437,10 @@ def first_tag(direction: Direction, microbatch: int, num_microbatches: int) -> i
     return ((2 * number + back) * num_microbatches + microbatch) * MOST_TENSORS
 
 
-def names_of_ways(schedule: Schedule) -> dict[Way, str]:
-    """A name for each way that messages of the chain take."""
+def connection_names(schedule: Schedule) -> dict[tuple[bool, bool], str]:
+    """The names of the connections that messages of the chain take, by whether they are gradients and whether
+    they go to a higher rank.
+    """
     names = {(False, True): "activations", (True, False): "gradients"}
     for source, target, back in channels(schedule):
         names.setdefault((back, target > source), "gradients up" if back else "activations down")

@@ -11,10 +11,10 @@ says what it is about, and an object; what does not fit follows. Some receives o
                        with each further one the structure if it is another one
     the loss           where hosts wait for messages
 
-Outside of steps all ranks of a group find out small things together, rarely (`Together`): whether everybody
-builds the same, what happened when, and sums of weights that ranks share. torch's collectives wait as long as
-the user's process group says, half an hour by default, and cannot say for whom. Here each rank waits for
-every other one by itself, so that an error names the one that is missing.
+Outside of steps all ranks of a group find out small things together, rarely (`ObjectCollectives`): whether
+everybody builds the same, what happened when, and sums of weights that ranks share. torch's collectives wait
+as long as the user's process group says, half an hour by default, and cannot say for whom. Here each rank
+waits for every other one by itself, so that an error names the one that is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -58,7 +57,7 @@ class Header(NamedTuple):
     examples: int  # in the mini-batch
     num_microbatches: int
     training: bool  # or forwards only
-    shared: int  # whether the layers share something, and whether it follows (`SharedArguments`)
+    shared: bool  # whether what the layers share follows (`SharedArguments`)
 
 
 class Agreement:
@@ -201,63 +200,24 @@ class Control:
         return data
 
 
-class Shared(IntEnum):
-    """What the header of a step says of what the layers share."""
-
-    NOTHING = 0
-    AS_BEFORE = 1
-    FOLLOWS = 2
-
-
 class SharedArguments:
-    """One rank's part in passing on what all layers share in a step, behind the header, along `chain`.
-
-    A mask is often made once and given to every step. So what is shared is sent on only if it is not what was
-    sent last. On the CPU that is seen by the contents, which may have changed through numpy or `.data`, where
-    no version counts. On an accelerator a look at them would wait for it: there it must be the same tensors,
-    of the same versions.
-    """
+    """One rank's part in passing on what all layers share in a step, behind the header, from rank to rank."""
 
     def __init__(self, control: Control, before: int | None, behind: int | None) -> None:
         self._control, self._before, self._behind = control, before, behind
-        self._sent: Message | None = None  # as it was then, and is elsewhere
-        self._given: list[tuple[Tensor, int]] = []  # what was sent, and its versions
 
-    def announce(self, message: Message) -> Shared:
-        """What the first rank says in the header, of the tensors and the structure that it is given."""
-        given, sent = self._given, self._sent
-        self._given = [
-            (tensor, -1 if tensor.is_inference() else tensor._version) for tensor in message.tensors
-        ]
-        if (
-            sent is not None
-            and (sent.structure, len(sent.tensors)) == (message.structure, len(message.tensors))
-            and all(map(_is_as_sent, self._given, given, sent.tensors))
-        ):
-            return Shared.AS_BEFORE
-        return Shared.FOLLOWS
-
-    def pass_on(self, what: Shared, message: Message | None, *, bounded: bool) -> Message | None:
+    def pass_on(self, message: Message | None, *, bounded: bool) -> Message:
         """What is shared in this step, which only the first rank brings; sends it to the next one."""
-        if what is Shared.FOLLOWS:
-            if message is None:
-                assert self._before is not None
-                self._sent = self._control.receive_tensors(self._before, "shared")
-            else:
-                # Copied, because the user may change a tensor while it is on its way.
-                copies = tuple([torch.clone(tensor.cpu()) for tensor in message.tensors])
-                self._sent = message._replace(tensors=copies)
-            if self._behind is not None:
-                self._control.send_tensors(self._behind, "shared", self._sent, bounded=bounded)
-        return message or self._sent
-
-
-def _is_as_sent(now: tuple[Tensor, int], before: tuple[Tensor, int], sent: Tensor) -> bool:
-    """Whether a tensor is what was sent, given what it was and which version, now and when it was."""
-    tensor, version = now
-    if tensor.device.type != "cpu":  # an inference tensor, with version -1, has none
-        return tensor is before[0] and version == before[1] >= 0
-    return Form.of(tensor) == Form.of(sent) and torch.equal(_bits(tensor), _bits(sent))
+        if message is None:
+            assert self._before is not None
+            message = sent = self._control.receive_tensors(self._before, "shared")
+        elif self._behind is not None:
+            # Copied, because the user may change a tensor while it is on its way.
+            copies = tuple([torch.clone(tensor.cpu()) for tensor in message.tensors])
+            sent = message._replace(tensors=copies)
+        if self._behind is not None:
+            self._control.send_tensors(self._behind, "shared", sent, bounded=bounded)
+        return message
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -279,7 +239,7 @@ _ROUND_TRIPS = 10
 T = TypeVar("T")
 
 
-class Together:
+class ObjectCollectives:
     """One rank's part in what `size` ranks do at the same time. Every method may raise `PeerError`."""
 
     def __init__(self, connection: Connection, rank: int, size: int) -> None:
@@ -346,7 +306,9 @@ def check_equal(found: Sequence[object], who: str = "rank") -> None:
             )
 
 
-def gather_timeline(together: Together, clock: Clock, device: torch.device, schedule: Schedule) -> Timeline:
+def gather_timeline(
+    together: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
+) -> Timeline:
     """The latest step of all ranks on one time axis, that of rank 0's host."""
     offset_ns = _clock_offset_ns(together)
     sums = clock.collectives(offset_ns)
@@ -362,7 +324,7 @@ def gather_timeline(together: Together, clock: Clock, device: torch.device, sche
     )
 
 
-def _clock_offset_ns(together: Together) -> int:
+def _clock_offset_ns(together: ObjectCollectives) -> int:
     """What to add to this rank's clock to get rank 0's: the middle of the quickest of some round trips.
 
     Processes on one machine have one clock.

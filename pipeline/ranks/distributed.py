@@ -15,7 +15,6 @@ over.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from gpipe_bench.pipeline.ranks.connect import (
     Network,
     Session,
     along,
+    detector_of,
     first_tag,
     header_chain,
     loss_route,
@@ -46,14 +46,21 @@ from gpipe_bench.pipeline.ranks.control import (
     Agreements,
     Control,
     Header,
-    Shared,
+    ObjectCollectives,
     SharedArguments,
-    Together,
     packed,
     unpacked,
 )
-from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Progress, Receiver, Sender, changed, conform
-from gpipe_bench.pipeline.ranks.failure import Job
+from gpipe_bench.pipeline.ranks.ends import (
+    Outline,
+    Progress,
+    ReceiveQueue,
+    Receiver,
+    Sender,
+    changed,
+    conform,
+)
+from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.wire import Form, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes
@@ -66,9 +73,10 @@ class PointToPoint:
     """The transport of one worker in a process group whose rank k runs the stages of worker k.
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
-    tensors through memory; `portals` are the edges past the chain, between all stages; `job` are all
-    processes of the grid that the pipeline is a part of; `is_own` as in `rows_for`. After a failure the
-    pipeline's own connections are closed on all ranks; `group` itself is not touched.
+    tensors through memory; `portals` are the edges past the chain, between all stages; `detector` knows of
+    failures of all processes that end with this one, by default the ranks of the group; `is_own` as in
+    `rows_for`. After a failure the pipeline's own connections are closed on all ranks; `group` itself is not
+    touched.
     """
 
     def __init__(
@@ -80,15 +88,16 @@ class PointToPoint:
         timeout_s: float,
         share_memory: bool = True,
         portals: Sequence[Edge] = (),
-        job: Job | None = None,
+        detector: FailureDetector | None = None,
         is_own: bool = False,
     ) -> None:
         network = network_of(group)
         refuse_edges(schedule, portals, accelerated=network.is_accelerated(device))
         self.rank, self.size = network.rank, network.size
-        ties = self._ties = Session(network, device, timeout_s=timeout_s, job=job)
+        detector = detector or detector_of(network, timeout_s)
+        ties = self._ties = Session(network, device, detector, timeout_s=timeout_s)
         try:
-            control, self._together, self._ways, self._loss_way, self._portal_ways = open_connections(
+            control, self._together, self._by_heading, self._of_loss, self._of_portals = open_connections(
                 ties, schedule, portals, share_memory=share_memory
             )
         except (PeerError, StoreError) as error:
@@ -98,7 +107,7 @@ class PointToPoint:
             raise
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
         self.close = weakref.finalize(self, ties.close)
-        self.close.atexit = ties.is_accelerated or ties.job.is_grid
+        self.close.atexit = ties.is_accelerated or detector.is_grid
         self._full, self._is_own, self._device = schedule, is_own, device
         self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
         self._agreements, self._agreement = Agreements(), Agreement(())
@@ -117,7 +126,6 @@ class PointToPoint:
             self._control.expect(source)  # type: ignore[arg-type]
         self._receivers: dict[Direction, Receiver] = {}
         self._take_ends(schedule)
-        _present.add(self)
 
     def _take_ends(self, schedule: Schedule) -> None:
         """Makes this rank's ends of all edges, as the schedule needs them."""
@@ -129,7 +137,7 @@ class PointToPoint:
         self._progress = Progress() if self._ties.is_accelerated else None
         rings = rings_of(schedule, self._portals, accelerated=self._ties.is_accelerated)
         self._senders: dict[Direction, Sender] = {}
-        self._receivers, self._lanes = {}, list[Lane]()
+        self._receivers, self._queues = {}, list[ReceiveQueue]()
         self._at_stage: dict[int, list[Receiver]] = {}
         count = schedule.num_microbatches
         self._tags = {
@@ -147,43 +155,38 @@ class PointToPoint:
             self._names[edge.number, False] = name = f"portal {', '.join(map(repr, edge.names))}"
             self._names[edge.number, True] = f"gradient of {name}"
 
-        def receiving(lane: Lane, direction: Direction, stage: int) -> Receiver:
-            found = Receiver(lane, rings[direction], self._device, self._tags[direction])
+        def receiving(queue: ReceiveQueue, direction: Direction, stage: int) -> Receiver:
+            found = Receiver(queue, rings[direction], self._device, self._tags[direction])
             self._receivers[direction] = found
             self._at_stage.setdefault(stage, []).append(found)
             return found
 
         for source, target, back in channels(schedule):
             if rank == source:
-                sender = Sender(self._ways[back, target > source], target)
+                sender = Sender(self._by_heading[back, target > source], target)
                 for stage, _ in turns(schedule, target, source, back=back):
                     self._senders[stage - (not back), back] = sender
             elif rank == target:
-                lane = Lane(self._ways[back, target > source], source, self._progress, back=back)
+                queue = ReceiveQueue(
+                    self._by_heading[back, target > source], source, self._progress, back=back
+                )
                 order = [stage for stage, _ in turns(schedule, target, source, back=back)]
-                ends = {stage: receiving(lane, (stage - (not back), back), stage) for stage in set(order)}
-                lane.order = [ends[stage] for stage in order]
-                self._lanes.append(lane)
+                ends = {stage: receiving(queue, (stage - (not back), back), stage) for stage in set(order)}
+                queue.order = [ends[stage] for stage in order]
+                self._queues.append(queue)
         for edge in self._portals:
             for back in (False, True):
                 start, end = (edge.target, edge.source) if back else edge[1:3]
                 source, target, direction = schedule.worker(start), schedule.worker(end), (edge.number, back)
                 if source == target or rank not in (source, target):
                     continue
-                way = self._portal_ways[direction]
+                connection = self._of_portals[direction]
                 if rank == source:
-                    self._senders[direction] = Sender(way, target, edge.names[0])
+                    self._senders[direction] = Sender(connection, target, edge.names[0])
                 else:
-                    lane = Lane(way, source, self._progress, back=back)
-                    lane.order = [receiving(lane, direction, end)] * schedule.num_microbatches
-                    self._lanes.append(lane)
-
-    def follow(self, schedule: Schedule) -> None:
-        """From the next step on, other rows for the same stages, on every rank: the connections stay."""
-        assert schedule.placement == self._schedule.placement
-        assert schedule.num_microbatches == self._full.num_microbatches
-        self._full = schedule
-        self._take_ends(schedule)
+                    queue = ReceiveQueue(connection, source, self._progress, back=back)
+                    queue.order = [receiving(queue, direction, end)] * schedule.num_microbatches
+                    self._queues.append(queue)
 
     def refresh(self) -> None:
         """Forgets what the ranks agreed on."""
@@ -198,20 +201,18 @@ class PointToPoint:
 
     def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
         self._ties.refuse_after_failure()
-        self._ties.job.refuse_after_notice()
+        self._ties.detector.refuse_after_notice()
         if plan is not None:
-            number, shared = -1, Shared.NOTHING
+            number, shared = -1, False
             if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
-                number = self._agreements.number(signature)
-                if plan.shared is not None:
-                    shared = self._sharing.announce(plan.shared)
-            header = Header(number, plan.examples, plan.num_microbatches, plan.training, int(shared))
+                number, shared = self._agreements.number(signature), plan.shared is not None
+            header = Header(number, plan.examples, plan.num_microbatches, plan.training, shared)
         else:
             assert self._header.source is not None
             header = Header(*self._control.receive(self._header.source, "step"))
         if self._behind is not None:
             self._control.send(self._behind, "step", tuple(header))
-        number, examples, num_microbatches, self._training, told = header
+        number, examples, num_microbatches, self._training, shared = header
         found = Plan(examples, num_microbatches, self._training)
         schedule = self._full
         if num_microbatches != schedule.num_microbatches:
@@ -219,8 +220,8 @@ class PointToPoint:
         if schedule is not self._schedule:
             self._take_ends(schedule)
         message = None
-        if told != Shared.NOTHING:
-            message = self._sharing.pass_on(Shared(told), plan and plan.shared, bounded=self._patient)
+        if shared:
+            message = self._sharing.pass_on(plan and plan.shared, bounded=self._patient)
         agreement = self._agreements.find(number)
         self._patient = agreement is not None
         # Forwards alone have no rings that would say for certain that two workers who send to each other
@@ -233,10 +234,10 @@ class PointToPoint:
             self._progress.calls = 0
         for direction, receiver in self._receivers.items():
             receiver.begin(agreement.outlines[direction], agreement.lengths, training=self._training)
-        for lane in self._lanes:
-            lane.position = 0
-            if self._training or not lane.back:
-                lane.post()
+        for queue in self._queues:
+            queue.position = 0
+            if self._training or not queue.back:
+                queue.post()
         return found._replace(shared=message)
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
@@ -254,7 +255,7 @@ class PointToPoint:
                 raise ValueError(
                     f"{len(message.tensors)} tensors leave stage {edge.source}; at most {MOST_TENSORS} can"
                 )
-            outline = outlines[length] = Outline.of(message)
+            outline = outlines[length] = Outline.of(message, self._names[direction])
             self._control.send(sender.target, (direction, length), outline, target)
         else:
             new = message.structure != outline.structure
@@ -282,12 +283,12 @@ class PointToPoint:
         outlines = self._agreement.outlines[direction]
         outline = outlines.get(length)
         if outline is None:
-            outline = self._control.receive(receiver.lane.source, (direction, length), source)
+            outline = self._control.receive(receiver.queue.source, (direction, length), source)
             outlines[length] = outline
             if outline.varies:
-                self._control.expect(receiver.lane.source, FRAMES_AHEAD + len(self._agreement.lengths))
+                self._control.expect(receiver.queue.source, FRAMES_AHEAD + len(self._agreement.lengths))
         elif outline.varies:
-            told = self._control.receive(receiver.lane.source, (direction, length), source)
+            told = self._control.receive(receiver.queue.source, (direction, length), source)
             if told is not None:
                 outline = outlines[length] = outline._replace(structure=told)
         tensors: Any = receiver.take(microbatch, source)
@@ -324,7 +325,7 @@ class PointToPoint:
         source = Action(edge.target, self._kinds[edge.target, microbatch], microbatch)
         outlines = self._agreement.outlines[direction]
         if length not in outlines:
-            outlines[length] = self._control.receive(receiver.lane.source, (direction, length), source)
+            outlines[length] = self._control.receive(receiver.queue.source, (direction, length), source)
         gradients = receiver.take(microbatch, source)
         if edge.names:
             self._senders[edge.number, False].arrived(microbatch)
@@ -339,10 +340,10 @@ class PointToPoint:
     def _go_on(self, progress: Progress) -> None:
         """Counts a call; the time of some receives may have come."""
         progress.calls += 1
-        self._ties.job.awaited.note()
-        for lane in self._lanes:
-            if self._training or not lane.back:
-                lane.post()
+        self._ties.detector.device_waits.note()
+        for queue in self._queues:
+            if self._training or not queue.back:
+                queue.post()
 
     def send_loss(self, loss: Tensor) -> None:
         """Where the host waits for messages, the loss leaves when the last micro-batch is forward, though
@@ -371,13 +372,13 @@ class PointToPoint:
             loss = unpacked(self._control.receive(source, "loss"), self._device)
         else:
             self._agreement.loss = form = known or self._control.receive(source, "loss")
-            buffer = self._loss_way.buffer(form, source, self._device)
-            self._loss_way.wait(self._loss_way.receive(buffer, source, _LOSS_TAG), None, source)
+            buffer = self._of_loss.buffer(form, source, self._device)
+            self._of_loss.wait(self._of_loss.receive(buffer, source, _LOSS_TAG), None, source)
             loss = buffer.tensor.clone()
         for target in targets if self._ties.is_accelerated else ():
             if known is None:
                 self._control.send(target, "loss", self._agreement.loss)
-            sender = Sender(self._loss_way, target)
+            sender = Sender(self._of_loss, target)
             sender.send([flat(loss)], _LOSS_TAG)
             sender.finish()
         return loss
@@ -391,14 +392,14 @@ class PointToPoint:
             sender.finish()
         self._control.finish()
         if self._progress is not None:
-            self._ties.job.awaited.note()
-        self._ties.job.refuse_after_notice()  # or garbage would reach the optimizer
+            self._ties.detector.device_waits.note()
+        self._ties.detector.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
 
     # Outside of a step
 
     @contextmanager
-    def together(self) -> Iterator[Together]:
+    def together(self) -> Iterator[ObjectCollectives]:
         """For what all ranks do outside of a step; a rank that is missing there ends the pipeline as in one.
 
         Waits for the device, so that whatever it does after a failure elsewhere has been noticed.
@@ -406,44 +407,29 @@ class PointToPoint:
         self._ties.refuse_after_failure()
         self._ties.synchronize()
         try:
-            self._ties.job.refuse_after_notice()
+            self._ties.detector.refuse_after_notice()
             yield self._together
-        except (RuntimeError, StoreError) as error:
+        except Exception as error:
             if isinstance(error, ActionError) or not self.is_let_down(error):
                 raise
             raise self.abort(None, error) from error
+        except BaseException as error:  # an interrupt: the others must not wait
+            self.abort(None, error)
+            raise
 
     @contextmanager
-    def all_together(self) -> Iterator[Together]:
+    def all_together(self) -> Iterator[ObjectCollectives]:
         """The same for all processes of the job."""
-        job = self._ties.job
+        detector = self._ties.detector
         with self.together():
             try:
-                yield job.together(self._ties.timeout_s)
+                yield detector.object_collectives(self._ties.timeout_s)
             except PeerError as error:
-                raise error.numbered(job.ranks) from error
+                raise error.numbered(detector.ranks) from error
 
     def is_let_down(self, error: BaseException) -> bool:
         """Whether an error says that another rank is missing."""
-        return self._ties.job.peer_error(error) is not None
+        return self._ties.detector.peer_error(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._ties.abort(action, error)
-
-
-_present: weakref.WeakSet[PointToPoint] = weakref.WeakSet()
-_left: list[Session] = []
-
-
-def _leave_to_parent() -> None:
-    """In a process that was forked, such as the worker of a `DataLoader`: the pipelines are its parent's."""
-    for transport in tuple(_present):
-        ties, close = transport._ties, transport.close
-        close.detach()
-        ties.leave()
-        _left.append(ties)  # for ever: gloo would end by waiting for threads that are not there
-        transport.__dict__ = {"_ties": ties, "close": close}  # the rest holds the memory of messages
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)

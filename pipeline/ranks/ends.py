@@ -35,7 +35,14 @@ class Outline(NamedTuple):
     varies: bool = False  # whether another structure follows is told with each further message
 
     @classmethod
-    def of(cls, message: Message) -> Outline:
+    def of(cls, message: Message, what: str) -> Outline:
+        for tensor in message.tensors:
+            if tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"the {what} is a tensor of the layout {tensor.layout}, and processes send each other "
+                    "dense ones; let the layer give to_dense(), or keep it and the next one in one stage "
+                    "(partition=)"
+                )
         forms = tuple([Form.of(tensor) for tensor in message.tensors])
         varies = isinstance(message.structure, Nested)
         return cls(forms, message.structure, message.needs_grad, message.aliases, varies)
@@ -144,7 +151,7 @@ class Progress:
         self.calls = 0
 
 
-class Lane:
+class ReceiveQueue:
     """The receives of one direction from one rank, which are posted in one order: NCCL takes what comes for
     the receive that was posted first. `order` has the receiver of each.
     """
@@ -171,8 +178,8 @@ class Receiver:
     of each micro-batch.
     """
 
-    def __init__(self, lane: Lane, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
-        self.lane, self._rings, self._device, self._tags = lane, rings, device, tags
+    def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
+        self.queue, self._rings, self._device, self._tags = queue, rings, device, tags
         self._ring = rings.tight
         self._slots: list[tuple[Outline, _Buffers] | None] = [None] * rings.small.num_slots
         self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
@@ -209,17 +216,17 @@ class Receiver:
         """Posts the next receive, to be followed by a flush, if it may be."""
         if not self._unposted:
             return False
-        microbatch, lane = self._unposted[0], self.lane
+        microbatch, queue = self._unposted[0], self.queue
         outline = self._outlines.get(self._lengths[microbatch])
         if outline is None:
             return False
-        if lane.progress is not None and lane.progress.calls < self._after[microbatch]:
+        if queue.progress is not None and queue.progress.calls < self._after[microbatch]:
             return False
         self._unposted.popleft()
         buffers = self._buffers(microbatch, outline)
-        tag, receive = self._tags[microbatch], lane.connection.receive
+        tag, receive = self._tags[microbatch], queue.connection.receive
         works = [
-            receive(buffer, lane.source, tag + i)
+            receive(buffer, queue.source, tag + i)
             for i, buffer in enumerate(buffers)
             if buffer is not None and buffer.flat.numel()
         ]
@@ -231,10 +238,10 @@ class Receiver:
         memory.
         """
         if microbatch not in self._posted:  # its outline was not known
-            self.lane.post()
+            self.queue.post()
         buffers, works = self._posted.pop(microbatch)
         for work in works:
-            self.lane.connection.wait(work, action, self.lane.source)
+            self.queue.connection.wait(work, action, self.queue.source)
         # `detach` makes a tensor of its own, so that it counts as a holder.
         tensors = tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
         if self._training:
@@ -245,7 +252,7 @@ class Receiver:
         del buffers
         if self._later:
             self._unposted.append(self._later.popleft())
-            self.lane.post()
+            self.queue.post()
         return tensors
 
     def release(self, microbatch: int) -> None:
@@ -253,7 +260,7 @@ class Receiver:
         following = self._ring.following[microbatch]
         if following is not None:
             self._unposted.append(following)
-            self.lane.post()
+            self.queue.post()
 
     def close(self) -> None:
         """Gives all buffers back, between two steps."""
@@ -288,14 +295,14 @@ class Receiver:
         for position, (buffer, form) in enumerate(zip(buffers, outline.forms, strict=True)):
             if buffer is not None and form is not None and buffer.holders.others:
                 self._give_back((buffer,))
-                found[position] = self.lane.connection.buffer(form, self.lane.source, self._device)
+                found[position] = self.queue.connection.buffer(form, self.queue.source, self._device)
         return tuple(found)
 
     def _make(self, outline: Outline) -> _Buffers:
-        buffer, source, device = self.lane.connection.buffer, self.lane.source, self._device
+        buffer, source, device = self.queue.connection.buffer, self.queue.source, self._device
         return tuple([None if form is None else buffer(form, source, device) for form in outline.forms])
 
     def _give_back(self, buffers: _Buffers) -> None:
         for buffer in buffers:
             if buffer is not None:
-                self.lane.connection.give_back(buffer, self.lane.source)
+                self.queue.connection.give_back(buffer, self.queue.source)

@@ -3,14 +3,9 @@
 For several hosts, or to start a script, use `torchrun`, which is the same launcher (docs/running.md); a
 script calls `start_process` itself.
 
-That is compute threads, a core, how memory comes from the system, and what processes that it forks do not
-inherit. On CPUs the stages compete for cores unless told otherwise, and glibc gives every large tensor back
-to the system when it is freed, only to fault its pages in again a moment later: thousands of page faults a
-step.
-
-A process that is forked, such as the worker of a `DataLoader`, has copies of all sockets, and as long as it
-has, no end of this process or of a connection is seen at the other side. So it closes the pipeline's, and is
-ended with this process where that is what it is for.
+That is compute threads, a core, and how memory comes from the system. On CPUs the stages compete for cores
+unless told otherwise, and glibc gives every large tensor back to the system when it is freed, only to fault
+its pages in again a moment later: thousands of page faults a step.
 """
 
 from __future__ import annotations
@@ -20,15 +15,13 @@ import multiprocessing
 import os
 import signal
 import socket
-import stat
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import resource_tracker
-from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +29,13 @@ import torch
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpipe_bench.pipeline import devices
@@ -43,6 +43,7 @@ from gpipe_bench.pipeline import devices
 # Queues that the driver makes for a device when it is first used, 8 unless somebody says otherwise. A rank
 # has up to nine streams; where two share a queue, a wait at its head holds up the send behind it.
 _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+_LOOPBACK = "127.0.0.1"
 _FATAL = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 """Signals that by default end a process without another word, and would leave ours behind."""
 
@@ -61,6 +62,9 @@ def launch(
     `function` must be importable by name and its results picklable. If a process fails, the others are ended
     and a `ChildFailedError` shows the first failure. An interrupt ends all of them and is raised; a signal
     that nobody handles ends all of them first.
+
+    The processes talk to each other by the loopback interface: no other host reaches the store that they meet
+    in, nor, on CPUs, their connections, unless GLOO_SOCKET_IFNAME names another interface.
 
     `device` is "cpu", "cuda" or another type of accelerator, of which every process gets one, or "auto": an
     accelerator each where there is any, else the CPU. `ValueError`, before anything is started, where there
@@ -82,8 +86,7 @@ def launch(
         max_nodes=1,
         nproc_per_node=num_processes,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=_Loopback.__name__,
         max_restarts=0,
         monitor_interval=0.05,
         start_method="spawn",
@@ -91,9 +94,46 @@ def launch(
             name for name in _FATAL if signal.getsignal(getattr(signal, name)) is signal.SIG_DFL
         ),
     )
+    rendezvous_handler_registry.register(_Loopback.__name__, _Loopback)
     with _ended_by_signals(), _interrupts_kept_from_starts():
         results = elastic_launch(config, _run)(function, threads, pin, device, *arguments)
     return [results[rank] for rank in range(num_processes)]
+
+
+class _Loopback(RendezvousHandler):
+    """Where the launcher of one host meets itself: a store that only this host reaches. torch's own listens
+    on every interface, and whoever reaches it can hand the processes code to run.
+    """
+
+    use_agent_store = True  # the processes take the launcher's store and start none
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+
+    def get_backend(self) -> str:
+        return type(self).__name__
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with socket.create_server((_LOOPBACK, 0)) as listener:
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                _LOOPBACK, port, is_master=True, master_listen_fd=listener.detach()
+            )
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def check_devices(device: str, num_processes: int) -> str:
@@ -196,17 +236,15 @@ def _run(function: Callable[..., Any], threads: int, pin: bool, device: str, *ar
     # sends when the launcher is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with start_process(threads=threads, pin=pin, device=device):
         return function(*arguments)
 
 
 # glibc's mallopt parameters and a size that no tensor of a micro-batch exceeds.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGE_BYTES = -1, -3, 2**30
-_PR_SET_PDEATHSIG = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _cores: list[set[int]] = []  # that this process had before it was pinned
-_sockets: set[int] = set()  # of the pipelines of this process, by inode: descriptors are given out again
-_forking: dict[str, int] = {}  # this process, and whether its main thread forks
 
 
 def prepare_process(local_rank: int, *, threads: int = 1, pin: bool = True) -> None:
@@ -243,53 +281,3 @@ def keep_freed_memory() -> None:
 def machine_id() -> str:
     """Equal for two processes only if one kernel runs both."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-
-
-@contextmanager
-def not_inherited() -> Iterator[None]:
-    """Sockets that are opened meanwhile are closed in processes that this one forks later."""
-    if not _forking and hasattr(os, "register_at_fork"):
-        _forking.update(parent=os.getpid(), by_main_thread=False)
-        os.register_at_fork(before=_before_fork, after_in_child=_close_sockets)
-        register_after_fork(_end_with_parent, lambda end: end())  # when a process knows what it is for
-    before = set(_open_sockets().values())
-    yield
-    after = set(_open_sockets().values())
-    _sockets.intersection_update(after)
-    _sockets.update(after - before)
-
-
-def _open_sockets() -> dict[int, int]:
-    """The inodes of this process's sockets, by their descriptors."""
-    found = {}
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):  # the one that lists them
-            status = os.stat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
-
-
-def _before_fork() -> None:
-    by_main_thread = threading.current_thread() is threading.main_thread()
-    _forking.update(parent=os.getpid(), by_main_thread=by_main_thread)
-
-
-def _close_sockets() -> None:
-    """In the new process. gloo, whose threads are not there, knows the descriptors: they lead nowhere."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor, inode in _open_sockets().items():
-        if inode in _sockets:
-            os.dup2(nowhere, descriptor, inheritable=False)
-    os.close(nowhere)
-
-
-def _end_with_parent() -> None:
-    """In a new process of `multiprocessing`: one that is to end with its parent does so however that ends, at
-    once. With it end the sockets that others than a pipeline have opened, such as the store's. The system
-    looks at the thread that has forked; only the main thread lives as long as its process.
-    """
-    if multiprocessing.current_process().daemon and _forking["by_main_thread"] and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != _forking["parent"]:
-            os.kill(os.getpid(), signal.SIGKILL)

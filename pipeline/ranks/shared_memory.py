@@ -11,7 +11,7 @@ waits. A process that dies closes its socket, so that its neighbours know at onc
 
 Every buffer is memory of its own: made by the one that receives, anonymous (memfd), so that nothing is left
 in the file system when a process dies, and handed over through the socket. What is given back is used again,
-for a smaller message too; what would make it more than twice the most that was in use at a time is let go.
+for a smaller message too; of what is unused when more is needed, no more stays than is in use.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,9 +88,8 @@ class Neighbour:
         self._descriptors: deque[int] = deque()
         self._mine: dict[int, Memory] = {}  # to receive into, by its address
         self.buffer_bytes = 0  # of it all
-        self._asked_bytes = self._most_in_use = 0  # of it, for what is in use; and the most of that at a time
         self._num_made = 0
-        self._unused: dict[int, list[Memory]] = {}  # what was given back, by the length that it had
+        self._unused: list[Memory] = []  # what was given back, though tensors may live in it still
         self._theirs: dict[int, Tensor] = {}  # memory of the other process, by its number
         self._views: dict[int, Tensor] = {}  # of it, as the latest message into it saw it
         self._posted: dict[Key, deque[int]] = {}  # where the other process wants its messages
@@ -107,40 +105,24 @@ class Neighbour:
 
     def empty(self, num_bytes: int) -> Tensor:
         """A buffer of bytes to receive into, which no other tensor lives in."""
-        self._asked_bytes += _whole_pages(num_bytes)
-        for position, memory in enumerate(self._unused.get(num_bytes, ())):
-            if not memory.holders.others:
-                del self._unused[num_bytes][position]
-                return memory.bytes[:num_bytes]
-        return self._other(_whole_pages(num_bytes)).bytes[:num_bytes]
+        size = _whole_pages(num_bytes)
+        free = [memory for memory in self._unused if not memory.holders.others]
+        fitting = [memory for memory in free if size <= len(memory.bytes) <= 2 * size]
+        if fitting:
+            memory = min(fitting, key=lambda memory: len(memory.bytes))
+            self._unused.remove(memory)
+        else:
+            memory = self._made(size)
+            most_bytes = 2 * (self.buffer_bytes - sum(len(each.bytes) for each in free))
+            for each in free:
+                if self.buffer_bytes > most_bytes:
+                    self._unused.remove(each)
+                    self._let_go(each)
+        return memory.bytes[:num_bytes]
 
     def give_back(self, buffer: Tensor) -> None:
         """Allows a buffer of `empty` to be used again, once no tensor lives in it."""
-        self._asked_bytes -= _whole_pages(len(buffer))
-        self._unused.setdefault(len(buffer), []).append(self._mine[buffer.data_ptr()])
-
-    def _other(self, size: int) -> Memory:
-        """Memory that was of another length so far, of which it may not be half, or new one."""
-        free, in_use = [], self._asked_bytes
-        self._unused = {length: unused for length, unused in self._unused.items() if unused}
-        for length, unused in self._unused.items():
-            for memory in unused:
-                if memory.holders.others:
-                    in_use += _whole_pages(length)
-                else:
-                    free.append((unused, memory))
-        self._most_in_use = max(self._most_in_use, in_use)
-        fitting = [pair for pair in free if size <= len(pair[1].bytes) <= 2 * size]
-        if fitting:
-            unused, memory = min(fitting, key=lambda pair: len(pair[1].bytes))
-            unused.remove(memory)
-            return memory
-        for unused, memory in free:
-            if self.buffer_bytes + size <= 2 * self._most_in_use:
-                break
-            unused.remove(memory)
-            self._let_go(memory)
-        return self._made(size)
+        self._unused.append(self._mine[buffer.data_ptr()])
 
     def _made(self, size: int) -> Memory:
         descriptor = os.memfd_create("pipeline")
@@ -231,11 +213,6 @@ class Neighbour:
             if left_s <= 0 or not self._poll.poll(left_s * 1e3):
                 raise RuntimeError(f"timed out after {self._timeout_s:g} s")
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something sent is still to be handed over."""
-        return bool(self._pending)
-
     def cut(self) -> None:
         """Ends the connection, also for a thread that waits for it just now; the other process notices."""
         with contextlib.suppress(OSError):
@@ -245,12 +222,6 @@ class Neighbour:
         """Ends the connection; the other process notices, whoever else was forked with it."""
         self.cut()
         self._link.close()
-
-    def leave(self) -> None:
-        """Gives up the connection and the memory in a process that was forked; nobody notices."""
-        self._link.close()
-        for memory in (self._mine, self._unused, self._theirs, self._views):
-            memory.clear()
 
     def _read(self) -> bool:
         """Takes in some records; False if there is nothing more to read."""
@@ -317,46 +288,6 @@ def _map(descriptor: int, size: int) -> Tensor:
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared=True, nbytes=size)
     with torch.inference_mode(mode=False):  # what is evaluated first may be trained on later
         return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
-
-
-def wait_beside(work: Any, neighbours: Collection[Neighbour]) -> None:
-    """Waits for `work` of a network and moves the messages of the neighbours along; raises what it raises.
-
-    A wait for the network blocks the process, and nobody but the process moves its messages to neighbours
-    along. To hand these over first would make every neighbour's turn to receive a condition for going on, and
-    two processes that each wait for a network of their own would wait for each other. So a thread waits for
-    the network. A neighbour that is gone is left out; its end is reported when something is wanted of it.
-    """
-    errors: list[BaseException] = []
-    done = os.eventfd(0)
-
-    def wait() -> None:
-        try:
-            work.wait()
-        except BaseException as error:
-            errors.append(error)
-        os.eventfd_write(done, 1)
-
-    thread = threading.Thread(target=wait, name="pipeline: network", daemon=True)
-    thread.start()
-    poll = select.poll()
-    poll.register(done, select.POLLIN)
-    present = {neighbour._link.fileno(): neighbour for neighbour in neighbours}
-    for descriptor in present:
-        poll.register(descriptor, select.POLLIN)
-    over = False
-    while not over:  # if interrupted, `done` stays open for the thread
-        for descriptor, neighbour in tuple(present.items()):
-            try:
-                neighbour.progress()
-            except RuntimeError:
-                del present[descriptor]
-                poll.unregister(descriptor)
-        over = any(descriptor == done for descriptor, _ in poll.poll())
-    thread.join()
-    os.close(done)
-    if errors:
-        raise errors[0]
 
 
 class Arrival(NamedTuple):

@@ -21,16 +21,16 @@ from weakref import WeakKeyDictionary
 from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError, StoreError
-from gpipe_bench.pipeline.ranks.launch import not_inherited
 
 # The longest that a store takes to answer while its host lives, once all are connected. Its process may be
 # short of processor time, but it needs microseconds of it. (While somebody connects it may look up a name,
 # and answers nobody for the five seconds of a lost request.)
 ANSWER_S = 1.5
-_ASK_S = 0.05  # between two questions whether a call is given up
+_ASK_S = 0.1  # between two questions whether a call is given up
 T = TypeVar("T")
-# Two connections for all pipelines of a group: for questions, and for backends, which may wait in the store
-# for long and hold the lock of their connection.
+# Two connections for all pipelines of a group: for questions, and for what waits in the store for long and
+# holds the lock of its connection, such as a backend. Where one is given up, its thread still holds that
+# lock, so the next pipeline connects anew.
 _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
 
 
@@ -57,12 +57,13 @@ def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], bool] 
 
 
 class Store:
-    """The keys of one pipeline in the store through which its process group was set up.
+    """The keys of one pipeline, or of one grid, in the store through which its process group was set up.
 
-    Ranks that build their pipelines on the group in the same order get the same keys. Where only some of its
+    Ranks that begin their pipelines on the group in the same order get the same keys, so `connect` is the
+    first thing that a pipeline does, before anything of its own can fail. Where only some of the group's
     ranks build one, `name` says which. `host` is the rank of the group whose process holds the store; None if
     that is the launcher or a process outside of the group. Every method raises `StoreError` when the store
-    does not answer or is gone, and `connect` comes first.
+    does not answer or is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str = "") -> None:
@@ -71,6 +72,7 @@ class Store:
         ranks = dist.get_process_group_ranks(group)
         self.host = ranks.index(0) if 0 in ranks and self.is_in_rank else None
         self._group, self._name = group, name
+        self._whole = self  # which has what is said of failures
         self._store: Any = None
         self._backends: Any = None
         self._failed: StoreError | None = None
@@ -88,8 +90,26 @@ class Store:
             name = f"{self._name}pipeline {number}"
             return tuple(dist.PrefixStore(name, store) for store in (questions, backends))  # type: ignore[attr-defined]
 
-        with not_inherited():
-            self._store, self._backends = self._ask(prepare, timeout_s)
+        self._store, self._backends = self._ask(prepare, timeout_s)
+
+    def part(self, group: dist.ProcessGroup) -> Store:
+        """Keys of its own, once it is connected, for a group of some of its ranks."""
+        found = Store(group)
+        name = f"part of {' '.join(map(str, dist.get_process_group_ranks(group)))}"
+        found._store, found._backends = [
+            dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+            for store in (self._store, self._backends)
+        ]
+        found._whole = self
+        return found
+
+    def has_failed(self) -> bool:
+        """Whether a rank has said that it failed (`ranks.failure`): who waits need not wait any longer."""
+        return self._whole.get("failure") is not None
+
+    def give_up(self) -> None:
+        """Somebody still waits in the store and holds its connections: the next pipeline has new ones."""
+        _connections.pop(self._whole._group, None)
 
     def set(self, key: str, value: str, limit_s: float = ANSWER_S) -> None:
         self._ask(lambda: self._store.set(key, value), limit_s)
@@ -114,26 +134,38 @@ class Store:
         """Sets a key that has no value yet; the value that it has afterwards."""
         return self._ask(lambda: self._store.compare_set(key, "", value))  # type: ignore[no-any-return]
 
-    def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
-        """The value that `rank` gives to a key; `PeerError` if it has none after `timeout_s`."""
-        return self.await_all({rank: key}, timeout_s)[0]
+    def exchange(self, what: str, mine: str, *, rank: int, size: int, timeout_s: float) -> list[str]:
+        """What each of `size` ranks says of something; all must call. Errors as in `await_all`."""
+        self.set(f"{what} of {rank}", mine, timeout_s)
+        keys = {other: f"{what} of {other}" for other in range(size)}
+        return [value.decode() for value in self.await_all(keys, timeout_s)]
 
     def await_all(self, keys: Mapping[int, str], timeout_s: float) -> list[bytes]:
         """The value that each rank gives to its key; `PeerError` names the first that has given none after
-        `timeout_s`.
+        `timeout_s`, and comes earlier if a rank has failed.
         """
 
         def get() -> list[bytes]:
             try:
-                self._store.wait([*keys.values()], timedelta(seconds=timeout_s))
+                self._backends.wait([*keys.values()], timedelta(seconds=timeout_s))
             except dist.DistStoreError:
                 for rank, key in keys.items():
-                    if not self._store.check([key]):
+                    if not self._backends.check([key]):
                         what = f"did not answer: timed out after {timeout_s:g} s, nothing came from it"
                         raise PeerError(None, rank, what, timed_out=True) from None
-            return [self._store.get(key) for key in keys.values()]
+            return [self._backends.get(key) for key in keys.values()]
 
-        return self._ask(get, timeout_s + ANSWER_S)
+        try:
+            return bounded(get, timeout_s + ANSWER_S, self.has_failed)
+        except TimeoutError as error:
+            self.give_up()
+            if self.has_failed():
+                raise PeerError(None, None, "another rank has failed", timed_out=False) from None
+            raise StoreError(f"did not answer: {error}", silent=True) from None
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise StoreError(f"is gone: {error}", silent=False) from error
 
     def under(self, name: str) -> Any:
         """The store as torch's backends take it, with keys below `name`. They wait in it themselves."""
@@ -146,6 +178,7 @@ class Store:
             return bounded(question, limit_s)
         except TimeoutError as error:
             self._failed = StoreError(f"did not answer: {error}", silent=True)
+            self.give_up()
         except PeerError:
             raise
         except RuntimeError as error:

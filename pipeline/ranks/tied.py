@@ -1,28 +1,26 @@
-"""Weights that stages of several processes share, such as an embedding that is the output layer too.
+"""Weights that several stages share, such as an embedding that is the output layer too.
 
-Each process that uses such a weight has a copy of it, and all copies must take the same steps. So after the
-last backward of a step the gradients of its layers (`stage.tied`) are summed once, in the order in which a
-plain backward meets the uses (the last one first), and every owner gets the sum: equal optimizers then keep
-the copies equal, bit for bit, and equal to those of one process.
+Stages of one process share the parameter itself, and autograd adds up what they give it. Each further process
+that uses such a weight has a copy of it, and all copies must take the same steps. So what is in `.grad` after
+the last backward of a step is summed over the owners once, and every owner gets the sum: equal optimizers
+then keep the copies equal, bit for bit. Sums round in the order in which they are made, so a model with such
+a weight agrees over numbers of stages to rounding, where any other agrees in all bits.
 
-The sum travels from owner to owner, each adding what its layers have, to that of the first use, who sends it
-to all: through the host's memory, beside the messages of the stages. Where the layers of each owner lie
-together, that is one message there and one back for each further owner in a step.
+The owners tell the one of the first use, in turn, which tells them the sum: through the host's memory, beside
+the messages of the stages. On a grid it sums over the replicas, too, because the stages of a weight end their
+backwards at different times and none of them knows that its gradient is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.ranks.control import Together
+from gpipe_bench.pipeline.ranks.control import ObjectCollectives
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.stage.tied import Leaves, plus
 
 
 @dataclass(frozen=True)
@@ -32,26 +30,14 @@ class Tie:
     Args:
         parameter: which
         names: in the plain model; checkpoints use the first
-        uses: the layers that use it, each with the rank of its stage, the last first
+        stages: that use it, in order
+        ranks: whose stages these are, each once, that of the first stage first
     """
 
     parameter: nn.Parameter
     names: tuple[str, ...]
-    uses: tuple[tuple[int, int], ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Whose stages use it, each where its last use comes, the last use first."""
-        return tuple(dict.fromkeys(rank for _, rank in self.uses))
-
-    @property
-    def first(self) -> int:
-        """The rank of the first use, which ends the sum."""
-        return self.uses[-1][1]
-
-    def runs(self) -> list[tuple[int, list[int]]]:
-        """The uses that follow one another on a rank: the rank, and the layers."""
-        return [(rank, [layer for layer, _ in run]) for rank, run in groupby(self.uses, itemgetter(1))]
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 def find_ties(
@@ -62,34 +48,32 @@ def find_ties(
     A layer's name stands before those of its parameters; without one they have the model's names already, and
     a module that several layers use has but one.
     """
-    places: dict[nn.Parameter, list[tuple[str, tuple[int, int]]]] = {}
-    for home, span in zip(homes, spans, strict=True):
+    places: dict[nn.Parameter, list[tuple[str, int]]] = {}
+    for stage, span in enumerate(spans):
         for index in span:
             prefix, layer = named[index]
             for name, parameter in layer.named_parameters(remove_duplicate=False):
-                place = (f"{prefix}.{name}" if prefix else name, (index, home))
+                place = (f"{prefix}.{name}" if prefix else name, stage)
                 places.setdefault(parameter, []).append(place)
-    return tuple(
-        Tie(
-            parameter,
-            tuple(dict.fromkeys(name for name, _ in found)),
-            tuple(dict.fromkeys(use for _, use in reversed(found))),
-        )
-        for parameter, found in places.items()
-        if len(found) > 1
-    )
+    found = []
+    for parameter, uses in places.items():
+        if len(uses) > 1:
+            stages = tuple(dict.fromkeys(stage for _, stage in uses))
+            ranks = tuple(dict.fromkeys(homes[stage] for stage in stages))
+            found.append(Tie(parameter, tuple(dict.fromkeys(name for name, _ in uses)), stages, ranks))
+    return tuple(found)
 
 
 class TiedWeights:
-    """One rank's part in keeping the copies of tied weights equal.
+    """This rank's part in keeping the copies of tied weights equal.
 
     Args:
-        ties: those of the whole model.
+        ties: that several stages have, and this rank.
         ranks: the transport.
         model: what this rank has of the model.
-        leaves: of the tied weights of this rank.
-        replicated: whether there are replicas, which sum the gradients of each leaf.
-        bears: whether this replica keeps what was in `.grad` before steps without `sync`.
+        replica: which one this rank belongs to.
+        over_replicas: the sum of what the replicas of this rank bring, each a gradient of the parameter or
+            None; None where there are no replicas.
     """
 
     def __init__(
@@ -97,14 +81,12 @@ class TiedWeights:
         ties: Iterable[Tie],
         ranks: PointToPoint,
         model: nn.Module,
-        leaves: Leaves,
         *,
-        replicated: bool = False,
-        bears: bool = True,
+        replica: int = 0,
+        over_replicas: Callable[[Tensor, Tensor | None], Tensor | None] | None = None,
     ) -> None:
-        self._ranks, self._leaves = ranks, leaves
-        self._replicated, self._bears = replicated, bears
-        self._ties = [tie for tie in ties if len(tie.ranks) > 1 and ranks.rank in tie.ranks]
+        self._ties, self._ranks = tuple(ties), ranks
+        self._replica, self._over_replicas = replica, over_replicas
         tied = {tie.parameter: tie for tie in self._ties}
         self._places = [
             (module._parameters, name, tied[parameter])
@@ -112,8 +94,10 @@ class TiedWeights:
             for name, parameter in module._parameters.items()
             if parameter in tied
         ]
-        self.copies = frozenset(tie.parameter for tie in self._ties if tie.first != ranks.rank)
+        self.copies = frozenset(tie.parameter for tie in self._ties if tie.ranks[0] != ranks.rank)
         """The parameters of this rank that another one counts."""
+        self._held: dict[nn.Parameter, Tensor | None] = {}  # what was in .grad before the step
+        self._own = False  # what is in .grad is of this replica alone
 
     def share_values(self) -> None:
         """All owners begin with the first one's values."""
@@ -127,7 +111,8 @@ class TiedWeights:
                     tie.parameter.copy_(value)
 
     def begin(self) -> None:
-        """Before a training step.
+        """Before a training step: sets aside what is in `.grad`. What is of this replica alone stays there
+        instead, once, to be summed over the replicas with the rest.
 
         `RuntimeError` if another parameter stands where the weight was: its gradients would not be summed.
         """
@@ -138,54 +123,62 @@ class TiedWeights:
                     "stages of other processes share it; change its values in place, as load_state_dict does "
                     "without assign=True, or build a new pipeline on every rank"
                 )
-        self._leaves.begin(self.copies)
+        for tie in self._ties:
+            parameter = tie.parameter
+            held = parameter.grad
+            if not self._own or parameter in self.copies:
+                parameter.grad = None
+            self._held[parameter] = None if self._own else held
 
     def sum_gradients(self, *, sync: bool = True) -> None:
         """Ends a training step: every owner has the sum in `.grad`, added to what it held before.
 
         Without `sync` it is the sum of this replica, which a later step adds to those of the others. What was
-        held is a sum of all replicas already, so one of them alone keeps it.
+        held is a sum of all replicas already, so the first of them alone keeps it.
         """
-        if self._replicated:
-            self._leaves.refuse_others()
-        sums: dict[nn.Parameter, Tensor | None] = {}
-        if self._ties:
-            with self._ranks.together() as together, torch.no_grad():
-                for tie in self._ties:
-                    sums[tie.parameter] = self._sum(together, tie)
-        self._leaves.end(sums, own=not sync, keeps=self._bears)
+        if not self._ties:
+            return
+        with self._ranks.together() as together, torch.no_grad():
+            for tie in self._ties:
+                total = self._sum(together, tie)
+                if sync and self._over_replicas is not None and self._ranks.rank == tie.ranks[0]:
+                    total = self._over_replicas(tie.parameter, total)
+                total = self._of_first(together, tie, total)
+                held = self._held.get(tie.parameter)
+                if held is not None and (sync or self._replica == 0):
+                    total = held if total is None else held.add_(total)
+                tie.parameter.grad = total
+        self._held, self._own = {}, not sync
 
     def restore(self) -> None:
-        """Ends a step that failed."""
-        self._leaves.restore()
+        """Ends a step that failed: `.grad` has what was there before."""
+        for parameter, held in self._held.items():
+            parameter.grad = held
+        self._held = {}
 
-    def _sum(self, together: Together, tie: Tie) -> Tensor | None:
-        total: Tensor | None = None
-        runs, mine = tie.runs(), self._ranks.rank
-        for position, (rank, layers) in enumerate(runs):
-            if rank != mine:
-                continue
-            if position:
-                total = together.receive_tensor(tie.parameter, runs[position - 1][0])
-            found = [self._leaves.take(tie.parameter, layer) for layer in layers]
-            if all(later != mine for later, _ in runs[position + 1 :]):
-                found.append(tie.parameter.grad)  # what did not come by the leaves
-            for gradient in found:
-                if gradient is not None and gradient.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"the gradient of {tie.names[0]!r}, which stages of several processes share, is "
-                        "sparse and cannot be summed over them; use sparse=False"
-                    )
-                total = plus(total, gradient)
-            if position < len(runs) - 1:
-                together.send_tensor(total, runs[position + 1][0])
-        return self._of_first(together, tie, total)
+    def _sum(self, together: ObjectCollectives, tie: Tie) -> Tensor | None:
+        """The sum of what is in `.grad`, with the first owner; the others give it theirs."""
+        total = tie.parameter.grad
+        if total is not None and total.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {tie.names[0]!r}, which stages of several processes share, is sparse and "
+                "cannot be summed over them; use sparse=False"
+            )
+        first, *others = tie.ranks
+        if self._ranks.rank != first:
+            together.send_tensor(total, first)
+            return None
+        for rank in reversed(others):  # in the order in which a plain backward meets the uses
+            theirs = together.receive_tensor(tie.parameter, rank)
+            if theirs is not None:
+                total = theirs if total is None else theirs.add_(total)
+        return total
 
-    def _of_first(self, together: Together, tie: Tie, tensor: Tensor | None) -> Tensor | None:
-        """The tensor of the first use's rank, on every owner."""
-        if self._ranks.rank != tie.first:
-            return together.receive_tensor(tie.parameter, tie.first)
-        for rank in tie.ranks:
-            if rank != tie.first:
-                together.send_tensor(tensor, rank)
+    def _of_first(self, together: ObjectCollectives, tie: Tie, tensor: Tensor | None) -> Tensor | None:
+        """The tensor of the first owner, on every owner."""
+        first, *others = tie.ranks
+        if self._ranks.rank != first:
+            return together.receive_tensor(tie.parameter, first)
+        for rank in others:
+            together.send_tensor(tensor, rank)
         return tensor

@@ -23,8 +23,7 @@ from torch import distributed as dist
 
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.launch import not_inherited
-from gpipe_bench.pipeline.ranks.shared_memory import Arrival, Departure, Holders, Neighbour, wait_beside
+from gpipe_bench.pipeline.ranks.shared_memory import Holders, Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
 
 # What NCCL can name (`getNcclDataType`); a tensor of another type travels as bytes.
@@ -38,7 +37,8 @@ NCCL_TYPES = frozenset(
 # and a rank may have one kernel in each direction to each neighbour at a time. Sums take what they like.
 _MOST_CTAS = 4
 # When torch's own watchdog gives up, it ends the process a minute later, without an exception; so it is not
-# to, and `Awaited` does. It also ends it when NCCL has an error, unless this says 0 while a backend is made.
+# to, and `DeviceWaits` does. It also ends it when NCCL has an error, unless this says 0 while a backend is
+# made.
 _NEVER = timedelta(days=1000)
 _ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # That count between two looks: a process that somebody has stopped has not waited meanwhile.
@@ -84,7 +84,7 @@ class Buffer(NamedTuple):
     holders: Holders  # of the memory: whether something made of an earlier message still lives in it
 
 
-class Awaited:
+class DeviceWaits:
     """For whom an accelerator waits, in the order in which it will: its host goes on meanwhile, and would
     never know that it waits in vain.
 
@@ -147,7 +147,7 @@ class _Mark:
 class Connection:
     """Messages of one kind between all ranks. Those of one direction and tag arrive in order.
 
-    With `types`, those of the network, tensors of other types travel as bytes; `awaited` is where a wait that
+    With `types`, those of the network, tensors of other types travel as bytes; `waits` is where a wait that
     holds up an accelerator alone is noted.
     """
 
@@ -157,10 +157,10 @@ class Connection:
         channel: int,
         neighbours: dict[int, Neighbour],
         types: frozenset[torch.dtype] | None = None,
-        awaited: Awaited | None = None,
+        waits: DeviceWaits | None = None,
     ) -> None:
-        self._backend, self._channel, self._neighbours = backend, channel, neighbours
-        self._types, self._awaited = types, awaited
+        self.backend, self._channel, self._neighbours = backend, channel, neighbours
+        self._types, self._waits = types, waits
         self._bare: Connection | None = None
 
     @property
@@ -170,7 +170,7 @@ class Connection:
 
     def over_network(self) -> Connection:
         """The same without neighbours."""
-        self._bare = Connection(self._backend, self._channel, {}, self._types)
+        self._bare = Connection(self.backend, self._channel, {}, self._types)
         return self._bare
 
     def buffer(self, form: Form, source: int, device: torch.device) -> Buffer:
@@ -198,7 +198,7 @@ class Connection:
         try:
             if buffer.shared is not None:
                 return self._neighbours[source].post(self._channel, tag, buffer.shared)
-            return self._backend.recv([self._typed(buffer.flat)], source, tag)  # type: ignore[no-any-return]
+            return self.backend.recv([self._typed(buffer.flat)], source, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise unreachable(action, source, error) from error
 
@@ -217,7 +217,7 @@ class Connection:
         try:
             if neighbour is not None:
                 return neighbour.send(self._channel, tag, tensor)
-            return self._backend.send([self._typed(tensor)], target, tag)  # type: ignore[no-any-return]
+            return self.backend.send([self._typed(tensor)], target, tag)  # type: ignore[no-any-return]
         except RuntimeError as error:
             raise unreachable(action, target, error) from error
 
@@ -229,15 +229,11 @@ class Connection:
     def wait(self, work: Transit, action: Action | None, peer: int) -> None:
         """Waits for a message from or to rank `peer`; `action` is what an error will name."""
         try:
-            if self._awaited is not None:
-                with self._awaited.waiting(action, peer):
+            if self._waits is not None:
+                with self._waits.waiting(action, peer):
                     work.wait()
                 return
-            neighbours = self._neighbours.values()
-            if not isinstance(work, Arrival | Departure) and any(each.is_busy for each in neighbours):
-                wait_beside(work, neighbours)
-            else:
-                work.wait()
+            work.wait()
         except RuntimeError as error:
             raise unreachable(action, peer, error) from error
 
@@ -247,35 +243,33 @@ class Connection:
         """
         for neighbour in self._neighbours.values():
             neighbour.cut() if beside else neighbour.close()
-        if self._backend.name() != "gloo":
-            self._backend.abort()
+        if self.backend is None:  # it was closed
+            return
+        if self.backend.name() != "gloo":
+            self.backend.abort()
             return
         # gloo closes all connections to other ranks when a wait for one of them times out; with those that
         # are closed already there is no wait.
-        for peer in range(self._backend.size()):
-            if peer != self._backend.rank():
+        for peer in range(self.backend.size()):
+            if peer != self.backend.rank():
                 with contextlib.suppress(RuntimeError):
-                    work = self._backend.recv([torch.empty(1)], peer, _NEVER_SENT)
+                    work = self.backend.recv([torch.empty(1)], peer, _NEVER_SENT)
                     work.wait(timedelta(milliseconds=1))
 
-    def leave(self) -> None:
-        """In a process that was forked: gives up what it must not hold, without a word to others."""
-        for neighbour in self._neighbours.values():
-            neighbour.leave()
-
     def close(self) -> None:
-        """Ends the connection in good order, when everything sent is gone."""
+        """Ends the connection in good order, when everything sent is gone. With gloo, whose threads and
+        sockets end then, it takes 10 ms for each rank. Closing again does nothing.
+        """
         for neighbour in self._neighbours.values():
             neighbour.close()
-        if self._backend.name() != "gloo":
-            self._backend.shutdown()
-
-    def let_go(self) -> None:
-        """Ends gloo's threads and sockets when the connection is closed, which takes 10 ms for each rank."""
-        if self._backend.name() == "gloo":
-            self._backend = None
-            if self._bare is not None:
-                self._bare._backend = None
+        if self.backend is None:
+            return
+        if self.backend.name() != "gloo":
+            self.backend.shutdown()
+            return
+        self.backend = None
+        if self._bare is not None:
+            self._bare.backend = None
 
 
 def backend(
@@ -289,9 +283,9 @@ def backend(
     sums: bool = False,
 ) -> Any:
     """gloo, or NCCL where `accelerated`, between all ranks of the store; all must call. `sums`: it is for
-    collectives, not for messages. Waits in gloo end after the timeout, those of a device are `Awaited`.
+    collectives, not for messages. Waits in gloo end after the timeout, those of a device are `DeviceWaits`.
 
-    `PeerError`, which cannot say of whom, if they are not all there in time.
+    `PeerError`, which cannot say of whom, if they are not all there in time or one of them has failed.
     """
     keys = store.under(name)
 
@@ -308,9 +302,10 @@ def backend(
                 os.environ[_ENDS_PROCESSES] = before
 
     try:
-        with not_inherited():
-            return bounded(connect, timeout_s + 1)  # its own timeout does not cover a store that is silent
+        # Its own timeout does not cover a store that is silent.
+        return bounded(connect, timeout_s + 1, store.has_failed)
     except (RuntimeError, TimeoutError) as error:
+        store.give_up()
         cause = f"not all ranks connected within {timeout_s:g} s: {str(error).splitlines()[0]}"
         raise PeerError(None, None, cause, timed_out=True) from error
 
@@ -327,7 +322,7 @@ def nccl_options(nccl: Any, *, sums: bool) -> Any:
 
 def bound_waits(group: Any, timeout_s: float) -> None:
     """In a torch backend of somebody else's: by the timeout where the host waits. Where the device does, as
-    in NCCL, a watchdog would end the process, and `Awaited` bounds what waits for it.
+    in NCCL, a watchdog would end the process, and `DeviceWaits` bounds what waits for it.
     """
     group.set_timeout(_NEVER if group.name() == "nccl" else timedelta(seconds=timeout_s))
 

@@ -10,9 +10,8 @@ from then on only those that change are copied, and the small ones beside them. 
 count of in-place operations or in another tensor under the same name; one made behind torch's back, through
 `.data`, shows in the comparison, if it is made in the first step. Of small buffers that do not change one
 copy is kept, so that they may begin to at any time; for a larger one that begins to change in place that is
-an error, which says what to do. Where a forward changes a buffer of a module, the recomputation also finds
-the module's attributes as that forward did, such as the length that a table was made for; no large tensors,
-though. Batch normalization's averages are left to `batchnorm`.
+an error, which says what to do. What layers keep in attributes is looked at in `first_step`, and batch
+normalization's averages are left to `batchnorm`.
 
 Beside the buffers themselves a stage so holds the changing ones once for every micro-batch that waits for its
 recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
@@ -24,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +45,9 @@ Value = Tensor | None | Absent
 
 @dataclass
 class Saved:
-    """What a forward saw of the buffers that change, which of them it did change, and what it found in the
-    attributes of their modules that it changed.
-    """
+    """What a forward saw of the buffers that change, and which of them it did change."""
 
     copies: dict[Key, Value] = field(default_factory=dict)
-    attributes: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     moved: frozenset[Key] = frozenset()
 
 
@@ -132,10 +128,7 @@ class Buffers:
             return None
         self._notice()
         kept = [*self._changing, *self._still] if self._learning else self._changing
-        saved = Saved(
-            _copies({(module, name): module._buffers.get(name) for module, name in kept}),
-            {module: dict(module.__dict__) for module in self._modules},
-        )
+        saved = Saved(_copies({(module, name): module._buffers.get(name) for module, name in kept}))
         self._states = {key: State.of(buffer_of(key)) for key in self._changing}
         return saved
 
@@ -154,16 +147,6 @@ class Buffers:
                 if saved.copies.get(key) is not ABSENT:
                     saved.copies.pop(key, None)
         saved.moved = frozenset(moved)
-        saved.attributes = {
-            module: {
-                name: before
-                for name in {**saved.attributes[module], **module.__dict__}
-                if (before := saved.attributes[module].get(name, ABSENT))
-                is not module.__dict__.get(name, ABSENT)
-                and not (isinstance(before, Tensor) and before.nbytes > SMALL_BYTES)  # would take memory
-            }
-            for module, _ in moved
-        }
         self._moved |= moved
 
     @contextmanager
@@ -172,13 +155,6 @@ class Buffers:
         self._notice()
         values: dict[Key, Value] = {**self._before, **saved.copies}
         originals = {module: dict(module._buffers) for module, _ in values}
-        attributes = {module: dict(module.__dict__) for module in saved.attributes}
-        for module, changed in saved.attributes.items():
-            for name, value in changed.items():
-                if value is ABSENT:
-                    module.__dict__.pop(name, None)
-                else:
-                    module.__dict__[name] = value
         states: dict[Key, State] = {}
         copies = _copies(values)
         for (module, name), copy in copies.items():
@@ -193,18 +169,17 @@ class Buffers:
             moved.update(key for key, state in self._still.items() if state.has_moved(buffer_of(key)))
             moved.difference_update(key for key, value in values.items() if isinstance(value, Absent))
         finally:
-            for module, held in attributes.items():
-                module.__dict__.clear()
-                module.__dict__.update(held)
             for module, buffers in originals.items():
                 module._buffers.clear()
                 module._buffers.update(buffers)
         if moved != saved.moved:
             key = next(iter(moved ^ saved.moved))
+            changed, still = ("recomputation", "forward") if key in moved else ("forward", "recomputation")
             raise RuntimeError(
-                f"{self._name(key)} changed {'only' if key in moved else 'not'} in the recomputation of a "
-                "micro-batch whose forward ran without a graph; a layer must not make what it changes depend "
-                "on whether gradients are enabled, or use remat='never'"
+                f"{self._name(key)} changed in the {changed} of a micro-batch and not in its {still}: the "
+                "layer goes by something that has changed between, such as an attribute, or asks whether "
+                "gradients are enabled; keep what it goes by in a buffer (register_buffer), or use "
+                "remat='never'"
             )
 
     def apart(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from gpipe_bench.pipeline.stage.tensors import enter
 
 BACKEND = "inductor"
+_MOST_PROGRAMS = 256  # kinds of layers whose code is kept for later pipelines
 
 
 def compile_layers(layers: Sequence[nn.Module], first_layer: int, backend: str) -> tuple[Compiled, ...]:
@@ -145,7 +146,7 @@ class _CompiledCall:
         )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_MOST_PROGRAMS)
 def _program(kind: int, backend: str) -> _CompiledCall:
     return _CompiledCall(_program.cache_info().misses, backend)
 

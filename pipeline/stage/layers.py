@@ -31,8 +31,7 @@ from gpipe_bench.pipeline.devices import Mark, Transfers
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
 from gpipe_bench.pipeline.stage.portals import Carried
-from gpipe_bench.pipeline.stage.tied import Leaves
-from gpipe_bench.pipeline.stage.trees import Keywords, Structure, Tree, flatten, tensors_of, unflatten
+from gpipe_bench.pipeline.stage.trees import Keywords, Structure, Tree, flatten, unflatten
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target
@@ -45,7 +44,7 @@ class LayerRunner:
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys them too. `statistics` are those of these layers. With a `backend` of
-    `torch.compile` the layers are compiled (`compiled`). `leaves` are of the tied weights, `portals` those of
+    `torch.compile` the layers are compiled (`compiled`). `portals` are those of
     layers that stash or pop.
     """
 
@@ -58,7 +57,6 @@ class LayerRunner:
         seed: int,
         statistics: Statistics,
         backend: str | None = None,
-        leaves: Leaves | None = None,
         portals: Carried | None = None,
         first_microbatch: int = 0,
     ) -> None:
@@ -70,7 +68,7 @@ class LayerRunner:
         self.drew: int | None = None  # a layer that drew in training mode without a loss
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
         self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
-        self._leaves, self._portals = leaves, portals
+        self._portals = portals
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
         # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
@@ -78,7 +76,7 @@ class LayerRunner:
         self._loss_key: int | None = None  # None: draws nothing
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
-        self._autocast = False
+        self._autocast = self.surrounds = False  # `surrounds`: a backward needs `in_backward`
 
     def begin(
         self,
@@ -97,8 +95,6 @@ class LayerRunner:
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
         if loss_fn is None and self.drew is None:
             calls = [self._watched(i, call) for i, call in enumerate(calls)]
-        if self._leaves is not None:
-            calls = [self._leaves.around(self.first_layer + i, call) for i, call in enumerate(calls)]
         if self._portals is not None:
             calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
         place, found = self.first_layer, []
@@ -112,6 +108,7 @@ class LayerRunner:
         draws = targets != () and loss_fn is not None and may_draw(loss_fn)
         self._loss_key = layer_key(self.seed, step, place) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
+        self.surrounds = self._normalizes or self._autocast
 
     def release(self) -> None:
         """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
@@ -202,8 +199,6 @@ class LayerRunner:
 
     def in_backward(self, call: Callable[..., Result], *arguments: Any) -> Result:
         """What `call` gives in the surroundings of a backward."""
-        if not (self._normalizes or self._autocast):
-            return call(*arguments)
         if self._normalizes:  # a layer may checkpoint parts of itself, which then run once more in here
             self.statistics.redirect(recording=False)
         try:
@@ -248,7 +243,7 @@ def deliver(
     trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str, *, once: bool = False
 ) -> Sequence[Batch] | Arriving:
     """The micro-batches, which are parts of one mini-batch, on `device`: as they are if it is there."""
-    if trees[0] is None or all(tensor.device == device for tensor in tensors_of(trees[0], what)):
+    if trees[0] is None or all(tensor.device == device for tensor in flatten(trees[0], what)[0]):
         return trees
     return Arriving(trees, device, transfers, what, once=once)
 

@@ -14,7 +14,7 @@ else, so that no pass over the gradients follows, micro-batches may be uneven an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from operator import attrgetter
@@ -30,16 +30,17 @@ from gpipe_bench.pipeline.devices import Transfers
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
+from gpipe_bench.pipeline.stage.first_step import FirstStep
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
 from gpipe_bench.pipeline.stage.portals import Carried
 from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
 from gpipe_bench.pipeline.stage.tensors import ENTRY, Kept, is_divided, overlapping, separate, version
-from gpipe_bench.pipeline.stage.tied import Leaves
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
 _VERSION = attrgetter("_version")
+_MOST_SEEDS = 16  # shares of micro-batches whose gradients of the loss are kept
 
 
 class Reduction:
@@ -81,9 +82,10 @@ class Stage:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
-    `torch.compile`, for layers that shall be compiled; `portals` are those of the layers, `leaves` are of
-    weights that other layers use, too. `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys the random streams, too. `reduction` makes what is told of the backwards.
+    `torch.compile`, for layers that shall be compiled; `portals` are those of the layers, `tied` are
+    weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
+    replicas, which keys the random streams, too. `reduction` makes what is told of the backwards, `elsewhere`
+    raises for a parameter that a stage of another process trains.
     """
 
     def __init__(
@@ -98,9 +100,10 @@ class Stage:
         gather: Gather | None = None,
         backend: str | None = None,
         portals: Carried | None = None,
-        leaves: Leaves | None = None,
+        tied: Collection[nn.Parameter] = (),
         first_microbatch: int = 0,
         reduction: Callable[[Any], Reduction] | None = None,
+        elsewhere: Callable[[nn.Parameter], None] | None = None,
     ) -> None:
         self.index, self.device = index, devices.exact(device)
         self.is_first, self.is_last = index == 0, is_last
@@ -108,20 +111,22 @@ class Stage:
         self.statistics = Statistics(self.layers, gather)
         self.outputs: list[Tree | None] = []  # of each micro-batch, on the last stage, when there is no loss
         # Those of the layers and, on the last stage, of a loss that is a module, each once, as last seen.
-        self.parameters = _parameters(self.layers)
+        self.parameters: tuple[nn.Parameter, ...] = ()
         self._loss_module: nn.Module | None = None
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = LayerRunner(
             self.layers, first_layer,
             device=self.device, seed=seed, statistics=self.statistics, backend=backend,
-            leaves=leaves, first_microbatch=first_microbatch, portals=portals,
+            first_microbatch=first_microbatch, portals=portals,
         )  # fmt: skip
-        self._leaves, self._places = leaves, range(first_layer, first_layer + len(self.layers))
+        self._tied, self._places = frozenset(tied), range(first_layer, first_layer + len(self.layers))
         # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite. F
         # and R each work on a copy of these, one more input while F runs, and from R to B.
         self._needs_grad: dict[Hashable, tuple[bool, ...]] = {}
         self._overwritten: dict[Hashable, tuple[int, ...]] = {}
         self._found_for: tuple[tuple[bool, ...], ...] = ()  # what is trained, and the layers' modes
+        self.first: FirstStep | None = None  # while nothing is known of the layers as they are
+        self._seen: set[tuple[tuple[bool, ...], ...]] = set()  # as what they were looked at
         self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
         self._microbatches: dict[int, Kept] = {}  # what is held of each, from F to the end of its backward
         self._weights: dict[int, Weights] = {}  # what I left of each micro-batch for W
@@ -133,9 +138,12 @@ class Stage:
         self._shares: Sequence[float] = ()
         self._scaler: torch.amp.GradScaler | None = None
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}  # gradients of losses
+        self.look(None)
         self.reduction = None if reduction is None else reduction(self)
         self._last: tuple[Kind, int] | None = None  # the action that gives parameters their last gradients
-        self._is_new = True  # the graphs of the first step with a reduction are looked through
+        self._refuse_elsewhere = elsewhere
+        # The graphs of the first step are looked through where other processes train something.
+        self._is_new = self.reduction is not None or elsewhere is not None
 
     def follow(self, schedule: Schedule, *, short: bool = False) -> None:
         """The steps take this schedule from now on, or the next one does, which is `short`: it has fewer
@@ -179,9 +187,11 @@ class Stage:
         self._shares, self._scaler, self._losses = shares, scaler, []
         self.outputs = [None] * (num_microbatches if self.is_last else 0)
         self.look(loss_fn)
+        if training and self._found_for not in self._seen:
+            self.first = FirstStep(self.index, self.layers, self._places.start)
         arriving = deliver(targets, self.device, self._transfers, "the target") if targets else ()
         self._runner.begin(step, arriving, loss_fn, shared)
-        self.look_for_first_gradients()
+        self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
     def look(self, loss_fn: LossFn | None) -> None:
         """Finds the parameters that there are now, those of a loss that is a module among them, and forgets
@@ -192,14 +202,23 @@ class Stage:
         """
         if self.is_last and loss_fn is not None:  # there is none where nothing is trained
             self._loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
-        found = _parameters(self.layers)
-        if found and found[0].device != self.device:
+        # In the order of `Module.parameters`, which takes five times as long.
+        found: dict[nn.Parameter | None, None] = {}
+        todo: list[nn.Module | None] = [self._loss_module, *reversed(self.layers)]
+        seen: set[nn.Module | None] = {None}
+        while todo:
+            module = todo.pop()
+            if module not in seen:
+                seen.add(module)
+                found.update(dict.fromkeys(module._parameters.values()))  # type: ignore[union-attr]
+                todo += reversed(module._modules.values())  # type: ignore[union-attr]
+        found.pop(None, None)
+        self.parameters = tuple(found)  # type: ignore[arg-type]
+        if self.parameters and self.parameters[0].device != self.device:
             raise ValueError(
                 f"the parameters of stage {self.index} have moved from {self.device} to "
-                f"{found[0].device}; move the model before the pipeline is built, or pass devices="
+                f"{self.parameters[0].device}; move the model before the pipeline is built, or pass devices="
             )
-        loss = self._loss_module
-        self.parameters = found if loss is None else _parameters([*self.layers, loss])
         now = (
             tuple([parameter.requires_grad for parameter in self.parameters]),
             tuple([layer.training for layer in self.layers]),
@@ -214,8 +233,6 @@ class Stage:
         calls it again before the first backward.
         """
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
-        if self._leaves is not None:
-            self._without_grad += [p for p in self._leaves.of_layers(self._places) if p.grad is None]
 
     def refresh(self) -> None:
         """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
@@ -223,37 +240,29 @@ class Stage:
         """
         self._needs_grad.clear()
         self._overwritten.clear()
+        self._seen.clear()
         self._buffers.forget()
         if self.reduction is not None:
             self.reduction.refresh()
-            self._is_new = True
+        self._is_new = self.reduction is not None or self._refuse_elsewhere is not None
 
-    def finish(self) -> None:
-        """Ends a step: the moving averages of batch normalization move once."""
+    def finish(self, *, complete: bool = True) -> None:
+        """Ends a step: the moving averages of batch normalization move once. One that failed is not
+        `complete`, and everything that it holds is dropped.
+        """
         if self.statistics.meters:
-            self.statistics.commit()
+            self.statistics.commit() if complete else self.statistics.forget()
         if not self._buffers.known_empty:
-            self._buffers.end()
-        self._release()
-
-    def reset(self) -> None:
-        """Drops everything the current step holds, after an error."""
-        self.statistics.forget()
-        self._buffers.forget()
-        self._release()
-        self._losses, self.outputs = [], []
-
-    def _release(self) -> None:
+            self._buffers.end() if complete else self._buffers.forget()
+        if not complete:
+            self._losses, self.outputs = [], []
+        elif self.first is not None:
+            self._seen.add(self._found_for)
+        self._is_new = self._is_new and not (self._training and complete)
         self._microbatches.clear()
         self._weights.clear()
-        self._feed, self._scaler = (), None
+        self._feed, self._scaler, self.first = (), None, None
         self._runner.release()
-
-    def loss(self) -> Tensor | None:
-        """The mean loss of the mini-batch, once the last stage has taken all micro-batches forward."""
-        if not self._losses or len(self._losses) < len(self._shares):
-            return None
-        return self._losses[0] if len(self._losses) == 1 else torch.stack(self._losses).sum()
 
     # What is known of its layers
 
@@ -269,12 +278,8 @@ class Stage:
 
     @property
     def receiving(self) -> tuple[nn.Parameter, ...]:
-        """What the gradients of `trainable` come in on in this step: for a weight that other layers use, too,
-        the leaf of each layer.
-        """
-        if self._leaves is None or not (leaves := self._leaves.of_layers(self._places)):
-            return self.trainable
-        return (*[p for p in self.trainable if not self._leaves.stands_for(p)], *leaves)
+        """Those of `trainable` whose gradients are whole with this stage's last backward."""
+        return tuple([p for p in self.trainable if p not in self._tied])
 
     @cached_property
     def output_name(self) -> str:
@@ -284,22 +289,28 @@ class Stage:
 
     # The actions
 
-    def forward(self, m: int, received: Message | None, graph: bool) -> Message | None:
+    def forward(self, m: int, received: Message | None, graph: bool) -> Message | Tensor | None:
         """F: runs the layers, with a graph or, under re-materialization, without; returns what the next stage
-        needs.
+        needs. The last stage gives the mean loss of the mini-batch, once that is known.
 
         `received` comes from the stage before; None on the first stage, which takes its own micro-batch.
         """
-        state = self._microbatches[m] = Kept(
-            self._own_part(m, again=self._training and not graph) if received is None else received
-        )
+        if received is None:
+            tensors, structure = flatten(self._feed[m], "the mini-batch")
+            # .data: parts of one batch count changes together, though overwriting one changes no other.
+            tensors = tuple([tensor.data for tensor in tensors])
+            again = self._training and not graph and len(tensors) > 1  # those that are overwritten are copied
+            aliases = overlapping(tensors) if again else ()
+            received = Message(tensors, structure, (False,) * len(tensors), aliases)
+            del tensors, structure
+        state = self._microbatches[m] = Kept(received)
         del received
         if not self._training:
             return self._forward_only(state, m)
         kind = state.kind
         known = self._needs_grad.get(kind)
         copied: Sequence[int] = ()
-        watched: list[tuple[Tensor, int]] | None = [] if state.aliases else None
+        watched: list[tuple[Tensor, int]] | None = [] if state.aliases or self.first is not None else None
         if not graph:
             if (found := self._overwritten.get(kind)) is not None:
                 copied = found
@@ -309,6 +320,9 @@ class Stage:
             if not self._buffers.known_empty:
                 state.buffers = self._buffers.save()
         self._runner.entering = state.needs_grad
+        first = self.first
+        if first is not None:
+            first.before_forward()
         has_grad = torch.is_grad_enabled()
         # Whether the outputs need a gradient only a graph tells, so the first forward of a kind builds one.
         enable_grad(graph or (known is None and not self.is_last))
@@ -323,6 +337,8 @@ class Stage:
             if self.is_last:
                 loss = self._runner.loss(m, output)
                 self._losses.append(loss.detach() * self._shares[m])
+                if first is not None:
+                    first.after_forward(m, (loss,), graph=graph)
                 if graph:
                     state.keep_graph((loss,))
         finally:
@@ -330,9 +346,14 @@ class Stage:
         if state.buffers is not None:
             self._buffers.look(state.buffers)
         if self.is_last:
-            return None
+            if len(self._losses) < len(self._shares):
+                return None
+            return torch.stack(self._losses).sum() if len(self._losses) > 1 else self._losses[0].reshape(())
         tensors, structure = flatten(output, self.output_name)
         del output
+        if first is not None:
+            first.after_forward(m, tensors, graph=graph)
+            first.refuse_attributes(tensors, self.output_name)
         if not self._buffers.known_empty:
             tensors = self._buffers.apart(tensors)
         needs_grad = known
@@ -340,8 +361,9 @@ class Stage:
             needs_grad = self._needs_grad[kind] = tuple([tensor.requires_grad for tensor in tensors])
         if len(needs_grad) != len(tensors):
             raise RuntimeError(
-                f"{len(tensors)} tensors leave stage {self.index} now and {len(needs_grad)} did before, for "
-                "inputs of the same kind; call Pipeline.refresh() on every rank after changing the model"
+                f"{len(tensors)} tensors leave stage {self.index} for this micro-batch and {len(needs_grad)} "
+                "did before, for inputs of the same kind; let its last layer give the same ones for all, as "
+                "in a dict with all keys. Where the model has changed, call Pipeline.refresh() on every rank"
             )
         if graph:
             state.keep_graph(tensors, needs_grad, self.index)
@@ -372,6 +394,8 @@ class Stage:
                 "be recomputed; call Pipeline.refresh() on every rank before the first step in which it "
                 "does, or use the out-of-place form of the operation (inplace=False) in the first layer"
             )
+        if self.first is not None:
+            self.first.before_recomputation()
         saved, state.buffers = state.buffers, None
         buffers = _AS_THEY_ARE if saved is None else self._buffers.as_saved(saved)
         del saved
@@ -381,12 +405,15 @@ class Stage:
             with buffers:
                 output = self._runner.run(m, state.enter(self._overwritten[state.kind]), recording=False)
                 if self.is_last:
-                    state.keep_graph((self._runner.loss(m, output),))
-                    return
+                    tensors: tuple[Tensor, ...] = (self._runner.loss(m, output),)
+                    state.keep_graph(tensors)
         finally:
             enable_grad(has_grad)
-        tensors, _ = flatten(output, self.output_name)
-        state.keep_graph(tensors, self._needs_grad[state.kind], self.index)
+        if not self.is_last:
+            tensors, _ = flatten(output, self.output_name)
+            state.keep_graph(tensors, self._needs_grad[state.kind], self.index)
+        if self.first is not None:
+            self.first.after_recomputation(m, tensors)
 
     def backward(self, m: int, gradients: Gradients, kind: Kind = Kind.B) -> Gradients:
         """B: gradients of the outputs in, parameter gradients accumulated, gradients of the inputs out.
@@ -394,15 +421,20 @@ class Stage:
         The last stage takes none in; it starts from its loss. Inputs, graph and gradients are dropped at
         once. It is I, by `kind`, where that cannot be split.
         """
+        if self._is_new:
+            self._look_through(m)
         if self.reduction is not None:
-            self._tell_before(kind, m)
+            self.reduction.before(kind, m, last=self._last == (kind, m))
         state = self._microbatches.pop(m)
         roots, seeds = self._roots(state, m, gradients)
         exits = state.exits or [None] * len(state.needs_grad)
         inputs = state.inputs  # alive until the backward is over, as the memory model has it
         del state, gradients
         if roots:
-            self._runner.in_backward(run_engine, roots, seeds)
+            if self._runner.surrounds:
+                self._runner.in_backward(run_engine, roots, seeds)
+            else:
+                run_engine(roots, seeds)
             if self._without_grad:
                 self._without_grad = separate(self._without_grad, (*seeds, *exits))
         del inputs, roots, seeds
@@ -421,8 +453,10 @@ class Stage:
         if split.whole:
             del state, split, roots, seeds
             return self.backward(m, gradients, Kind.I)
+        if self._is_new:
+            self._look_through(m)
         if self.reduction is not None:
-            self._tell_before(Kind.I, m)
+            self.reduction.before(Kind.I, m, last=False)
         exits = state.exits or [None] * len(state.needs_grad)
         inputs = state.inputs
         del self._microbatches[m], state, gradients
@@ -436,7 +470,7 @@ class Stage:
     def backward_weights(self, m: int) -> None:
         """W: the gradients of the parameters, from what I left; then nothing of the micro-batch is left."""
         if self.reduction is not None:
-            self._tell_before(Kind.W, m)
+            self.reduction.before(Kind.W, m, last=self._last == (Kind.W, m))
         weights = self._weights.pop(m, None)
         if weights is not None:
             self._runner.in_backward(weights.accumulate)
@@ -446,31 +480,11 @@ class Stage:
 
     # Parts
 
-    def _own_part(self, m: int, *, again: bool) -> Message:
-        """The inputs of the first stage: its own part of the mini-batch, on its device. If they are needed
-        `again`, for a recomputation, those that are overwritten are copied.
-        """
-        tensors, structure = flatten(self._feed[m], "the mini-batch")
-        # .data: parts of one batch share a version counter, but overwriting one does not change the others.
-        tensors = tuple([tensor.data for tensor in tensors])
-        aliases = overlapping(tensors) if again and len(tensors) > 1 else ()
-        return Message(tensors, structure, (False,) * len(tensors), aliases)
-
-    def _tell_before(self, kind: Kind, m: int) -> None:
-        """Who joins the gradients of processes hears of a backward; in a first step, all of it is known."""
-        assert self.reduction is not None
-        last = self._last == (kind, m)
-        if self._is_new:
-            if m in self._microbatches:
-                self._refuse_others(m)
-            self._is_new = not last
-        self.reduction.before(kind, m, last=last)
-
-    def _refuse_others(self, m: int) -> None:
+    def _look_through(self, m: int) -> None:
         """`ValueError` before a backward for parameters that get a gradient in it and are of no layer and of
-        no loss that is a module: nobody would sum it over replicas.
+        no loss that is a module: another process trains them, or nobody would sum it over replicas.
         """
-        known = set(self.receiving)
+        known = {*self.receiving, *self.trainable}
         if any(map(is_divided, known)):  # their graph has other leaves
             return
         todo: list[Any] = [edge.node for edge in self._microbatches[m].edges]
@@ -482,7 +496,11 @@ class Stage:
             seen.add(node)
             todo += [each for each, _ in node.next_functions]
             parameter = getattr(node, "variable", None)
-            if isinstance(parameter, nn.Parameter) and parameter not in known:
+            if not isinstance(parameter, nn.Parameter) or parameter in known:
+                continue
+            if self._refuse_elsewhere is not None:
+                self._refuse_elsewhere(parameter)
+            if self.reduction is not None:
                 raise ValueError(
                     f"stage {self.index} trains a parameter of shape {tuple(parameter.shape)} that none of "
                     "its layers has, so its gradients would not be summed over replicas; register it in a "
@@ -493,6 +511,8 @@ class Stage:
         """The positions of the inputs that the layers have changed, of those `watched`, which it clears."""
         found = tuple([i for i, (tensor, before) in enumerate(watched) if version(tensor) != before])
         watched.clear()
+        if found and self.is_first and self.first is not None:
+            self.first.refuse_overwritten()
         if not set(state.aliases).isdisjoint(found):
             raise RuntimeError(
                 f"a layer of stage {self.index} changes an input of the stage in place that shares memory "
@@ -516,6 +536,8 @@ class Stage:
             seed = self._seeds.get(key)
             if seed is None or seed.shape != tuple(metadata.shape):
                 seed = torch.full(tuple(metadata.shape), key[0], dtype=key[1], device=metadata.device)
+                if len(self._seeds) >= _MOST_SEEDS:
+                    self._seeds.clear()
                 self._seeds[key] = seed
             if self._scaler is not None:
                 seed = self._scaler.scale(seed).to(metadata.dtype)
@@ -526,20 +548,3 @@ class Stage:
                 edges.append(edge)
                 found.append(gradient)
         return tuple(edges), tuple(found)
-
-
-def _parameters(roots: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:
-    """Each once, in the order of `Module.parameters`, which takes five times as long."""
-    found: dict[nn.Parameter | None, None] = {}
-    todo = [*roots][::-1]
-    seen: set[nn.Module] = set()
-    while todo:
-        module = todo.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        found.update(dict.fromkeys(module._parameters.values()))
-        if module._modules:
-            todo += [child for child in reversed(module._modules.values()) if child is not None]
-    found.pop(None, None)
-    return tuple(found)  # type: ignore[arg-type]

@@ -205,9 +205,11 @@ class Kept:
             if tensor.requires_grad:
                 if not announced[place]:
                     raise RuntimeError(
-                        f"an output of stage {stage} needs a gradient now, but did not when the stages "
-                        "agreed on what travels; call Pipeline.refresh() after changing which parameters are "
-                        "trained"
+                        f"an output of stage {stage} needs a gradient for this micro-batch and did not for "
+                        "the first one, when the stages agreed on what travels; let it need one for all, as "
+                        "in y + 0 * parameter.sum() where a layer is skipped, or keep the choice and what it "
+                        "leaves out in one stage. Where another parameter is trained since, call "
+                        "Pipeline.refresh() on every rank"
                     )
                 places.append(place)
                 node = tensor.grad_fn

@@ -72,7 +72,7 @@ def tensors_of(tree: Tree, what: str = "the mini-batch") -> tuple[Tensor, ...]:
 
 def num_examples(tree: Tree, what: str = "the mini-batch") -> int:
     """Examples in a mini-batch: the length of dimension 0, which every tensor of the tree must share."""
-    tensors = tensors_of(tree, what)
+    tensors, _ = flatten(tree, what)
     for tensor in tensors:
         if tensor.ndim == 0:
             raise ValueError(f"{what} holds a tensor without dimensions; dimension 0 must count the examples")

@@ -1,0 +1,577 @@
+"""Whether a pipeline trains a model exactly: one step of it beside the same step of the plain model.
+
+A cut passes on tensors, and a recomputation calls a layer once more. A layer that also leaves something in an
+attribute, reads it in another stage, draws from a generator of its own or trains inside of its forward is
+right in the plain model, and may be wrong here without an error. Nobody can list all such ways, so both steps
+are taken and compared. What stages give is compared first, then the loss, the gradients from the last layer
+back to the first, as a backward meets them, the buffers and the random streams: so what differs first is near
+its cause.
+
+The plain step takes the same micro-batches one after another, each forward and backward, with the draws that
+the pipeline makes. Over processes it is taken on the rank of the last stage, and every rank is sent the
+values and gradients of all: twice the size of the model, in the host's memory, until `verify` returns.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import io
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CellType, FunctionType, ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gpipe_bench.pipeline.errors import VerifyError, summary
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.stage.batchnorm import Statistics
+from gpipe_bench.pipeline.stage.layers import Generators, LayerRunner, LossFn
+from gpipe_bench.pipeline.stage.portals import Carried, declarations
+from gpipe_bench.pipeline.stage.trees import (
+    Message,
+    Tree,
+    change,
+    divide,
+    flatten,
+    num_examples,
+    sizes,
+    tensors_of,
+)
+
+# The largest difference that rounding explains, relative to the largest number of a tensor.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Gradients that cancel out leave rounding alone; what is this much smaller than the largest one is judged
+# by that.
+_SMALL = 1e-3
+
+Pipeline: TypeAlias = Any  # `api.Pipeline`, whose method this is
+_TABLES = frozenset(vars(nn.Module()))
+Name = tuple[int, str]  # the layer, `num_layers` for the loss, and the name of a tensor in it
+
+
+@dataclass
+class _Step:
+    """What a step gave: sums over the outputs of each stage and micro-batch, the loss, and what it left."""
+
+    outputs: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    loss: float = 0.0
+    gradients: dict[Name, Tensor | None] = field(default_factory=dict)
+    buffers: dict[Name, Tensor | None] = field(default_factory=dict)
+    streams: dict[str, object] = field(default_factory=dict)  # Python's and numpy's, behind the step
+
+
+@dataclass
+class _Brought:
+    """What a rank brings to the comparison."""
+
+    replica: int
+    batch: Tree | None
+    target: Tree | None
+    values: dict[Name, Tensor | None]  # of its layers' parameters and buffers
+    attributes: dict[tuple[int, str, str], bytes]  # the others, as far as they can be sent
+    step: _Step
+
+
+def verify(
+    pipeline: Pipeline,
+    batch: Tree | None,
+    target: Tree | None,
+    loss_fn: LossFn,
+    *,
+    shared: Mapping[str, Any] | None = None,
+    tolerance: float | None = None,
+) -> float:
+    """See `Pipeline.verify`."""
+    grid, num_layers = pipeline.grid, len(pipeline._layer_names)
+    for name in ("fsdp", "tp"):
+        if grid is not None and grid.size(name) > 1:
+            raise ValueError(
+                f"verify compares with the plain model, and along {name!r} no process has whole parameters; "
+                f"verify the same model on a mesh without {name!r}, which changes nothing that a layer does"
+            )
+    places = {name: index for index, name in enumerate(pipeline._layer_names)}
+    own = {places[name]: layer for name, layer in pipeline._layers.items()}
+    if isinstance(loss_fn, nn.Module):
+        own[num_layers] = loss_fn
+    everything = own | {
+        index: layer for index, each in enumerate(pipeline._whole) if (layer := each()) is not None
+    }
+    before = _Before([*everything.values(), loss_fn])
+    device = next(iter(pipeline._stages.values())).device
+    replica = 0 if grid is None else grid.replica
+    has_loss = pipeline._schedule.num_stages - 1 in pipeline._stages
+    is_alone = pipeline._ranks is None
+    caches = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
+    torch.set_autocast_cache_enabled(False)  # as in a step
+    parametrize._cache_enabled = 0
+    try:
+        is_here = is_alone and len(set(pipeline._devices)) == 1
+        values = {} if is_here else {name: _kept(tensor) for name, tensor in _tensors(own)}
+        attributes = {} if is_alone else _attributes(own, everything)
+        step = _as_pipeline(pipeline, own, *copy.deepcopy((batch, target)), loss_fn, shared)
+        before.restore()
+        own_batch, own_target = batch if 0 in pipeline._stages else None, target if has_loss else None
+        mine = _Brought(replica, own_batch, own_target, values, attributes, step)
+        brought = pipeline.gather_all(mine)
+        mine.attributes.clear()  # they are here
+        found: str | float = 0.0
+        if has_loss and replica == 0:
+            try:
+                if missing := sorted(set(range(num_layers)) - set(everything)):
+                    raise ValueError(
+                        f"layer {missing[0]} is not in this process any more; hold on to the layers that the "
+                        "pipeline was built of, on the rank of the last stage, as in `model = ...`"
+                    )
+                with torch.enable_grad():  # as in a step
+                    plain = _as_plain(pipeline, everything, brought, before, device, loss_fn, shared)
+                wide = tolerance if tolerance is not None else _tolerance(everything.values(), device)
+                found = _compare(pipeline, everything, brought, plain, wide)
+            except Exception as error:  # the other ranks wait for what is found here
+                found = f"the plain model's step failed: {summary(error)}"
+                if is_alone:
+                    raise VerifyError(found) from error
+    finally:
+        before.end()
+        pipeline.refresh()
+        torch.set_autocast_cache_enabled(caches[0])
+        parametrize._cache_enabled = caches[1]
+    said: list[str | float] = pipeline.gather_all(found)
+    for each in said:
+        if isinstance(each, str):
+            raise VerifyError(each)
+    return max(each for each in said if not isinstance(each, str))
+
+
+# The two steps
+
+
+def _as_pipeline(
+    pipeline: Pipeline,
+    own: Mapping[int, nn.Module],
+    batch: Tree | None,
+    target: Tree | None,
+    loss_fn: LossFn,
+    shared: Mapping[str, Any] | None,
+) -> _Step:
+    """A step of this pipeline as it is, with what its stages have found out about their layers."""
+    step = _Step()
+
+    def watched(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(m: int, *arguments: Any) -> Any:
+            message = forward(m, *arguments)
+            if isinstance(message, Message) and not pipeline._lines:  # portals leave with the output
+                step.outputs[index, m] = _sums(message.tensors)
+            return message
+
+        return call
+
+    for index, stage in pipeline._stages.items():
+        stage.forward = watched(index, stage.forward)
+    try:
+        loss = pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn, shared=shared)
+    finally:
+        for stage in pipeline._stages.values():
+            del stage.forward
+    assert loss is not None
+    step.loss = float(loss)
+    step.gradients, step.buffers = _gradients(own), _buffers(own)
+    step.streams = _streams()
+    return step
+
+
+def _as_plain(
+    pipeline: Pipeline,
+    layers: Mapping[int, nn.Module],
+    brought: Sequence[_Brought],
+    before: _Before,
+    device: torch.device,
+    loss_fn: LossFn,
+    shared: Mapping[str, Any] | None,
+) -> list[_Step]:
+    """The same step of the plain model, with the share of each replica; all have the sum of gradients."""
+    num_replicas = 1 + max(each.replica for each in brought)
+    num_layers = len(pipeline._layer_names)
+    sequence = tuple([layers[index] for index in range(num_layers)])
+    declared = declarations(sequence)
+    schedule = pipeline._steps.latest
+    ends = {span[-1]: stage for stage, span in enumerate(pipeline.partition[:-1])}
+    mine = [[each for each in brought if each.replica == replica] for replica in range(num_replicas)]
+    batches = [next(each.batch for each in ranks if each.batch is not None) for ranks in mine]
+    total = sum(num_examples(batch) for batch in batches)
+    statistics = Statistics(sequence)
+    statistics.begin()
+    steps = [_Step() for _ in range(num_replicas)]
+    for replica, (ranks, step) in enumerate(zip(mine, steps, strict=True)):
+        before.restore(gradients=False)
+        for each in ranks:
+            _load(layers, each, device)
+        batch, target = copy.deepcopy(
+            (batches[replica], next((each.target for each in ranks if each.target is not None), None))
+        )
+        count = min(num_examples(batch), schedule.num_microbatches)
+        lengths = sizes(num_examples(batch), count)
+        runner = LayerRunner(
+            sequence, 0, device=device, seed=pipeline.seed, statistics=statistics,
+            portals=Carried(declared) if any(map(any, declared)) else None,
+            first_microbatch=replica * pipeline._schedule.num_microbatches,
+        )  # fmt: skip
+        feed = divide(_moved(batch, device), lengths)
+        targets = [None] * count if target is None else divide(_moved(target, device), lengths)
+        runner.begin(pipeline.num_steps, targets, loss_fn, shared)
+        microbatches = [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]
+        for m in microbatches:
+            if not pipeline._lines:
+                calls = enumerate(runner._calls)
+                runner._calls = [
+                    (_noting(call, step, ends[i], m) if i in ends else call, key, keywords)
+                    for i, (call, key, keywords) in calls
+                ]
+            loss = runner.loss(m, runner.run(m, feed[m], recording=True))
+            step.loss += float(loss.detach()) * lengths[m] / total
+            runner.in_backward((loss * (lengths[m] / total)).sum().backward)
+        step.buffers, step.streams = _buffers(layers), _streams()
+    if statistics.meters:
+        statistics.commit()
+        averages = set(statistics.modules)
+        for step in steps:
+            step.buffers.update(_buffers(layers, averages))
+    for step in steps:
+        step.loss, step.gradients = sum(each.loss for each in steps), _gradients(layers)
+    return steps
+
+
+def _noting(call: Callable[..., Any], step: _Step, stage: int, m: int) -> Callable[..., Any]:
+    call = getattr(call, "noted", call)
+
+    def noting(*arguments: Any, **shared: Any) -> Any:
+        output = call(*arguments, **shared)
+        step.outputs[stage, m] = _sums(flatten(output)[0])
+        return output
+
+    noting.noted = call  # type: ignore[attr-defined]
+    return noting
+
+
+# What differs first
+
+
+def _compare(
+    pipeline: Pipeline,
+    layers: Mapping[int, nn.Module],
+    brought: Sequence[_Brought],
+    plain: Sequence[_Step],
+    tolerance: float,
+) -> str | float:
+    """The largest relative difference, or what differs first, where, by how much and why, likely."""
+    stage_of = {layer: stage for stage, span in enumerate(pipeline.partition) for layer in span}
+    last = len(pipeline.partition) - 1
+    recomputes = {a.stage for row in pipeline._steps.latest.actions for a in row if a.kind is Kind.R}
+    largest = 0.0
+
+    def place(layer: int, name: str) -> str:
+        if layer not in stage_of:
+            return f"{name!r} of loss_fn"
+        return f"{name!r} of layer {layer} ({type(layers[layer]).__name__}), in stage {stage_of[layer]},"
+
+    def differs(what: str, by: float, cause: str) -> str:
+        return (
+            f"{what} differs from the plain model's by {by:.1e} of its largest number, and rounding explains "
+            f"{tolerance:.0e}. {cause}"
+        )
+
+    outside = (
+        "What computes it uses something that does not come with its input: an attribute that a layer sets, "
+        "of a module or a tensor, a type of tensor, memory that another layer overwrites, or random numbers "
+        "that are not of torch's default generators"
+    )
+    beside = (
+        "Outputs and loss are right, so a gradient comes some other way than from layer to layer: through a "
+        "tensor that a layer leaves in an attribute, to a weight that another stage uses without being "
+        "registered there, or from a backward inside of a forward"
+    )
+    again = (
+        f"{beside}. Or the recomputation differs: layers find something else when they are called again, "
+        "such as an attribute that they change; then remat='never' is right, and so is a buffer "
+        "(register_buffer) in place of the attribute"
+    )
+    order = sorted({key for each in brought for key in each.step.outputs})
+    for stage, m in order:
+        for each in brought:
+            found, wanted = each.step.outputs.get((stage, m)), plain[each.replica].outputs.get((stage, m))
+            if found is not None and wanted is not None:
+                by = max(abs(a - b) for a, b in zip(found, wanted, strict=True)) / max(wanted[1], 1e-300)
+                largest = max(largest, by)
+                if not by <= tolerance and not all(map(_is_same, found, wanted)):
+                    return differs(f"the output of stage {stage} for micro-batch {m}", by, outside)
+    for each in brought:
+        by = abs(each.step.loss - plain[0].loss) / max(abs(plain[0].loss), 1e-300)
+        largest = max(largest, by)
+        if not by <= tolerance and not _is_same(each.step.loss, plain[0].loss):
+            return differs(f"the loss, which is {each.step.loss:.6g}, in stage {last},", by, outside)
+    sizes_of = [float(g.abs().max()) for g in plain[0].gradients.values() if g is not None and g.numel()]
+    least = _SMALL * max(sizes_of, default=0.0)
+    for kind, cause in (("gradients", beside), ("buffers", outside)):
+        names = {name for each in brought for name in getattr(each.step, kind)}
+        for name in sorted(names, key=lambda name: (-name[0], name[1])):
+            for each in brought:
+                mine = getattr(each.step, kind)
+                if name not in mine:
+                    continue
+                by = _difference(
+                    mine[name],
+                    getattr(plain[each.replica], kind)[name],
+                    least if kind == "gradients" else 0.0,
+                )
+                largest = max(largest, by)
+                if not by <= tolerance:
+                    what = "the gradient of" if kind == "gradients" else "buffer"
+                    stage = stage_of.get(name[0], last)
+                    return differs(f"{what} {place(*name)}", by, again if stage in recomputes else cause)
+    for each in brought:
+        for name, state in each.step.streams.items():
+            if len(brought) == 1 and state != plain[0].streams[name]:
+                return (
+                    f"the random stream of {name} goes on elsewhere than behind the plain model's step: a "
+                    "layer or loss_fn draws from it, once more in a recomputation. Draw from torch's "
+                    "generators, which a pipeline looks after"
+                )
+    return largest
+
+
+def _is_same(found: float, wanted: float) -> bool:
+    return found == wanted or (math.isnan(found) and math.isnan(wanted))
+
+
+def _difference(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
+    """Relative to the largest number of `wanted`, or to `least`; a missing tensor is one of zeros."""
+    if found is None or wanted is None:
+        found, wanted = (found, torch.zeros_like(found)) if found is not None else (None, wanted)
+        if wanted is None:
+            return 0.0
+    found = torch.zeros_like(wanted) if found is None else found
+    if found.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel() or torch.equal(found, wanted):
+        return 0.0
+    a, b = (tensor.to_dense() if tensor.layout is not torch.strided else tensor for tensor in (found, wanted))
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(kind), b.to(kind)
+    same = (a == b) | (a.isnan() & b.isnan())
+    size = max(float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0, least, 1e-300)
+    by = torch.where(same, 0.0, (a - b).abs()).max()
+    return float(by) / size if by.isfinite() else float("inf")
+
+
+def _tolerance(layers: Iterable[nn.Module], device: torch.device) -> float:
+    kinds = {p.dtype for layer in layers for p in layer.parameters() if p.dtype in TOLERANCES}
+    for place in {device.type, "cpu"}:
+        if torch.is_autocast_enabled(place):
+            kinds.add(torch.get_autocast_dtype(place))
+    return max((TOLERANCES.get(kind, 0.1) for kind in kinds), default=TOLERANCES[torch.float32])
+
+
+def _sums(tensors: Iterable[Tensor]) -> tuple[float, float]:
+    """Of the numbers of tensors, and of their sizes."""
+    total = size = 0.0
+    for tensor in tensors:
+        numbers = tensor.detach()
+        numbers = (torch.view_as_real(numbers.resolve_conj()) if numbers.is_complex() else numbers).double()
+        total, size = total + float(numbers.sum()), size + float(numbers.abs().sum())
+    return total, size
+
+
+def _tensors(layers: Mapping[int, nn.Module]) -> Iterator[tuple[Name, Tensor]]:
+    for index, layer in layers.items():
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            yield (index, name), tensor
+
+
+def _kept(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu().clone()
+
+
+def _gradients(layers: Mapping[int, nn.Module]) -> dict[Name, Tensor | None]:
+    named = [((i, name), p) for i, layer in layers.items() for name, p in layer.named_parameters()]
+    return {name: _kept(p.grad) for name, p in named if p.requires_grad}
+
+
+def _buffers(
+    layers: Mapping[int, nn.Module], of: Iterable[nn.Module] | None = None
+) -> dict[Name, Tensor | None]:
+    return {
+        (index, f"{path}.{name}" if path else name): _kept(tensor)
+        for index, layer in layers.items()
+        for path, module in layer.named_modules()
+        if of is None or module in of
+        for name, tensor in module._buffers.items()
+    }
+
+
+def _streams() -> dict[str, object]:
+    return {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
+
+
+class _Pickler(pickle.Pickler):
+    """Says by name which modules and tensors of the model something refers to."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, object]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, value: object) -> object:
+        return self._names.get(id(value))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, parts: Mapping[object, object]) -> None:
+        super().__init__(file)
+        self._parts = parts
+
+    def persistent_load(self, name: object) -> object:
+        return self._parts[name]
+
+
+def _parts(layers: Mapping[int, nn.Module]) -> dict[object, Any]:
+    """Modules and tensors by their names."""
+    parts: dict[object, Any] = dict(_tensors(layers))
+    parts.update({(i, path): m for i, layer in layers.items() for path, m in layer.named_modules()})
+    return parts
+
+
+def _attributes(
+    own: Mapping[int, nn.Module], layers: Mapping[int, nn.Module]
+) -> dict[tuple[int, str, str], bytes]:
+    """What the modules of this process have beside parameters, buffers, modules and hooks."""
+    names = {id(part): name for name, part in reversed(_parts(layers).items())}
+    found = {}
+    for index, layer in own.items():
+        for path, module in layer.named_modules():
+            for name, value in vars(module).items():
+                if name not in _TABLES:
+                    with contextlib.suppress(Exception):  # what cannot be sent stays as it is there
+                        _Pickler(file := io.BytesIO(), names).dump(value)
+                        found[index, path, name] = file.getvalue()
+    return found
+
+
+def _load(layers: Mapping[int, nn.Module], brought: _Brought, device: torch.device) -> None:
+    """What the owner of layers has in them, on the device of the last stage."""
+    parts = _parts(layers)
+    for (index, path, name), sent in brought.attributes.items():
+        with contextlib.suppress(Exception):
+            vars(parts[index, path])[name] = _Unpickler(io.BytesIO(sent), parts).load()
+    for part, value in brought.values.items():
+        if value is not None:
+            parts[part].data = value.to(device)
+
+
+def _moved(tree: Tree, device: torch.device) -> Tree:
+    if all(tensor.device == device for tensor in tensors_of(tree)):
+        return tree
+    return change(tree, lambda tensor: tensor.to(device), "the mini-batch")
+
+
+# Everything as it was
+
+
+class _Before:
+    """What a step may change of modules and functions, and the random streams, to be put back as often as
+    asked: parameters, buffers, gradients, attributes, and what hooks and the loss count in their closures.
+    From here on gradients begin as None, and what is called behind them, such as an optimizer, is set aside.
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._gradients: list[tuple[Tensor, Tensor | None, Any, Any]] = []
+        self._contents: list[tuple[Any, Any]] = []  # a dict, list, set or generator, and what was in it
+        self._seen: dict[int, Any] = {}
+        pending = [*roots]
+        while pending:  # without recursion: a list may be linked a thousand times
+            pending += self._keep(pending.pop())
+        for tensor, _, hooks, _ in self._gradients:
+            tensor.grad = None
+            hooks.clear()
+        device = next((t.device for t, *_ in self._values if t.device.type != "cpu"), torch.device("cpu"))
+        self._generators = Generators(device)
+        self._streams = self._generators.save(), random.getstate(), np.random.get_state()
+
+    def _keep(self, value: Any) -> Iterable[Any]:
+        """Keeps what is in `value`; what else is to be kept."""
+        if id(value) in self._seen:
+            return ()
+        self._seen[id(value)] = value  # the object too, so that no other one gets its id
+        inside: Iterable[Any] = ()
+        if isinstance(value, Tensor):
+            if not value.is_inference() and not value.is_meta:
+                self._values.append((value, value.data, value.detach().clone()))
+            if value.is_leaf and value.requires_grad:
+                hooks = value._post_accumulate_grad_hooks or {}  # torch keeps this very dict
+                self._gradients.append((value, value.grad, hooks, dict(hooks)))
+        elif isinstance(value, nn.Module):
+            inside = (value.__dict__,)
+        elif isinstance(value, dict):
+            self._contents.append((value, dict(value)))
+            inside = value.values()
+        elif isinstance(value, list | set | collections.deque):
+            self._contents.append((value, copy.copy(value)))
+            inside = value
+        elif isinstance(value, tuple | frozenset):
+            inside = value
+        elif isinstance(value, FunctionType):  # a hook, and what it counts
+            inside = value.__closure__ or ()
+        elif isinstance(value, CellType):
+            with contextlib.suppress(ValueError):  # an empty one
+                self._contents.append((value, value.cell_contents))
+                inside = (value.cell_contents,)
+        elif isinstance(value, torch.Generator):
+            self._contents.append((value, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._contents.append((value, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            self._contents.append((value, value.bit_generator.state))
+        elif not isinstance(value, type | ModuleType) and not type(value).__module__.startswith("torch"):
+            inside = (getattr(value, "__dict__", None),)
+        return inside
+
+    def restore(self, *, gradients: bool = True) -> None:
+        """Everything as it was, but for gradients that go on to be summed and that begin as None again."""
+        for place, content in self._contents:
+            if isinstance(place, torch.Generator):
+                place.set_state(content)
+            elif isinstance(place, random.Random):
+                place.setstate(content)
+            elif isinstance(place, np.random.Generator):
+                place.bit_generator.state = content
+            elif isinstance(place, CellType):
+                place.cell_contents = content
+            else:
+                place.clear()
+                place.extend(content) if isinstance(place, list | collections.deque) else place.update(
+                    content
+                )
+        for tensor, data, value in self._values:
+            tensor.data = data
+            tensor.data.copy_(value)
+        if gradients:
+            for tensor, *_ in self._gradients:
+                tensor.grad = None
+        states, python, numpy = self._streams
+        self._generators.restore(states)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    def end(self) -> None:
+        """The same, and the gradients and what is called behind them are back."""
+        self.restore()
+        for tensor, gradient, hooks, called in self._gradients:
+            tensor.grad = gradient
+            hooks.update(called)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.costs import Costs
     from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import Model, model_of
-    from gpipe_bench.planner.recompute import adaptive, held_by
     from gpipe_bench.planner.request import Request, Space, link_named, link_within
 
 _HOMES = {
@@ -27,7 +26,6 @@ _HOMES = {
     "costs": ("Costs",),
     "measured": ("Timing",),
     "model": ("Model", "model_of"),
-    "recompute": ("adaptive", "held_by"),
     "request": ("Request", "Space", "link_named", "link_within"),
 }
 __all__ = [
@@ -39,8 +37,6 @@ __all__ = [
     "Request",
     "Space",
     "Timing",
-    "adaptive",
-    "held_by",
     "link_named",
     "link_within",
     "model_of",

@@ -12,16 +12,15 @@ The best one is also a script that trains with it, and settings for other engine
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner.accelerators import accelerator
-from gpipe_bench.planner.candidate import Candidate, Grid, Prediction, Way
-from gpipe_bench.planner.costs import About, Costs
-from gpipe_bench.planner.formats import NAME, Written, command, written
+from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.formats import NAME, Written, as_run, command, written
 from gpipe_bench.planner.infeasible import nothing_fits, smallest
 from gpipe_bench.planner.measured import Timing, as_measured
 from gpipe_bench.planner.model import Model
@@ -37,8 +36,6 @@ MOST_POINTS = 8
 """Of the frontier."""
 FEW = 2
 """Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
-NEAR = 1.25
-"""A way that takes at most so many times as long as the fastest may still be the fastest."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is done, how many of it, of how many."""
@@ -53,6 +50,7 @@ class Plan:
         predictions: the best of each grid and schedule, the fastest first
         frontier: from little memory to much; nothing that was looked at is faster with as little
         tried, skipped: ways that were looked at, and that could not be among the best
+        costs: of the layers
     """
 
     model: Model
@@ -61,6 +59,7 @@ class Plan:
     frontier: tuple[Prediction, ...]
     tried: int
     skipped: int
+    costs: Costs = field(repr=False, compare=False)
 
     @property
     def best(self) -> Prediction:
@@ -70,10 +69,25 @@ class Plan:
         """Python that trains with the best one."""
         return self.written().text
 
-    def written(self, form: str = "script", name: str = NAME) -> Written:
-        """The best one in a format of `formats.FORMATS`, for a file of that name. Raises ValueError, with
-        what to ask instead, where the format can't say it.
+    def as_run(self, form: str = "script") -> Prediction:
+        """The best one as a format of `formats.FORMATS` runs it, predicted again where that differs. Raises
+        ValueError, with what to ask instead, where the format can't run it, or it does not fit so.
         """
+        candidate, request = as_run(form, self.best.candidate, self.request)
+        halves = [each.gathers_half(candidate.fsdp) for each in (request, self.request)]
+        if candidate == self.best.candidate and halves[0] == halves[1]:
+            return self.best
+        found = predict(candidate, replace(self.costs, gathered_share=request.gathered_share), request)
+        if found.peak > request.usable_bytes:
+            raise ValueError(
+                f"--format {form} runs this plan otherwise ({', '.join(dict.fromkeys(candidate.remat))} "
+                f"recomputed{', autocast' * request.autocast}), which needs {found.peak / 2**30:.1f} GiB; "
+                "give another --format, --pp or --num-microbatches"
+            )
+        return found
+
+    def written(self, form: str = "script", name: str = NAME) -> Written:
+        """The best one in a format of `formats.FORMATS`, for a file of that name. Errors as of `as_run`."""
         return written(form, self.model, self.best.candidate, self.request, name)
 
     def command(self, name: str = NAME) -> str:
@@ -107,7 +121,7 @@ class Plan:
                 for each in self.frontier
             ],
             "command": self.command(),
-            "script": self.script(),
+            "cards": request.cards_per_host,
         }
 
 
@@ -118,6 +132,7 @@ def plan(
     space: Space | None = None,
     costs: Costs | None = None,
     shown: int = SHOWN,
+    points: int = 1,
     timing: Timing | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
@@ -129,6 +144,7 @@ def plan(
         space: what may be chosen; everything but tensor parallelism if not given.
         costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.
         shown: ways to predict, of which the first is the plan.
+        points: of the frontier at most; each is searched for.
         timing: how layers are timed, where they are.
         progress: told how far it is.
 
@@ -138,10 +154,10 @@ def plan(
     """
     model = as_on(model, request)
     search = search_for(model, request, space=space, costs=costs, timing=timing, progress=progress)
-    predictions, points = frontier(search, max(KEPT, shown))
+    predictions, line = frontier(search, max(KEPT, shown), points)
     if not predictions:
         raise ValueError(_too_large(model, request, space or Space()))
-    return Plan(model, search.request, predictions[:shown], points, search.tried, search.skipped)
+    return Plan(model, search.request, predictions[:shown], line, search.tried, search.skipped, search.costs)
 
 
 def search_for(
@@ -158,12 +174,12 @@ def search_for(
     """
     model, space = as_on(model, request), space or Space()
     given, num_layers = space, len(model.layers)
-    if model.why_whole(compiled=request.compiled):
+    if model.why_whole:
         space = replace(space, sharded=False)
     check(request, space, num_layers)
     for ranks in space.tp or (request.accelerators,):
-        if ranks > 1 and (why := model.why_whole(compiled=request.compiled)):
-            raise ValueError(f"--tp {ranks}: no layer can be divided, {why}; leave --tp out")
+        if ranks > 1 and model.why_whole:
+            raise ValueError(f"--tp {ranks}: no layer can be divided, {model.why_whole}; leave --tp out")
         model.check_divisible(ranks)
     least = partial(smallest, model, request, space, request.usable_bytes)
     if costs is None:
@@ -180,13 +196,15 @@ def search_for(
             model,
             request,
             few,
-            replace(timing or Timing(), sharded=space.sharded, worth=partial(worth, request)),
+            replace(timing or Timing(), sharded=space.sharded),
         )
     return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"), least)
 
 
 def as_on(model: Model, request: Request) -> Model:
     """The model with the attention of the request's accelerator, by which its layers are profiled."""
+    if request.precision == "bfloat16-pure":
+        model = model.in_half()
     if request.device_type == MEASURED:
         return model
     return replace(model, attention=accelerator(request.device_type, request.precision).attention)
@@ -231,7 +249,9 @@ def _held(found: Found, request: Request) -> str:
     return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
 
 
-def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
+def frontier(
+    search: Search, kept: int, most: int = MOST_POINTS
+) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
     """The best ways, the fastest first, and the fastest under less and less memory.
 
     Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
@@ -240,7 +260,7 @@ def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[P
     known: dict[Candidate, Prediction] = {}
     caps: list[int] = []
     cap = None
-    while len(caps) < MOST_POINTS and (found := search.run(kept if cap is None else FEW, cap=cap)):
+    while len(caps) < most and (found := search.run(kept if cap is None else FEW, cap=cap)):
         known |= {each.candidate: predicted(each, search) for each in found if each.candidate not in known}
         caps.append(search.cap)
         cap = int(LESS * found[0].peak)
@@ -256,8 +276,8 @@ def frontier(search: Search, kept: int) -> tuple[tuple[Prediction, ...], tuple[P
 
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     """Whether no single layer needs more than there is for a micro-batch of that size."""
-    ranks = max(n for n in space.tp or (1,) if n == 1 or model.is_divisible(n, compiled=request.compiled))
-    profile = model.profile_of(size, request.precision, compiled=request.compiled, tp=ranks)
+    ranks = max((n for n in space.tp or (1,) if n == 1 or model.is_divisible(n)), default=1)
+    profile = model.profile_of(size, request.precision, tp=ranks)
     return all(
         layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
     )
@@ -267,33 +287,3 @@ def _too_large(model: Model, request: Request, space: Space) -> str:
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
     return nothing_fits(model, request, space, least)
-
-
-def worth(request: Request, costs: Costs) -> set[About]:
-    """What the fastest ways depend on, as far as can be said before anything is searched: every grid, in 1F1B
-    and with a cut of even seconds, with all the memory that there could be.
-    """
-    request = as_measured(request, costs)
-    found: list[tuple[float, set[About]]] = []
-    for size, at in costs.sizes.items():
-        weights = [ahead + back for ahead, back in zip(at.layers_s["G"], at.layers_s["B"], strict=True)]
-        for pp in range(1, min(request.accelerators, costs.num_layers) + 1):
-            replicas, rest = divmod(request.accelerators, pp)
-            number, uneven = divmod(request.batch_size, replicas * size)
-            if rest or uneven or not number:
-                continue
-            for level in (0, 2, 3) if replicas > 1 else (0,):
-                if level and level not in at.shards_s:
-                    continue
-                dp, fsdp = (1, replicas) if level else (replicas, 1)
-                way = Way(Grid(pp, dp, fsdp, level), "1f1b", 1, number, size)
-                candidate = way.candidate(partition(weights, pp), ("never",) * pp)
-                step_s = predict(candidate, costs, request, draws=0, parts=False).step_s
-                needs = {About(size, level)} if replicas > 1 else set()
-                if pp > 1 or replicas == 1:
-                    needs.add(About(size, "layers"))
-                found.append((step_s, needs))
-    if not found:
-        return {About(size, "layers") for size in costs.sizes}
-    bound_s = NEAR * min(step_s for step_s, _ in found)
-    return set().union(*(needs for step_s, needs in found if step_s <= bound_s))

@@ -9,7 +9,7 @@ that follows from it. What follows is its `Prediction`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -23,8 +23,11 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 FSDP_LEVELS = (0, 2, 3)
 """What the ranks of `fsdp` share out: nothing; gradients and optimizer state (ZeRO-2); parameters too."""
-REMATS = ("never", "except_last", "always")
-"""What a stage may recompute, what takes least first."""
+WRAPPED = ("selective", "blocks")
+"""By torch's checkpoint around every block, inside the backward: all but the products, or everything."""
+REMATS = ("never", "selective", "except_last", "always", "blocks")
+"""What a stage may recompute, as a rule what takes least first. Those not WRAPPED are of the stage as a
+whole, by the schedule, and begin while it waits for the gradient."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,6 +55,11 @@ class Grid:
         sharded = f"fsdp {self.fsdp} (ZeRO-{self.fsdp_level})" if self.fsdp > 1 else ""
         parts = [f"pp {self.pp}", f"dp {self.dp}" * (self.dp > 1), sharded, f"tp {self.tp}" * (self.tp > 1)]
         return " x ".join(part for part in parts if part)
+
+
+def by_schedule(remat: Sequence[str]) -> tuple[str, ...]:
+    """What of it is the schedule's; the rest is inside of layers."""
+    return tuple("never" if each in WRAPPED else each for each in remat)
 
 
 @cache
@@ -183,7 +191,7 @@ class Candidate:
 
     def rows(self, num_microbatches: int | None = None, *, recomputes: bool = True) -> Schedule:
         """Its schedule, or that of another number of micro-batches. ValueError for what it does not have."""
-        again: Remat = self.remat if recomputes else "never"
+        again: Remat = by_schedule(self.remat) if recomputes else "never"
         number, each = num_microbatches or self.num_microbatches, self.stages_per_worker
         return named(self.schedule, self.num_workers, number, remat=again, stages_per_worker=each)
 

@@ -37,11 +37,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
-from operator import add
 
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
-from gpipe_bench.planner.candidate import Grid
-from gpipe_bench.planner.costs import Costs, ShardCosts
+from gpipe_bench.planner.candidate import WRAPPED, Grid
+from gpipe_bench.planner.costs import Costs, ShardCosts, inside
 from gpipe_bench.planner.request import Topology
 
 
@@ -223,11 +222,13 @@ class Collectives:
         shards: ShardCosts | None = None,
     ) -> None:
         self.grid, self.near, self.shards, self._split, self._ahead = grid, near, shards, split, ahead
-        self._gradients = costs.parameter_bytes or [()] * costs.num_layers
+        no: list[tuple[float, ...]] = [()] * costs.num_layers
+        share = costs.gathered_share if grid.fsdp > 1 else 1.0  # and so are their gradients
+        self._gradients = [[share * size for size in layer] for layer in costs.parameter_bytes or no]
         self.layer_bytes = list(map(sum, self._gradients))
         self._parts = [[size / grid.fsdp for size in layer] for layer in self._gradients]
         self._layers_s = costs.at(microbatch_size).layers_s
-        self._summed_bytes = costs.at(microbatch_size).summed_bytes
+        self._rounds_bytes = costs.at(microbatch_size).rounds_bytes
 
     def buckets(self, span: range) -> tuple[Bucket, ...]:
         """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
@@ -258,8 +259,10 @@ class Collectives:
         forward_s = self._layers_s[forward_kind(self._layers_s)][part]
         return fetched(self.layer_bytes[part], self.grid.fsdp, self.near.ring("fsdp"), forward_s=forward_s)
 
-    def passes_s(self, span: range) -> tuple[float, float]:
-        """Seconds that a pass ahead and one back take longer, since each gathers parameters (ZeRO-3)."""
+    def passes_s(self, span: range, remat: str = "never") -> tuple[float, float]:
+        """Seconds that a pass ahead and one back take longer, since each gathers parameters (ZeRO-3); back
+        with what blocks recompute inside.
+        """
         if not self.every_pass:
             return 0.0, 0.0
 
@@ -271,45 +274,31 @@ class Collectives:
             )  # fmt: skip
 
         ahead_s = longer_s(forward_kind(self._layers_s), slice(None), scattered=False)
-        return ahead_s, longer_s("B", slice(None, None, -1), scattered=True)
+        return ahead_s, longer_s(inside("B", remat), slice(None, None, -1), scattered=True)
 
-    def inside_s(self, span: range) -> tuple[float, float]:
-        """Seconds that a pass ahead and one back wait for collectives of their own: those of `passes_s`, and
-        two sums of each divided layer either way.
-        """
+    def rounds_s(self, layer: int) -> tuple[float, float]:
+        """Seconds in which the ranks that compute a layer together send, in a pass ahead and one back."""
         ring, ranks = self.near.ring("tp"), self.grid.tp
-        summed = [
-            self._summed_bytes[layer] for layer in span if layer in self._summed_bytes for _ in range(2)
-        ]
-        sums_s = sum(all_reduce_s(each, ranks, ring) for each in summed)
-        ahead_s, back_s = self.passes_s(span)
-        return ahead_s + sums_s, back_s + sums_s
+        if ranks == 1:
+            return 0.0, 0.0
+        ahead, back = self._rounds_bytes[layer]
+        return sum(all_gather_s(e, ranks, ring) for e in ahead), sum(
+            all_gather_s(e, ranks, ring) for e in back
+        )
+
+    def inside_s(self, span: range, remat: str = "never") -> tuple[float, float]:
+        """Seconds that a pass ahead and one back wait for collectives of their own: those of `passes_s`, and
+        those of `rounds_s`, which blocks that recompute take again.
+        """
+        ahead_s, back_s = self.passes_s(span, remat)
+        rounds = [self.rounds_s(layer) for layer in span]
+        sums_s, back_sums_s = sum(ahead for ahead, _ in rounds), sum(back for _, back in rounds)
+        return ahead_s + sums_s, back_s + back_sums_s + sums_s * (remat in WRAPPED)
 
     @property
     def every_pass(self) -> bool:
         """Whether parameters are gathered in each."""
         return self.grid.fsdp_level == 3 and self.shards is None
-
-    def gather_s(self) -> list[float]:
-        """Of each layer, in every pass."""
-        ring = self.near.ring("fsdp")
-        return [all_gather_s(each, self.grid.fsdp, ring) if each else 0.0 for each in self.layer_bytes]
-
-    def sums_s(self) -> list[float]:
-        """Of each layer, what its sums over replicas take at least, whatever buckets they leave in."""
-        grid, near = self.grid, self.near
-        if grid.replicas == 1:
-            return []
-        if self.shards is not None:
-            found = list(self.shards.once_s)
-        elif grid.fsdp_level == 2:
-            long = replace(near.ring("fsdp"), latency_s=0.0)
-            found = [all_gather_s(each, grid.fsdp, long) for each in self.layer_bytes]
-        else:
-            found = [0.0] * len(self.layer_bytes)
-        over = replace(near.ring("dp"), latency_s=0.0)
-        parts = [all_reduce_s(each / grid.fsdp, grid.dp, over) for each in self.layer_bytes]
-        return list(map(add, found, parts))
 
 
 def forward_kind(layers_s: Mapping[str, Sequence[float]]) -> str:

@@ -12,17 +12,18 @@ The first B or W of a step makes the gradients that the later ones add to, so it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.planner.candidate import REMATS, WRAPPED
 
 KINDS = ("F", "G", "R", "B", "I", "W")
 FIRST = " first"
@@ -35,15 +36,11 @@ LEVELS = (2, 3)
 Run = tuple[tuple[float, ...], ...]
 """By process: what single actions of one step took, each over the median of its kind."""
 
-FORMAT = 3
-"""Of costs as data; another one is refused."""
 
-
-class About(NamedTuple):
-    """What timed steps tell of: layers in a pipeline ("layers"), replicas (0), or shards (their level)."""
-
-    size: int
-    kind: str | int
+def inside(kind: str, remat: str) -> str:
+    """The seconds of an action of that kind on a stage that recomputes so much inside of it."""
+    plain = kind.removesuffix(FIRST)
+    return f"{plain} {remat}" if remat in WRAPPED and plain in ("B", "I") else kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +48,16 @@ class SizeCosts:
     """What layers take of one micro-batch of one size.
 
     Args:
-        layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ
+        layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ, and as `inside`
+            has it B and I with what blocks recompute inside
         action_s: by kind, seconds of an action whatever the number of its layers
         whole_s: by kind, seconds of an action on a stage of all layers, where one was timed
         shards_s: by fsdp's level, the same where every process holds a part of all parameters, and as ONCE
             what a step of it takes once: gathers and sums that are in no single action
         activation_bytes: over a cut behind each layer but the last, forward
         gradient_bytes: the same for the way back
-        sum_bytes: by layer, what ranks that compute it together sum twice on either way; the activations of
-            every layer if not given
+        ring_bytes: by layer, what goes once round the ranks that compute it together, ahead and back: a sum
+            goes round twice, a gather once; two sums of the activations of every layer if not given
 
     Raises:
         ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or infinite.
@@ -71,14 +69,14 @@ class SizeCosts:
     shards_s: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     activation_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
-    sum_bytes: Mapping[int, float] = field(default_factory=dict)
+    ring_bytes: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
 
     def __post_init__(self) -> None:
         numbers = {len(seconds) for seconds in self.layers_s.values()}
         if len(numbers) != 1 or 0 in numbers:
             raise ValueError(f"the kinds have seconds of {sorted(numbers)} layers; give all layers of each")
         for kind in (*self.layers_s, *self.action_s, *self.whole_s):
-            if kind.removesuffix(FIRST) not in KINDS:
+            if kind.partition(" ")[0] not in KINDS:
                 raise ValueError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}")
         named = {
             **self.layers_s,
@@ -102,9 +100,26 @@ class SizeCosts:
         return len(next(iter(self.layers_s.values())))
 
     @property
-    def summed_bytes(self) -> Mapping[int, float]:
-        """`sum_bytes` of the layers that are divided."""
-        return self.sum_bytes or dict(enumerate((*self.activation_bytes, 0.0)))
+    def rounds_bytes(self) -> Sequence[tuple[Sequence[float], Sequence[float]]]:
+        """`ring_bytes` of all layers."""
+        return self.ring_bytes or [([each] * 4, [each] * 4) for each in (*self.activation_bytes, 0.0)]
+
+    def with_blocks(self, blocks: Container[int]) -> SizeCosts:
+        """Also B and I of blocks that take their forward once more inside."""
+        again = self.layers_s.get("R", self.layers_s.get("F", ()))
+        more = {
+            inside(kind, "blocks"): [
+                each + again[layer] * (layer in blocks) for layer, each in enumerate(self.layers_s[kind])
+            ]
+            for kind in ("B", "I")
+            if kind in self.layers_s
+        }
+        return replace(self, layers_s={**self.layers_s, **more})
+
+    @property
+    def remats(self) -> tuple[str, ...]:
+        """What stages may recompute whose seconds are known."""
+        return tuple(r for r in REMATS if r not in WRAPPED or inside("B", r) in self.layers_s)
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:
@@ -116,13 +131,15 @@ class SizeCosts:
         ValueError for a kind that was not timed.
         """
         plain = kind.removesuffix(FIRST)
-        if len(span) == self.num_layers and kind in self.whole_s:
-            return self.whole_s[kind]
+        bare, _, remat = plain.partition(" ")
+        if len(span) == self.num_layers and bare in self.whole_s:
+            more_s = self._sums[plain][-1] - self._sums[bare][-1] if remat else 0.0
+            return self.whole_s.get(kind, self.whole_s[bare]) + more_s
         known = kind if kind in self._sums else plain
         if known not in self._sums:
             raise ValueError(f"no seconds of {plain}; there are those of {', '.join(sorted(self._sums))}")
         sums = self._sums[known]
-        return sums[span.stop] - sums[span.start] + self.action_s.get(plain, 0.0)
+        return sums[span.stop] - sums[span.start] + self.action_s.get(bare, 0.0)
 
 
 @dataclass(frozen=True)
@@ -164,8 +181,11 @@ class Costs:
         jitter: of steps that were timed, how single actions differed from their median
         low, high: factors between which all seconds may lie for what is not known
         provenance: by "layers", "links" and others: how it was found, and on what
-        profiles: (micro-batch size, whether with I and W, ranks that compute a layer together) -> profiles of
-            what a rank has of the layers and of the loss, for the memory model; not part of a file
+        gathered_share: what is gathered of parameters, over their own bytes: half in mixed precision
+        profiles: (micro-batch size, and as `Model.profile_of`) -> profiles of what a rank has of the layers
+            and of the loss, for the memory model; not part of a file
+        variants: (size, tp, sharded) -> costs of a rank of several; None, as where nothing is given, for an
+            equal share of the layers'
 
     Raises:
         ValueError: no size, sizes of different models, factors that are no range.
@@ -184,7 +204,9 @@ class Costs:
     low: float = 1.0
     high: float = 1.0
     provenance: Mapping[str, str] = field(default_factory=dict)
+    gathered_share: float = 1.0
     profiles: Any = field(default=None, repr=False, compare=False)
+    variants: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         numbers = {each.num_layers for each in self.sizes.values()}
@@ -209,6 +231,25 @@ class Costs:
             known = ", ".join(map(str, sorted(self.sizes)))
             raise ValueError(f"no costs of micro-batches of {microbatch_size}; there are those of {known}")
         return self.sizes[microbatch_size]
+
+    def on(self, microbatch_size: int, tp: int, *, sharded: bool) -> Costs:
+        """Of one size, as each of `tp` accelerators has them that compute every layer together, without what
+        they send each other; `sharded` where parameters are gathered.
+        """
+        size = self.variants(microbatch_size, tp, sharded) if self.variants is not None else None
+        if size is None:
+            size = self.at(microbatch_size)
+            if tp > 1:
+                layers_s = {kind: [each / tp for each in seconds] for kind, seconds in size.layers_s.items()}
+                size = replace(size, layers_s=layers_s, whole_s={}, shards_s={})
+        if tp == 1:
+            return replace(self, sizes={**self.sizes, microbatch_size: size})
+        return replace(
+            self,
+            sizes={microbatch_size: size},
+            update_s=[each / tp for each in self.update_s],
+            parameter_bytes=[[each // tp for each in layer] for layer in self.parameter_bytes],
+        )
 
     def sums_beside(self, link: Link) -> Link | None:
         """The link of sums over what messages take `link` between; None unless it is the measured one."""
@@ -237,17 +278,10 @@ class Costs:
 
     def to_data(self) -> dict[str, Any]:
         """As plain data, without the profiles."""
-        plain = msgspec.to_builtins(replace(self, profiles=None), str_keys=True)
-        return {"format": FORMAT, **plain}
-
-    @classmethod
-    def from_data(
-        cls, data: Mapping[str, Any], profiles: Callable[[int, bool, int], Any] | None = None
-    ) -> Costs:
-        """What `to_data` wrote. ValueError for data of another format."""
-        if data.get("format") != FORMAT:
-            raise ValueError(f"costs of format {data.get('format')!r}; this version reads {FORMAT}")
-        return replace(msgspec.convert(data, cls, str_keys=True), profiles=profiles)
+        found: dict[str, Any] = msgspec.to_builtins(
+            replace(self, profiles=None, variants=None), str_keys=True
+        )
+        return found
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:

@@ -4,9 +4,11 @@ The scripts are whole: they build the model, cut it as planned, and take a few s
 shape, where one's own batches go. The settings have the degrees, the cut and the schedule; model and data
 stay the user's own.
 
-What a format can't say is of two kinds. Where the other engine would train the same, but keep or take more
-than was planned, that stands at the head of what is written (`Written.differs`). Where it would train
-something else, or not run at all, there is a ValueError with what to ask instead.
+What a format can't say is of three kinds. What each stage recomputes, and how parameters are cast, may be
+said otherwise: `as_run` has the candidate and the request as the format has them, which are predicted again.
+Where the other engine would train the same, but keep or take a little more than was planned, that stands at
+the head of what is written (`Written.differs`). Where it would train something else, or not run at all, there
+is a ValueError with what to ask instead.
 
 Read in torch 2.13, torchtitan 0.3.0 and its main of August 2026, Megatron-core 0.16.
 """
@@ -16,13 +18,14 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.pipeline.plan.files import to_csv
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.planner.candidate import Candidate
+from gpipe_bench.planner.candidate import REMATS, WRAPPED, Candidate, by_schedule
 from gpipe_bench.planner.request import DIMENSIONS, Request
 
 if TYPE_CHECKING:
@@ -54,6 +57,9 @@ class Format(NamedTuple):
     write: Callable[[Model, Candidate, Request, str], Written]
     schedules: tuple[str, ...]
     optimizers: tuple[str, ...] = ("sgd", "rmsprop", "adam")
+    remats: tuple[str, ...] = REMATS
+    is_uniform: bool = False  # whether all stages recompute the same
+    precisions: tuple[str, ...] = ("float32", "bfloat16", "bfloat16-pure")
 
 
 def written(form: str, model: Model, candidate: Candidate, request: Request, name: str = NAME) -> Written:
@@ -61,11 +67,33 @@ def written(form: str, model: Model, candidate: Candidate, request: Request, nam
 
     Raises ValueError, with what to ask instead, where the format can't say it.
     """
-    check_asked(form, (candidate.schedule,), request.optimizer, name)
+    check_asked(form, (candidate.schedule,), request.optimizer, name, request.precision)
+    candidate, request = as_run(form, candidate, request)
     return FORMATS[form].write(model, candidate, request, name)
 
 
-def check_asked(form: str, schedules: Sequence[str], optimizer: str, name: str = NAME) -> None:
+def as_run(form: str, candidate: Candidate, request: Request) -> tuple[Candidate, Request]:
+    """What is run in the place of a plan, where a format can't say how it recomputes or casts.
+
+    Raises ValueError, with what to ask instead, for what it can't run at all.
+    """
+    known = FORMATS[form]
+    if form == "script":
+        if request.compiled and (candidate.fsdp > 1 or candidate.tp > 1):
+            raise ValueError(
+                "--format script: this engine keeps parameters of compiled layers whole; give --format "
+                "torch, or leave --compiled out"
+            )
+        request = replace(request, autocast=True)
+    remat = [each if each in known.remats else "blocks" for each in candidate.remat]
+    if known.is_uniform:
+        remat = [max(remat, key=REMATS.index)] * len(remat)
+    return replace(candidate, remat=tuple(remat)), request
+
+
+def check_asked(
+    form: str, schedules: Sequence[str], optimizer: str, name: str = NAME, precision: str = "float32"
+) -> None:
     """Raises ValueError for what a format does not have whatever the plan will be."""
     known, hidden = FORMATS[form], PurePath(name).stem
     if hidden in ("torch", "torchtitan", "gpipe_bench"):
@@ -74,6 +102,11 @@ def check_asked(form: str, schedules: Sequence[str], optimizer: str, name: str =
         raise ValueError(
             f"--format {form} knows the optimizers {', '.join(known.optimizers)}, not {optimizer}; "
             f"give --optimizer {known.optimizers[-1]}"
+        )
+    if precision not in known.precisions:
+        raise ValueError(
+            f"--format {form} knows the precisions {', '.join(known.precisions)}, not {precision}; leave "
+            "--script and --format out, and scale the loss in a script of your own"
         )
     for each in schedules:
         if each in NAMED and each not in known.schedules:
@@ -101,16 +134,41 @@ def command(request: Request, name: str = NAME, accelerators: int | None = None)
     )
 
 
+def _recomputed(model: Model, candidate: Candidate) -> list[str]:
+    """Which layers run under a checkpoint, and what it keeps."""
+    found = []
+    for remat in WRAPPED:
+        stages = [stage for stage, each in zip(candidate.cut, candidate.remat, strict=True) if each == remat]
+        layers = sorted(model.blocks & {layer for stage in stages for layer in stage})
+        if layers:
+            found.append(f"{remat.upper()} = {layers}  # layers that are recomputed in the backward")
+    if "selective" in candidate.remat:
+        from gpipe_bench.planner.model import PRODUCTS
+
+        names = tuple(dict.fromkeys(each.__name__.partition(".")[0] for each in PRODUCTS))
+        found += [
+            f"KEPT = {names}",
+            "",
+            "",
+            "def products_kept():",
+            "    kept = [getattr(torch.ops.aten, name).default for name in KEPT]",
+            "    return create_selective_checkpoint_contexts(kept)",
+            "",
+        ]
+    return found
+
+
 def script(model: Model, candidate: Candidate, request: Request) -> str:
     """Python that takes steps as planned, on our engine."""
     mesh = _mesh(candidate)
-    remat = candidate.remat if len(set(candidate.remat)) > 1 else candidate.remat[0]
+    names = by_schedule(candidate.remat)
+    remat = names if len(set(names)) > 1 else names[0]
     source = model.source
     body = [
         "torch.manual_seed(0)  # the same weights on every rank",
         *_model(source),
         f"mesh = init_device_mesh(device.type, {tuple(mesh.values())}, mesh_dim_names={tuple(mesh)})",
-        *(_divided(source) if candidate.tp > 1 else []),
+        *_prepared(model, candidate, request),
         "pipeline = Pipeline(",
         f"    layers, mesh=mesh, schedule={candidate.schedule!r}, "
         f"num_microbatches={candidate.num_microbatches},",
@@ -144,9 +202,10 @@ def script(model: Model, candidate: Candidate, request: Request) -> str:
         "",
         f"from gpipe_bench.pipeline import Pipeline, {layers_of}start_process",
         source.imports,
-        *_zoo_plan(candidate, source),
+        *_imports(model, candidate),
         "",
         _share(candidate, request),
+        *_recomputed(model, candidate),
         "",
         "with start_process() as device:",
         *(f"    {line}" if line else "" for line in body),
@@ -159,15 +218,12 @@ _STAGE = '''
 class Stage(nn.Module):
     """The layers of a stage; what they hand on as a tuple arrives as several arguments."""
 
-    def __init__(self, layers, recomputed):
+    def __init__(self, layers):
         super().__init__()
-        self.layers, self.recomputed = nn.Sequential(*layers), recomputed
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, *values):
-        value = values[0] if len(values) == 1 else values
-        if self.recomputed:
-            return checkpoint(self.layers, value, use_reentrant=False)
-        return self.layers(value)
+        return self.layers(values[0] if len(values) == 1 else values)
 
 
 def loss_of(output, target):
@@ -181,13 +237,15 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
     schedule, from_file = _rows(candidate)
     workers = [schedule.worker(stage) for stage in range(candidate.num_stages)]
     _check_torch(model, candidate, workers)
-    differs = [*_recomputed_late(candidate, "a stage"), *_by_torch(candidate, from_file)]
+    differs = _by_torch(candidate, from_file)
     if candidate.dp > 1 and candidate.fsdp == 1:
         differs.append("gradients of replicas are summed after the last backward, not during it")
     if any(type(each).__name__.startswith("BatchNorm") for layer in model.layers for each in layer.modules()):
         differs.append("averages of batch norm move with each micro-batch, and when torch looks for shapes")
     source, mesh = model.source, _mesh(candidate)
     sharded = tuple(each for each in ("dp", "fsdp") if each in mesh) if candidate.fsdp > 1 else ()
+    half = request.gathers_half(candidate.fsdp)
+    cast = f", mp_policy=MixedPrecisionPolicy(param_dtype=torch.{request.precision})" * half
     device = [
         "cuda = torch.cuda.is_available()",
         'device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")',
@@ -199,20 +257,20 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
         "torch.manual_seed(0)  # the same weights on every rank",
         *_model(source),
         f"mesh = init_device_mesh(device.type, {tuple(mesh.values())}, mesh_dim_names={tuple(mesh)})",
-        *(_divided(source) if candidate.tp > 1 else []),
+        *_prepared(model, candidate, request),
         "stages, begin = [], 0",
         "for number, (count, worker) in enumerate(zip(CUT, WORKERS)):",
         "    mine, begin = [*layers][begin : begin + count], begin + count",
         '    if worker != mesh.get_local_rank("pp"):',
         "        continue",
         *(["    for layer in mine:", "        layer.compile()"] if request.compiled else []),
-        "    stage = Stage(mine, RECOMPUTED[number]).to(device)",
+        "    stage = Stage(mine).to(device)",
     ]
     if sharded:
         build += [
             "    for module in (*mine, stage):",
             f"        fully_shard(module, mesh=mesh[{sharded if len(sharded) > 1 else sharded[0]!r}], "
-            f"reshard_after_forward={candidate.fsdp_level == 3})",
+            f"reshard_after_forward={candidate.fsdp_level == 3}{cast})",
         ]
     optimizer = _OPTIMIZERS[request.optimizer].replace("pipeline.parameters()", "parameters")
     made = "Schedule1F1B(stages[0]" if not from_file else "_PipelineScheduleRuntime(stages"
@@ -233,7 +291,7 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
         "given = inputs if isinstance(inputs, tuple) else (inputs,)",
         'for step in range(int(os.environ.get("STEPS", "3"))):',
         "    losses = []",
-        *_step(request.precision, step),
+        *_step("float32" if half else request.precision, step),
     ]
     if candidate.dp > 1 and not sharded:
         run += [
@@ -255,22 +313,25 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
         "from torch import distributed as dist",
         "from torch import nn",
         "from torch.distributed.device_mesh import init_device_mesh",
-        *(["from torch.distributed.fsdp import fully_shard"] if sharded else []),
+        *(
+            [f"from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' * half}fully_shard"]
+            if sharded
+            else []
+        ),
         "from torch.distributed.pipelining import PipelineStage",
         f"from torch.distributed.pipelining.schedules import {made.partition('(')[0]}",
         "from torch.utils._pytree import tree_map",
-        "from torch.utils.checkpoint import checkpoint",
         "",
         *(["from gpipe_bench.pipeline import layers_of"] if source.is_foreign else []),
         source.imports,
-        *_zoo_plan(candidate, source),
+        *_imports(model, candidate),
     ]
     facts = [
         _share(candidate, request),
         f"NUM_MICROBATCHES = {candidate.num_microbatches}",
         f"CUT = {[len(stage) for stage in candidate.cut]}  # layers of each stage",
         f"WORKERS = {workers}  # that hold them",
-        f"RECOMPUTED = {[each != 'never' for each in candidate.remat]}",
+        *_recomputed(model, candidate),
         "",
     ]
     title = f'"""Trains {model.name} on torch.distributed.pipelining: {_words(candidate)}.{{}}"""'
@@ -316,8 +377,12 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
     size, pipelined = candidate.microbatch_size(request.batch_size), candidate.num_workers > 1
     in_a_v = candidate.stages_per_worker > 1 and schedule.worker(candidate.num_workers) != 0
     placed = "ZBVZeroBubble" if in_a_v else "Interleaved1F1B" if candidate.stages_per_worker > 1 else "1F1B"
-    again = any(each != "never" for each in candidate.remat)
-    differs = [*_recomputed_late(candidate, "a block", all_or_none=True), *_by_torch(candidate, from_file)]
+    again = {"never": "", "selective": "SelectiveAC", "blocks": "FullAC"}[candidate.remat[0]]
+    differs = _by_torch(candidate, from_file)
+    if candidate.remat[0] == "selective":
+        differs.append("every second product of a block is computed again, too")
+    if request.gathers_half(candidate.fsdp):
+        differs.append("gradients are summed in float32")
     known = {"llama-8b": "llama3_8b", "llama-70b": "llama3_70b", "llama-405b": "llama3_405b"}.get(model.name)
     tokens = model.inputs.tensors[0].shape[1]
     settings: dict[str, object] = {
@@ -355,8 +420,8 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
         f"    training.local_batch_size = {size * count}",
         f"    training.global_batch_size = {request.batch_size}",
         f"    training.seq_len = {tokens}",
-        f'training.mixed_precision_param = "{request.precision}"',
-        f"config.activation_checkpoint = {'FullAC.Config()' if again else None}",
+        f'training.mixed_precision_param = "{request.precision.removesuffix("-pure")}"',
+        f"config.activation_checkpoint = {f'{again}.Config()' if again else None}",
         f"config.compile.enable = {request.compiled}",
         "return config",
     ]
@@ -364,7 +429,7 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
         _headed(f'"""Settings of torchtitan for {model.name}: {_words(candidate)}.{{}}"""', differs),
         "",
         *(["from pathlib import Path", ""] if from_file else []),
-        *(["from torchtitan.distributed.activation_checkpoint import FullAC"] if again else []),
+        *([f"from torchtitan.distributed.activation_checkpoint import {again}"] if again else []),
         f"from torchtitan.models.llama3.config_registry import {known or 'llama3_debugmodel'} as yours"
         + ("" if known else "  # <- in its place the settings of your model and data"),
         "",
@@ -405,7 +470,7 @@ def _megatron(model: Model, candidate: Candidate, request: Request, name: str) -
             f"--format megatron: stage {parts.index('')} holds the last norm alone, which has no letter in a "
             "layout; give another --pp, or --format script"
         )
-    differs = _recomputed_late(candidate, "a stage", all_or_none=True)
+    differs = list[str]()
     flags: dict[str, object] = {
         "num-layers": len(blocks),
         "tensor-model-parallel-size": candidate.tp,
@@ -420,6 +485,8 @@ def _megatron(model: Model, candidate: Candidate, request: Request, name: str) -
         flags["bf16"] = ""
     if not model.ties:
         flags["untie-embeddings-and-output-weights"] = ""
+    if candidate.tp > 1 and model.sequence_parallel(candidate.tp):
+        flags["sequence-parallel"] = ""
     if candidate.fsdp > 1:
         strategy = "optim_grads_params" if candidate.fsdp_level == 3 else "optim_grads"
         flags |= {
@@ -429,9 +496,8 @@ def _megatron(model: Model, candidate: Candidate, request: Request, name: str) -
         if candidate.dp > 1:
             flags["num-distributed-optimizer-instances"] = candidate.dp
     if any(each != "never" for each in candidate.remat):
-        largest = max(sum(layer in blocks for layer in stage) for stage in candidate.cut)
         flags |= {
-            "recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": largest,
+            "recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1,
         }  # fmt: skip
     if request.compiled:
         differs.append("layers are not compiled: Megatron has kernels of its own")
@@ -477,21 +543,6 @@ def _times(letter: str, count: int) -> str:
     return f"{letter}*{count}" if count > 1 else letter * count
 
 
-def _recomputed_late(candidate: Candidate, what: str, *, all_or_none: bool = False) -> list[str]:
-    """How others recompute: all micro-batches, when the gradient has come, in every stage or in none."""
-    if all(each == "never" for each in candidate.remat):
-        return []
-    differs = [f"{what} is recomputed when its gradient has come, not before"]
-    if "except_last" in candidate.remat:
-        differs.append("the last micro-batch is recomputed too")
-    if all_or_none and "never" in candidate.remat:
-        few = [number for number, each in enumerate(candidate.remat) if each == "never"]
-        differs.append(f"all stages recompute; planned were all but {', '.join(map(str, few))}")
-    if what == "a block":
-        differs.append("each block keeps its input, not each stage")
-    return differs
-
-
 def _by_torch(candidate: Candidate, from_file: bool) -> list[str]:
     """What torch's engine does in its own way."""
     differs = ["torch keeps a buffer for each message of a step"] * (candidate.num_workers > 1)
@@ -534,10 +585,38 @@ def _share(candidate: Candidate, request: Request) -> str:
     )
 
 
-def _zoo_plan(candidate: Candidate, source: Source) -> list[str]:
-    """The import of what divides the zoo's layers."""
-    wanted = candidate.tp > 1 and source.options is not None
-    return ["from gpipe_bench.models.parallel import tensor_parallel"] * wanted
+def _imports(model: Model, candidate: Candidate) -> list[str]:
+    """What divides the zoo's layers, and torch's checkpoints."""
+    found = []
+    if candidate.tp > 1 and model.source.options is not None:
+        found.append("from gpipe_bench.models.parallel import tensor_parallel")
+    wrapped = set(candidate.remat) & set(WRAPPED)
+    if wrapped:
+        package = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+        found.append(f"from {package} import checkpoint_wrapper")
+    if "selective" in wrapped:
+        found.append("from torch.utils.checkpoint import create_selective_checkpoint_contexts")
+    return found
+
+
+def _prepared(model: Model, candidate: Candidate, request: Request) -> list[str]:
+    """What is done to layers before they become stages."""
+    found = list[str]()
+    if request.precision == "bfloat16-pure":
+        found += ["for layer in layers:", "    layer.to(torch.bfloat16)"]
+    if candidate.tp > 1:
+        sequence = ", sequence=True" * model.sequence_parallel(candidate.tp)
+        if model.source.options is not None:
+            found.append(f'tensor_parallel(layers.to(device), mesh["tp"]{sequence})')
+        else:
+            found.append("layers = torch.nn.Sequential(*layers).to(device)")
+            found.append('divide(layers, mesh["tp"])')
+    if set(candidate.remat) & set(WRAPPED):
+        found.append("layers = [*layers]")
+    for remat, how in (("selective", ", context_fn=products_kept"), ("blocks", "")):
+        if remat in candidate.remat:
+            found += [f"for n in {remat.upper()}:", f"    layers[n] = checkpoint_wrapper(layers[n]{how})"]
+    return found
 
 
 def _model(source: Source) -> list[str]:
@@ -570,15 +649,8 @@ def _model(source: Source) -> list[str]:
     ]
 
 
-def _divided(source: Source) -> list[str]:
-    """What makes the layers tensor parallel: the zoo's plan, or one's own."""
-    if source.options is not None:
-        return ['tensor_parallel(layers.to(device), mesh["tp"])']
-    return ["layers = torch.nn.Sequential(*layers).to(device)", 'divide(layers, mesh["tp"])']
-
-
 def _step(precision: str, step: str = "loss = pipeline.step(inputs, target, loss_fn)") -> list[str]:
-    if precision == "float32":
+    if precision in ("float32", "bfloat16-pure"):
         return [f"    {step}"]
     autocast = f"torch.autocast(device.type, dtype=torch.{precision}, cache_enabled=False)"
     return [f"    with {autocast}:", f"        {step}"]
@@ -592,8 +664,22 @@ FORMATS: dict[str, Format] = {
         ),
         _EVERY,
     ),
-    "torch": Format(_torch, _EVERY),
-    "torchtitan": Format(_torchtitan, tuple(name for name in NAMED if name != "naive"), ("adam",)),
-    "megatron": Format(_megatron, ("1f1b", "interleaved"), ("sgd", "adam")),
+    "torch": Format(_torch, _EVERY, remats=("never", *WRAPPED)),
+    "torchtitan": Format(
+        _torchtitan,
+        tuple(name for name in NAMED if name != "naive"),
+        ("adam",),
+        ("never", *WRAPPED),
+        is_uniform=True,
+        precisions=("float32", "bfloat16"),
+    ),
+    "megatron": Format(
+        _megatron,
+        ("1f1b", "interleaved"),
+        ("sgd", "adam"),
+        ("never", "blocks"),
+        is_uniform=True,
+        precisions=("float32", "bfloat16"),
+    ),
 }
 """By the names that `plan --format` takes."""

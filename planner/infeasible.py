@@ -16,7 +16,7 @@ from typing import Any
 
 from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition, leanest, partition, partition_by
-from gpipe_bench.pipeline.plan.remat import Choice, Remat, choice_of, to_text
+from gpipe_bench.pipeline.plan.remat import Remat, remat_of, to_text
 from gpipe_bench.planner.candidate import Way
 from gpipe_bench.planner.memory import Footprints, Room, Rows
 from gpipe_bench.planner.model import Model
@@ -33,9 +33,6 @@ MOST_CHOICES = 8
 """Stages of which a message says one by one what each recomputes."""
 
 
-BY_STAGE = "; a stage is recomputed as a whole, with layers that checkpoint themselves it needs less"
-
-
 @dataclass(frozen=True)
 class Smallest:
     """The way and cut with the smallest peak; `homes` has the stages of each worker, `choices` what each one
@@ -44,7 +41,7 @@ class Smallest:
 
     way: Way
     remat: Remat
-    choices: tuple[Choice, ...]
+    choices: tuple[str, ...]
     homes: tuple[tuple[int, ...], ...]
     cut: Partition
     memory: tuple[StageMemory, ...]
@@ -83,18 +80,24 @@ def smallest(
     better. `remat` is what is recomputed; choices per stage go with a single schedule and grid. None is what
     needs least of what the space allows, worker by worker.
     """
-    if model.why_whole(compiled=request.compiled):
+    if model.why_whole:
         space = replace(space, sharded=False)
 
     @cache
-    def footprints(size: int, split: bool, tp: int) -> Footprints:
+    def footprints(size: int, split: bool, tp: int, sharded: bool) -> Footprints:
         return Footprints(
-            model.profile_of(size, request.precision, compiled=request.compiled, split_backward=split, tp=tp)
+            lambda remat: model.profile_of(
+                size, request.precision, split_backward=split, tp=tp, remat=remat, sharded=sharded
+            )
         )
 
     def room_of(way: Way) -> Room:
-        known = footprints(way.microbatch_size, way.splits, way.grid.tp)
-        return Room(known, Rows(way.rows()), way.grid, request.optimizer, model.ties)
+        sharded = request.gathers_half(way.grid.fsdp)
+        known, share = (
+            footprints(way.microbatch_size, way.splits, way.grid.tp, sharded),
+            request.gathered_share,
+        )
+        return Room(known, Rows(way.rows()), way.grid, request.optimizer, model.ties, gathered_share=share)
 
     last = {(w.grid, w.schedule, w.stages_per_worker): w for w in ways(request, space, len(model.layers))}
     least = {way.grid: room_of(way).least_bytes() for way in last.values()}
@@ -131,10 +134,10 @@ class _Cuts:
         ]
         self.cut = partition(held, room.schedule.num_stages)
 
-    def choices(self, worker: int, stages: tuple[range, ...]) -> tuple[Choice, ...]:
+    def choices(self, worker: int, stages: tuple[range, ...]) -> tuple[str, ...]:
         """What a worker recomputes of its stages: what was asked, or what needs least."""
         if self.remat is not None:
-            return tuple(choice_of(self.remat, stage) for stage in self.homes[worker])
+            return tuple(remat_of(self.remat, stage) for stage in self.homes[worker])
         every = [(each,) * len(stages) for each in self.remats]
         return min(every, key=lambda each: self.room.memory(worker, stages, each).peak)
 
@@ -150,13 +153,13 @@ class _Cuts:
 
     def found(self) -> Smallest:
         """The cut, with its messages."""
-        remat: list[Choice] = ["never"] * len(self.cut)
+        remat: list[str] = ["never"] * len(self.cut)
         for worker, mine in enumerate(self.homes):
             found = self.choices(worker, tuple(self.cut[stage] for stage in mine))
             for stage, choice in zip(mine, found, strict=True):
                 remat[stage] = choice
         given: Remat = tuple(remat)
-        if isinstance(remat[0], str) and all(each == remat[0] for each in remat):
+        if all(each == remat[0] for each in remat):
             given = remat[0]
         memory = self.room.counted(self.cut, remat, self.request.accelerated)
         return Smallest(self.way, self.remat or given, tuple(remat), self.homes, self.cut, memory)
@@ -216,7 +219,7 @@ def nothing_fits(
         there += f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
     return (
         f"{model.name} does not fit: the smallest peak is {least.peak / GIB:.2f} GiB, {least.where()}; there "
-        f"are {there}{BY_STAGE if least.remat != 'never' else ''}. What would do: " + ", or ".join(helps)
+        f"are {there}. What would do: " + ", or ".join(helps)
     )
 
 
@@ -241,11 +244,8 @@ def _remedies(model: Model, request: Request, space: Space, remat: Remat | None)
         within = replace(space, **change)
         if within != space and fits(within=within):
             yield f"no {option}"
-    if request.compiled and fits(compiled=False):
-        yield "no --compiled"
     for ranks in (2, 4, 8) if space.tp == every.tp and not one else ():
-        divisible = model.is_divisible(ranks, compiled=request.compiled)
-        if divisible and fits(within=replace(space, tp=(ranks,))):
+        if model.is_divisible(ranks) and fits(within=replace(space, tp=(ranks,))):
             yield f"--tp {ranks}"
             break
     if remat not in (None, "always") and fits("always"):

@@ -10,51 +10,34 @@ kind of action:
 
 and a layer's own seconds are what was timed less `action`. Where that would be negative, layers are instead
 made longer to add up to the K stages, which wait for messages and find caches colder still.
-
-Costs are kept between calls: a file for each model as it is timed, read only where everything is as it was.
-A file's name and contents tell what it was timed of: the layers, the text of every file that they come from,
-torch, this machine and its cores, and the code here that times and runs them. Whatever differs, is damaged,
-or is older than a month is as if it were not there.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cache, partial
 from math import inf
-from pathlib import Path
 from statistics import median
-from time import time
 from typing import Any
 
 import torch
 
-import gpipe_bench
 from gpipe_bench.pipeline import launch
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, About, Costs, Run, SizeCosts
+from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, Costs, Run, SizeCosts
 from gpipe_bench.planner.model import Model, Subject
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
 
-MOST_SIZES = 5
+MOST_SIZES = 4
 """Of micro-batches that are timed; of more, those in the middle and the ends."""
 ROUNDS = 12
 PROBE_S = 60.0
-MONTH_S = 30 * 24 * 3600.0
-PARTS = ("pipeline", "models", "planner")
-"""Of this package: what decides how layers are run and timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,23 +45,17 @@ class Timing:
     """How layers are timed.
 
     Args:
-        seconds: that the probes may take; one round of the smallest micro-batches is taken in any case
-        folder: where costs are kept between calls; nowhere if None
-        fresh: whether what is kept there is timed anew
+        seconds: after which no further round of probes begins; one is taken in any case
         shown: whether somebody is told how far it is
         sharded: whether parameters may be divided
-        worth: what the best ways depend on, by rough costs; everything if None
 
     Raises:
         ValueError: seconds that are not above 0.
     """
 
     seconds: float = PROBE_S
-    folder: Path | None = None
-    fresh: bool = False
     shown: bool = False
     sharded: bool = True
-    worth: Callable[[Costs], set[About]] | None = None
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -109,33 +86,17 @@ def timed(
     processes = min(request.accelerators, len(os.sched_getaffinity(0)))
     subject = _subject(model)
 
-    def profiles(size: int, split: bool, tp: int) -> Any:
-        return model.profile_of(size, request.precision, split_backward=split, tp=tp)
+    profiles = partial(model.profile_of, precision=request.precision)
 
-    facts: dict[str, Any] = {}
-    if timing.folder is not None:
-        facts = facts_of(
-            model, request, sizes=few, processes=processes, seconds=timing.seconds, sharded=timing.sharded
-        )
-        if not timing.fresh and (found := read_kept(timing.folder, facts, profiles)) is not None:
-            costs, since = found
-            when = datetime.fromtimestamp(since).astimezone().isoformat(" ", "minutes")
-            said = f"{costs.provenance['layers']}; kept since {when}, --fresh times anew"
-            return replace(costs, provenance={**costs.provenance, "layers": said})
     job = ProbeJob(
         subject, tuple(few), ROUNDS, request.optimizer, sharded=timing.sharded,
-        budget_s=timing.seconds, shown=timing.shown, matters=timing.worth and partial(_matters, timing.worth),
+        budget_s=timing.seconds, shown=timing.shown,
     )  # fmt: skip
     costs = measured(started(_probe, processes, job), "this machine", profiles)
+    costs = replace(costs, sizes={n: each.with_blocks(model.blocks) for n, each in costs.sizes.items()})
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
     more = {"processes": f"{processes} timed{less}"}
-    if out := [size for size in few if size not in costs.sizes]:
-        left_out = f"micro-batches of {', '.join(map(str, out))}"
-        more["left out"] = f"{left_out}: no time in {timing.seconds:g} s, see --probe-s"
-    costs = replace(costs, provenance={**costs.provenance, **more})
-    if timing.folder is not None:
-        write_kept(timing.folder, facts, costs)
-    return costs
+    return replace(costs, provenance={**costs.provenance, **more})
 
 
 def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
@@ -149,10 +110,6 @@ def _probe(job: ProbeJob) -> Probed:
     return probe(Bench(job))
 
 
-def _matters(worth: Callable[[Costs], set[About]], found: Sequence[Probed]) -> set[About]:
-    return worth(measured(found))
-
-
 def _subject(model: Model) -> Subject:
     if model.source.options is not None:
         return Subject(model.source.called, model.source.options)
@@ -164,17 +121,17 @@ def _subject(model: Model) -> Subject:
     return Subject(model.name)
 
 
-def profiles_of(subject: Subject) -> Callable[[int, bool, int], ModelProfile]:
-    """Profiles of its layers in bytes, as `Costs` asks for them, each made once."""
+def profiles_of(subject: Subject) -> Callable[..., ModelProfile]:
+    """Profiles of its layers in bytes, as `Costs` asks for them, each made once; of whole layers that
+    recompute nothing inside.
+    """
 
     @cache
-    def profile(size: int, split: bool, tp: int) -> ModelProfile:
-        if tp > 1:
-            raise ValueError(f"profiles of whole layers are asked for tp {tp}; plan the model with tp 1")
+    def profile(size: int, *, split_backward: bool = False, **_: object) -> ModelProfile:
         with torch.device("meta"):
             layers, loss = subject.build()
         ends = map(Boundary.of, subject.batch(size, "meta"))
-        return ModelProfile(*Profiler(split_backward=split).model(layers, loss, *ends))
+        return Profiler(split_backward=split_backward).model(layers, loss, *ends)
 
     return profile
 
@@ -186,9 +143,7 @@ def as_measured(request: Request, costs: Costs) -> Request:
     return replace(request, link=costs.link)
 
 
-def measured(
-    found: Sequence[Probed], where: str = "", profiles: Callable[[int, bool, int], Any] | None = None
-) -> Costs:
+def measured(found: Sequence[Probed], where: str = "", profiles: Callable[..., Any] | None = None) -> Costs:
     """The costs that all processes together have found.
 
     Args:
@@ -336,114 +291,3 @@ def _jitter(found: Sequence[Probed]) -> tuple[Run, ...]:
         )
         for number in sorted(coarse[0])
     )
-
-
-def user_folder() -> Path:
-    """Where programs of this user keep what can be made again."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "gpipe-bench" / "costs"
-
-
-def facts_of(
-    model: Model, request: Request, *, sizes: Sequence[int], processes: int, seconds: float, sharded: bool
-) -> dict[str, Any]:
-    """All that seconds depend on, as plain data."""
-    layers = [
-        {
-            "layer": str(layer),
-            "parameters": [
-                [name, list(t.shape), str(t.dtype), t.requires_grad]
-                for name, t in (*layer.named_parameters(), *layer.named_buffers())
-            ],
-        }
-        for layer in model.layers
-    ]
-    root = Path(next(iter(gpipe_bench.__path__)))
-    own = sorted(path for part in PARTS for path in (root / part).rglob("*.py"))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return {
-        "model": [model.name, repr(model.source.options)],
-        "layers": _digest(json.dumps(layers)),
-        "inputs": repr((model.inputs.tensors, model.target.tensors)),
-        "files": _texts(_files_of(model)),
-        "code": _digest("".join(_texts(own).values())),
-        "sizes": list(sizes),
-        "processes": processes,
-        "accelerators": request.accelerators,
-        "batch_size": request.batch_size,
-        "optimizer": request.optimizer,
-        "seconds": seconds,
-        "sharded": sharded,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": [platform.node(), platform.machine(), next(named, platform.processor())],
-        "cores": sorted(os.sched_getaffinity(0)),
-    }
-
-
-def read_kept(
-    folder: Path, wanted: Mapping[str, Any], profiles: Callable[[int, bool, int], Any] | None = None
-) -> tuple[Costs, float] | None:
-    """The costs with these facts, and when they were timed; None unless all of it is whole and the same."""
-    try:
-        data = json.loads(_path(folder, wanted).read_text(encoding="utf-8"))
-        costs, since = data["costs"], float(data["since"])
-        if data["facts"] != wanted or data["digest"] != _digest(json.dumps([costs, since])):
-            return None
-        if not 0 <= time() - since < MONTH_S:
-            return None
-        return Costs.from_data(costs, profiles), since
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def write_kept(folder: Path, timed_of: Mapping[str, Any], costs: Costs) -> None:
-    """Keeps them, whole or not at all; a folder that cannot be written keeps nothing."""
-    data, since = json.loads(json.dumps(costs.to_data())), time()
-    found = {"facts": timed_of, "since": since, "digest": _digest(json.dumps([data, since])), "costs": data}
-    path = _path(folder, timed_of)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(found) + "\n", encoding="utf-8")
-        beside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink()
-
-
-def _path(folder: Path, of: Mapping[str, Any]) -> Path:
-    return folder / f"{_digest(json.dumps(of, sort_keys=True))[:32]}.json"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _texts(files: Sequence[Path]) -> dict[str, str]:
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
-
-
-def _files_of(model: Model) -> list[Path]:
-    """Where the layers' classes and the function stand, and every module that lies beside or below them."""
-    names = {type(module).__module__ for layer in model.layers for module in layer.modules()}
-    names |= {getattr(model.loss_fn, "__module__", ""), model.name.partition(":")[0]}
-    known = {
-        name: Path(file)
-        for name, module in list(sys.modules.items())
-        if (file := getattr(module, "__file__", None)) and file.endswith(".py")
-    }
-    own = [
-        known[name]
-        for name in names
-        if name in known and name.partition(".")[0] not in ("torch", "gpipe_bench")
-    ]
-    folders = {path.parent for path in own}
-    beside = [
-        path for path in known.values() if folders & set(path.parents) and "site-packages" not in path.parts
-    ]
-    return sorted({*own, *beside})

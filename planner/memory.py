@@ -4,8 +4,9 @@ The model is `pipeline.memory`: a worker's row walked with what its stages hold,
 shares out. Here each stage's footprint, each row and each answer is made once, whichever cut asks; stages of
 the same layers are one, wherever they stand. One thing is only known here:
 
-    a tied weight    one with one state where one worker has all its layers, but a gradient of each of its
-                     uses until a step ends; where others have some, for a moment their gradient, too
+    a tied weight    one with one state where one worker has all its layers; until a step ends a gradient of
+                     each of its uses is counted, which is more than there is; where others have some, for a
+                     moment their gradient, too
 
 What a grid adds to the first forward or the last backward alone is counted at every moment of a step. What
 messages take is only known of all stages together: a cut is looked for with one receive ahead (`alone`), then
@@ -14,7 +15,7 @@ messages take is only known of all stages together: a cut is looked for with one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -26,9 +27,9 @@ from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed,
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without
-from gpipe_bench.pipeline.plan.remat import Choice, recomputes
+from gpipe_bench.pipeline.plan.remat import recomputes
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.candidate import WRAPPED, Grid, by_schedule
 
 Stages = tuple[range, ...]
 Known = dict[tuple[object, ...], StageMemory]
@@ -37,23 +38,26 @@ Known = dict[tuple[object, ...], StageMemory]
 
 class Footprints:
     """Of the stages of one model at one micro-batch size. Stages are asked for by a number that those of the
-    same layers share.
+    same layers share which recompute the same inside.
+
+    `profile_of` gives the profiles with what blocks recompute inside, by its name.
     """
 
-    def __init__(self, profile: ModelProfile) -> None:
-        self.profile = profile
-        self._stages: list[range] = []  # the first of each number
+    def __init__(self, profile_of: Callable[[str], ModelProfile]) -> None:
+        self._profile_of = cache(profile_of)
+        self.profile = self._profile_of("never")
+        self._stages: list[tuple[range, ModelProfile]] = []  # the first of each number
         self._numbers: dict[tuple[object, ...], int] = {}
         self.number, self.held = cache(self._number), cache(self._held)
         self._whole = cache(self._whole_of)
         self.between_steps = cache(self._between_steps)
 
-    def _number(self, stage: range) -> int:
-        layers = self.profile.layers
-        content = (*map(id, layers[stage.start : stage.stop]), stage.stop == len(layers))
+    def _number(self, stage: range, remat: str) -> int:
+        profile = self._profile_of(remat if remat in WRAPPED else "never")
+        content = (*map(id, profile.layers[stage.start : stage.stop]), stage.stop == len(profile.layers))
         number = self._numbers.setdefault(content, len(self._stages))
         if number == len(self._stages):
-            self._stages.append(stage)
+            self._stages.append((stage, profile))
         return number
 
     def _held(self, number: int, sharing: Sharing) -> HeldStage:
@@ -61,9 +65,8 @@ class Footprints:
         return shared_stage(self._whole(number), sharing)
 
     def _whole_of(self, number: int) -> StageBytes:
-        stage, layers = self._stages[number], self.profile.layers
-        loss = self.profile.loss if stage.stop == len(layers) else None
-        return stage_bytes(layers[stage.start : stage.stop], loss)
+        stage, (layers, loss) = self._stages[number]
+        return stage_bytes(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
 
     def _between_steps(self, sharing: Sharing, optimizer: str) -> list[int]:
         """Bytes of weights, gradients and the optimizer's state of all layers before each, and of all."""
@@ -88,23 +91,27 @@ class Room:
         optimizer: str,
         ties: tuple[SharedWeight, ...] = (),
         known: Known | None = None,
+        gathered_share: float = 1.0,
     ) -> None:
         self._footprints, self._rows, self._grid = footprints, rows, grid
         self._optimizer, self._rule = optimizer, Optimizer.named(optimizer)
         self._every_tie = ties
         self.layers, self.schedule = footprints.profile.layers, rows.schedule
         # How many replicas there are does not matter.
-        self._sharing = Sharing(min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2)
+        self._sharing = Sharing(
+            min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2, gathered_share=gathered_share
+        )
         self._between_steps = footprints.between_steps(self._sharing, optimizer)
         self._all_ties = sum(map(self._beside, ties))
         self._known: Known = {} if known is None else known
 
-    def memory(self, worker: int, stages: Stages, remat: Sequence[Choice]) -> StageMemory:
+    def memory(self, worker: int, stages: Stages, remat: Sequence[str]) -> StageMemory:
         """A worker with stages of these layers at its fullest."""
         ties = self._ties(stages)
-        key = (worker, tuple(remat), tuple(map(self._footprints.number, stages)), ties)
+        numbers = tuple(map(self._footprints.number, stages, remat))
+        key = (worker, tuple(remat), numbers, ties)
         if key not in self._known:
-            held = self._once(stages, ties)
+            held = self._once(stages, remat, ties)
             found = self._fullest(worker, held, tuple(remat))
             if received := self._received_bytes(stages):
                 found = max(found, self._summing(worker, held, received), key=lambda each: each.peak)
@@ -112,20 +119,20 @@ class Room:
         return self._known[key]
 
     def counted(
-        self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool
+        self, stages: Sequence[range], remat: Sequence[str], accelerated: bool
     ) -> tuple[StageMemory, ...]:
         """All workers at their fullest, with what their messages take."""
         alone, more = self.alone(stages, remat), self._messages(stages, remat, accelerated)
         return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
 
-    def alone(self, stages: Sequence[range], remat: Sequence[Choice]) -> list[StageMemory]:
+    def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
         """The same with one receive ahead."""
         return [
             self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
             for worker, mine in enumerate(self._rows.homes)
         ]
 
-    def _messages(self, stages: Sequence[range], remat: Sequence[Choice], accelerated: bool) -> list[int]:
+    def _messages(self, stages: Sequence[range], remat: Sequence[str], accelerated: bool) -> list[int]:
         """What rings of buffers and messages on their way make of each worker's fullest moment, beyond what
         `memory` counts, which may be less than nothing.
         """
@@ -134,14 +141,15 @@ class Room:
         held: dict[int, HeldStage] = {}
         for mine in self._rows.homes:
             spans = tuple(stages[stage] for stage in mine)
-            held |= zip(mine, self._once(spans, self._ties(spans)), strict=True)
+            own = self._once(spans, [remat[stage] for stage in mine], self._ties(spans))
+            held |= zip(mine, own, strict=True)
         every, whole = [held[stage] for stage in range(len(stages))], self._rows.recomputed(remat)
         counted, supposed = (
             self._all_together(every, stages, whole, ahead) for ahead in (Transport(accelerated), 1)
         )
         return [more - less for more, less in zip(counted, supposed, strict=True)]
 
-    def fits(self, worker: int, stages: Stages, remat: Sequence[Choice], cap: int) -> bool:
+    def fits(self, worker: int, stages: Stages, remat: Sequence[str], cap: int) -> bool:
         """Whether a worker has room for stages of these layers, which recompute so much."""
         held = self._between_steps
         least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
@@ -163,25 +171,29 @@ class Room:
             for index, layer in enumerate(self.layers)
         ]
 
-    def _held(self, stages: Stages) -> list[HeldStage]:
-        return [self._footprints.held(self._footprints.number(stage), self._sharing) for stage in stages]
+    def _held(self, stages: Stages, remat: Sequence[str]) -> list[HeldStage]:
+        numbers = map(self._footprints.number, stages, remat)
+        return [self._footprints.held(number, self._sharing) for number in numbers]
 
-    def _with_graphs(self, worker: int, stages: Stages, remat: Sequence[Choice]) -> int:
+    def _with_graphs(self, worker: int, stages: Stages, remat: Sequence[str]) -> int:
         """What several stages hold at least before their gradients are made: weights, state and the graphs of
         those that recompute nothing. It takes no walk of the row for each choice of what is recomputed.
         """
-        held = self._held(stages)
+        held = self._held(stages, remat)
         always = sum(
             each.step.parameter_bytes + self._rule.state_bytes(each.rest.trained_sizes) for each in held
         )
-        saved = [each.step.saved_bytes * (what == "never") for each, what in zip(held, remat, strict=True)]
+        saved = [
+            each.step.saved_bytes * (what in ("never", *WRAPPED))
+            for each, what in zip(held, remat, strict=True)
+        ]
         graphs = max(
             sum(count * size for count, size in zip(counts, saved, strict=True))
             for counts in self._rows.most_graphs(worker)
         )
         return always + graphs - self._all_ties
 
-    def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[Choice, ...]) -> StageMemory:
+    def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[str, ...]) -> StageMemory:
         moments = self._rows.moments(worker, remat)
         again = {moment.step.action.stage for moment in moments if moment.step.recomputed}
         more = max(max((*each.first, *each.last)) for each in held)
@@ -255,9 +267,9 @@ class Room:
             if (mine := tuple(layer for layer in tie.layers if any(layer in stage for stage in stages)))
         )
 
-    def _once(self, stages: Stages, ties: tuple[SharedWeight, ...]) -> list[HeldStage]:
+    def _once(self, stages: Stages, remat: Sequence[str], ties: tuple[SharedWeight, ...]) -> list[HeldStage]:
         """The stages without the weights and states that the worker has already with an earlier layer."""
-        found = self._held(stages)
+        found = self._held(stages, remat)
         for tie in ties:
             for layer in tie.layers[1:]:
                 stage = next(index for index, each in enumerate(stages) if layer in each)
@@ -279,12 +291,12 @@ class Rows:
         self.homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
         self.moments, self.most_graphs = cache(self._moments), cache(self._most_graphs)
 
-    def recomputed(self, remat: Sequence[Choice]) -> Schedule:
+    def recomputed(self, remat: Sequence[str]) -> Schedule:
         """The whole schedule with R before each backward of what its stages recompute."""
         rows = [self._row(worker, [remat[stage] for stage in mine]) for worker, mine in enumerate(self.homes)]
-        return replace(self.schedule, remat=tuple(remat), actions=tuple(rows))
+        return replace(self.schedule, remat=by_schedule(remat), actions=tuple(rows))
 
-    def _row(self, worker: int, remat: Sequence[Choice]) -> tuple[Action, ...]:
+    def _row(self, worker: int, remat: Sequence[str]) -> tuple[Action, ...]:
         count = self.schedule.num_microbatches
         again = dict(zip(self.homes[worker], remat, strict=True))
         row: list[Action] = []
@@ -294,7 +306,7 @@ class Rows:
             row.append(action)
         return tuple(row)
 
-    def _moments(self, worker: int, remat: tuple[Choice, ...]) -> tuple[Moment, ...]:
+    def _moments(self, worker: int, remat: tuple[str, ...]) -> tuple[Moment, ...]:
         """The different moments of one worker. A long row repeats itself: hundreds of actions find the same
         numbers of micro-batches as ones before.
         """

@@ -4,11 +4,13 @@ same as something that a process which times them can be sent and builds for its
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,15 +18,18 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES, Half
 from gpipe_bench.models.parallel import check_divisible, tensor_parallel
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
-from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile, Profiler, fake_copy
+from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler, fake_copy
 from gpipe_bench.pipeline.memory.workers import SharedWeight, shared_weights
 from gpipe_bench.pipeline.model.layers_of import layers_of
+from gpipe_bench.pipeline.plan.names import suggestion
 from gpipe_bench.pipeline.stage.trees import flatten, unflatten
+from gpipe_bench.planner.candidate import WRAPPED
 
 BATCH_SIZE = 32
 """Examples of the mini-batch of a published shape, where none are given."""
@@ -33,6 +38,16 @@ WANTED = (
     "it takes no arguments and returns (layers, inputs) or (layers, inputs, target, loss_fn), the inputs an "
     "example of a mini-batch"
 )
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What mixed precision multiplies in."""
+_aten: Any = torch.ops.aten
+PRODUCTS = [
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
+    _aten.convolution.default, _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+]  # fmt: skip
+"""What a selective checkpoint keeps the results of; a script has their names."""
 DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
 """What says how an own model is tensor parallel."""
 
@@ -80,6 +95,7 @@ class Model:
     attention: str = "cpu"
     divide: Callable[..., object] | None = field(default=None, repr=False, compare=False)
     _profiles: dict[tuple[object, ...], ModelProfile] = field(default_factory=dict, repr=False, compare=False)
+    _profilers: dict[tuple[object, ...], Profiler] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def batch_size(self) -> int:
@@ -103,49 +119,104 @@ class Model:
         except ValueError as error:
             raise ValueError(f"--tp {ranks}: {self.name}: {error}; leave --tp out") from error
 
-    def is_divisible(self, ranks: int, *, compiled: bool) -> bool:
+    def is_divisible(self, ranks: int) -> bool:
         """Whether so many ranks may compute each of its layers together."""
         try:
             self.check_divisible(ranks)
         except ValueError:
             return False
-        return not self.why_whole(compiled=compiled)
+        return not self.why_whole
 
-    def why_whole(self, *, compiled: bool) -> str:
+    @property
+    def why_whole(self) -> str:
         """Why the engine divides none of its parameters, neither over fsdp nor over tp; empty if it does."""
-        if self.ties:
-            return "since layers share a weight"
-        return "since compiled layers keep their parameters whole" if compiled else ""
+        return "since layers share a weight" if self.ties else ""
+
+    @cached_property
+    def blocks(self) -> frozenset[int]:
+        """The layers that a checkpoint is put around: those of the kind that most are of, or all if no kind
+        makes half of them.
+        """
+        (kind, count), *_ = Counter(map(type, self.layers)).most_common(1)
+        every = range(len(self.layers))
+        return frozenset(i for i in every if 2 * count < len(every) or type(self.layers[i]) is kind)
+
+    def recomputing(self, remat: str) -> tuple[nn.Module, ...]:
+        """The layers, with torch's checkpoint around the blocks where `remat` is one of WRAPPED."""
+        if remat not in WRAPPED:
+            return self.layers
+        found = [Checkpointed(e, remat) if i in self.blocks else e for i, e in enumerate(self.layers)]
+        return tuple(found)
+
+    def in_half(self) -> Model:
+        """With everything in bfloat16, as is each copy of it."""
+        layers = tuple(copy.deepcopy(nn.ModuleList(self.layers)).to(torch.bfloat16))
+        inputs, target = self.of_microbatch(self.batch_size, torch.bfloat16)
+        ties = shared_weights(layers)
+        return replace(
+            self, layers=layers, ties=ties, inputs=inputs, target=target, _profiles={}, _profilers={}
+        )
+
+    def sequence_parallel(self, ranks: int) -> bool:
+        """Whether `ranks` that compute a layer together also divide what lies between layers, by tokens."""
+        shape = self.inputs.tensors[0].shape
+        return self.source.options is not None and len(shape) > 1 and shape[1] % ranks == 0
+
+    def of_microbatch(self, size: int, dtype: torch.dtype | None = None) -> tuple[Boundary, Boundary]:
+        """Inputs and target of one; floating-point inputs in that dtype."""
+        inputs, target = (resized(each, size) for each in (self.inputs, self.target))
+        if dtype is not None:
+            tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in inputs.tensors]
+            inputs = replace(inputs, tensors=tuple(tensors))
+        return inputs, target
 
     def profile_of(
         self,
         microbatch_size: int,
         precision: str,
         *,
-        compiled: bool = False,
         split_backward: bool = False,
         tp: int = 1,
+        remat: str = "never",
+        sharded: bool = False,
     ) -> ModelProfile:
-        """Of a micro-batch of that many examples, layers that are alike once; or what one rank has of it of
-        `tp` that compute every layer together.
+        """Of a micro-batch of that many examples, layers that are alike once.
+
+        Args:
+            microbatch_size: examples.
+            precision: one of `request.PRECISIONS`.
+            split_backward: also the two halves of backwards.
+            tp: ranks that compute every layer together, of which this is what one has.
+            remat: what blocks recompute inside, one of `candidate.WRAPPED`, or anything else for nothing.
+            sharded: parameters are gathered in 16 bits in mixed precision, where autocast would keep a copy
+                of them in each graph.
         """
-        key = (microbatch_size, precision, compiled, split_backward, self.attention, tp)
-        if key not in self._profiles:
-            inputs, target = (resized(each, microbatch_size) for each in (self.inputs, self.target))
-            with self._divided_over(tp) as divided:
-                profiler = Profiler(
-                    PRECISIONS[precision],
-                    compiled=compiled,
-                    attention=self.attention,
-                    split_backward=split_backward,
-                    ties_apart=True,
-                    divided=divided,
+        remat = remat if remat in WRAPPED else "never"
+        half = HALF.get(precision)
+        read = half if sharded else None
+        about = (microbatch_size, half, split_backward, self.attention, tp, read)
+        if (remat, *about) not in self._profiles:
+            with self.divided_over(tp, read) as divided:
+                profiler = self._profilers.setdefault(
+                    about,
+                    Profiler(
+                        None if read else half,
+                        attention=self.attention,
+                        number_format=read,
+                        split_backward=split_backward,
+                        ties_apart=True,
+                    ),
                 )
-                self._profiles[key] = ModelProfile(*profiler.model(self.layers, self.loss_fn, inputs, target))
-        return self._profiles[key]
+                profiler.divided = divided
+                ends = self.of_microbatch(microbatch_size, read)
+                found = profiler.model(self.recomputing(remat), self.loss_fn, *ends)
+                self._profiles[remat, *about] = found
+        return self._profiles[remat, *about]
 
     @contextmanager
-    def _divided_over(self, ranks: int) -> Iterator[Callable[[nn.Module], nn.Module] | None]:
+    def divided_over(
+        self, ranks: int, dtype: torch.dtype | None = None
+    ) -> Iterator[Callable[[nn.Module], nn.Module] | None]:
         """What a rank has of a layer, divided as in the script; of the ranks there is this one alone."""
         if ranks == 1:
             yield None
@@ -159,16 +230,40 @@ class Model:
         try:
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
 
+            sequence = self.sequence_parallel(ranks)
+
             def divided(layer: nn.Module) -> nn.Module:
-                mine = self.layers if self.divide is not None and layer in self.layers else (layer,)
-                copies = nn.Sequential(*map(fake_copy, mine))
-                if layer in self.layers:
-                    (self.divide or tensor_parallel)(copies, mesh)
-                return copies[mine.index(layer)]
+                bare = layer.layer if isinstance(layer, Checkpointed) else layer
+                mine = self.layers if self.divide is not None and bare in self.layers else (bare,)
+                copies = nn.Sequential(*(fake_copy(each, dtype) for each in mine))
+                if bare in self.layers:
+                    if self.divide is not None:
+                        self.divide(copies, mesh)
+                    else:
+                        tensor_parallel(copies, mesh, sequence=sequence)
+                own = copies[mine.index(bare)]
+                return Checkpointed(own, layer.remat) if isinstance(layer, Checkpointed) else own
 
             yield divided
         finally:
             dist.destroy_process_group()
+
+
+class Checkpointed(nn.Module):
+    """A layer with torch's own checkpoint around it, as a script has it; equal ones are profiled once."""
+
+    def __init__(self, layer: nn.Module, remat: str) -> None:
+        super().__init__()
+        self.layer, self.remat = layer, remat
+        for name in ("stashes", "pops"):
+            if hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
+
+    def forward(self, value: Any) -> Any:
+        more: dict[str, Any] = {}
+        if self.remat == "selective":
+            more["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
+        return checkpoint(self.layer, value, use_reentrant=False, **more)
 
 
 def model_of(
@@ -177,6 +272,7 @@ def model_of(
     num_layers: int | None = None,
     *,
     num_filters: int | None = None,
+    seq_len: int | None = None,
 ) -> Model:
     """The published shape, Table 1's model or the user's `module:function` of that name.
 
@@ -187,6 +283,7 @@ def model_of(
             one's own example has
         num_layers: blocks, instead of the shape's own; of GPT-2, Llama and Table 1's models only
         num_filters: of AmoebaNet-D only
+        seq_len: tokens of an example, instead of the shape's own; of GPT-2 and Llama only
 
     Raises ValueError, naming value and remedy, for what is neither or cannot be built.
     """
@@ -198,8 +295,11 @@ def model_of(
     if half is not None:
         return _of_table_1(half, batch_size or half.batch_size, num_layers, num_filters)
     if name not in SHAPES and ":" not in name:
-        known = ", ".join([*(half.model for half in HALVES.values()), *SHAPES])
-        raise ValueError(f"unknown model {name!r}; known: {known}, and one's own as module:function")
+        names = [*(half.model for half in HALVES.values()), *SHAPES]
+        known, close = ", ".join(names), suggestion(name, names)
+        raise ValueError(f"unknown model {name!r}{close}; known: {known}, and one's own as module:function")
+    if seq_len is not None and (name not in SHAPES or SHAPES[name][0] == "unet" or seq_len < 1):
+        raise ValueError(f"--seq-len {seq_len}: {name} has the tokens it has; leave the option out")
     if num_layers is not None and (name not in SHAPES or SHAPES[name][0] == "unet"):
         raise ValueError(f"--num-layers {num_layers}: {name} has the layers it has; leave the option out")
     if name not in SHAPES:
@@ -211,10 +311,13 @@ def model_of(
             inputs=resized(found.inputs, batch_size),
             target=resized(found.target, batch_size),
             _profiles={},
+            _profilers={},
         )
     builder, options = SHAPES[name]
     if num_layers is not None:
         options = {**options, "num_layers": num_layers}
+    if seq_len is not None:
+        options = {**options, "seq_len": seq_len}
     return built(name, builder, options, batch_size or BATCH_SIZE)
 
 

@@ -24,9 +24,8 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.breakdown import breakdown
 from gpipe_bench.planner.candidate import Candidate, Prediction, splits
 from gpipe_bench.planner.collectives import Collectives
-from gpipe_bench.planner.costs import Costs, kinds_of
+from gpipe_bench.planner.costs import Costs, inside, kinds_of
 from gpipe_bench.planner.request import Request, Topology
-from gpipe_bench.planner.steps import divided
 
 DRAWS = 64
 """Steps of which the median is taken, where there is jitter."""
@@ -44,7 +43,7 @@ class Layout:
             raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
         self.schedule = candidate.rows()
         self.size = candidate.microbatch_size(request.batch_size)
-        costs = divided(costs, self.size, candidate.tp)
+        costs = costs.on(self.size, candidate.tp, sharded=request.gathers_half(candidate.fsdp))
         self.candidate, self.costs = candidate, costs
         self.at = costs.at(self.size)
         self.kinds = kinds_of(self.schedule)
@@ -61,8 +60,9 @@ class Layout:
                 "sharded: gather once in a step (ZeRO-2)"
             )
         known = {
-            key: self.at.seconds(key[1], candidate.cut[key[0]]) + costs.gap_s
-            for key in {(action.stage, kind) for action, kind in self.kinds.items()}
+            (stage, kind): self.at.seconds(inside(kind, candidate.remat[stage]), candidate.cut[stage])
+            + costs.gap_s
+            for stage, kind in {(action.stage, kind) for action, kind in self.kinds.items()}
         }
         update_s = [each / candidate.fsdp for each in costs.update_s]
         if self._shards is not None:
@@ -137,7 +137,8 @@ class Layout:
             found["gathers"] = list(map(self._collectives.gathers, stages))
         if self._collectives.every_pass or candidate.tp > 1:
             waits_s = found["collective_s"] = dict[tuple[int, Kind], float]()
-            for stage, (ahead_s, back_s) in enumerate(map(self._collectives.inside_s, stages)):
+            each_s = map(self._collectives.inside_s, stages, candidate.remat)
+            for stage, (ahead_s, back_s) in enumerate(each_s):
                 kinds_s = {Kind.F: ahead_s, Kind.R: ahead_s, Kind.B: back_s, Kind.I: back_s, Kind.W: 0.0}
                 waits_s |= {(stage, kind): seconds for kind, seconds in kinds_s.items()}
         return found
@@ -188,15 +189,30 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
     from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory
 
-    profile = layout.costs.profiles(layout.size, splits(candidate.schedule), candidate.tp)
-    layers, loss, transport = profile.layers, profile.loss, Transport(request.accelerated)
-    rule = request.optimizer
+    profiles = {
+        remat: layout.costs.profiles(
+            layout.size, split_backward=splits(candidate.schedule), tp=candidate.tp, remat=remat,
+            sharded=request.gathers_half(candidate.fsdp),
+        )
+        for remat in dict.fromkeys(candidate.remat)
+    }  # fmt: skip
+    transport, rule = Transport(request.accelerated), request.optimizer
     if candidate.replicas > 1:
-        sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2)
+        share = layout.costs.gathered_share if candidate.fsdp > 1 else 1.0
+        sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2, gathered_share=share)
         held = [
-            held_stage(layers[span.start : span.stop], loss if span is candidate.cut[-1] else None, sharing)
-            for span in candidate.cut
-        ]
+            held_stage(
+                profiles[remat].layers[span.start : span.stop],
+                profiles[remat].loss if span is candidate.cut[-1] else None, sharing,
+            )
+            for span, remat in zip(candidate.cut, candidate.remat, strict=True)
+        ]  # fmt: skip
         return grid_peak_bytes(held, layout.schedule, rule, receive_ahead=transport), unsaid
+    layers = [
+        layer
+        for span, remat in zip(candidate.cut, candidate.remat, strict=True)
+        for layer in profiles[remat].layers[span.start : span.stop]
+    ]
+    loss = profiles[candidate.remat[-1]].loss
     found = pipeline_memory(layers, loss, candidate.cut, layout.schedule, rule, receive_ahead=transport)
     return tuple(each.peak for each in found), tuple(each.when for each in found)

@@ -28,9 +28,7 @@ operation that says nothing of their size. All of that is timed as it is:
     F0 B0 F1 B1 F2 B2=====       F1, B1: a pass with its hooks, and of ZeRO-3 with its gathers and scatters
     ==                sums       once in a step: F0 over F1, B2 over B1, and what lies around all of them
 
-Where there is a budget of seconds, everything is timed once, the smallest micro-batches first and no larger
-ones than there is time for; after that, as long as it lasts, only what the best of the likely ways depend on,
-predicted with what is known by then.
+Where there is a budget of seconds, no further round begins after it.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import inf
 from statistics import median
 from time import perf_counter
@@ -56,16 +54,13 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
 from gpipe_bench.pipeline.plan.timeline import Event
 from gpipe_bench.pipeline.stage.trees import split
-from gpipe_bench.planner.costs import LEVELS, About, kinds_of
+from gpipe_bench.planner.costs import LEVELS, kinds_of
 from gpipe_bench.planner.model import Subject
 from gpipe_bench.planner.timing import boundary_bytes, settle, time_step
 
 NUM_MICROBATCHES = 3  # of a probe: the first makes gradients, two add to them
 ALONE = 2  # coarse stages where there is one process
 LEARNING_RATE = 1e-6
-STEPS_OF_A_SIZE = 9.0
-"""What one round takes of a size, in passes forward and back over all examples of a probe."""
-PROBES_OF_A_SIZE = 8
 WAYS = (("gpipe", "always"), ("zb-h1", "never"))
 """Schedule and re-materialization of fine and coarse probes."""
 WHOLE_WAYS = (("1f1b", "always"), ("1f1b", "never"))
@@ -89,7 +84,6 @@ class ProbeJob(NamedTuple):
     sharded: bool = True  # whether parameters may be divided, too (fsdp)
     budget_s: float = inf
     shown: bool = False  # whether somebody is told how far it is
-    matters: Callable[[Sequence[Any]], set[About]] | None = None  # what is timed again; of all `Probed`
 
 
 class Taken(NamedTuple):
@@ -236,10 +230,6 @@ class _Probe(NamedTuple):
     level: int = 0
     boundary_bytes: tuple[float, ...] = ()
 
-    @property
-    def about(self) -> About:
-        return About(self.size, self.level if self.way == "whole" else "layers")
-
 
 class Step(NamedTuple):
     """A step by the clock: the number of the reference before it, events of this process, and of all where
@@ -256,31 +246,19 @@ class Step(NamedTuple):
 def probe(bench: Bench) -> Probed:
     """Takes all probes of a job. All processes must call."""
     job, layers, start_s = bench.job, bench.layers, perf_counter()
-    limited = job.budget_s < inf
-
-    def lasts(round_s: float) -> bool:
-        """Whether there is time for that, as the first process has it."""
-        return bool(bench.everyone(perf_counter() - start_s + round_s <= job.budget_s)[0])
 
     def tell(what: str) -> None:
         if bench.rank == 0 and job.shown:
             print_progress(what, perf_counter() - start_s, job.budget_s)
 
     tell("warming up")
-    chosen = list(job.sizes)
-    if limited:
-        reference_s = min(bench.references[bench.reference()] for _ in range(4))  # the first ones warm up
-        chosen = bench.everyone(
-            affordable(chosen, reference_s / (2 * bench.size), reference_s, job.budget_s)
-        )[0]
-    inputs = {size: split(job.subject.batch(size, str(bench.device))[0], 1)[0] for size in chosen}
+    inputs = {size: split(job.subject.batch(size, str(bench.device))[0], 1)[0] for size in job.sizes}
     boundaries = {size: boundary_bytes(layers, microbatch) for size, microbatch in inputs.items()}
     probes = list[_Probe]()
     cost = [0.0] * len(layers)
     for opened in (_fine, _coarse, _whole):
         new = list(opened(bench, {size: sizes[0] for size, sizes in boundaries.items()}, cost))
-        for _ in range(1 if limited else 2):
-            steps = [_take(bench, each) for each in new]  # the first ones warm up
+        steps = [_take(bench, each) for each in new]  # the first ones warm up
         if opened is _fine:
             for event in (event for step in steps for event in step.mine):
                 cost[event.action.stage] += event.duration_s
@@ -289,51 +267,27 @@ def probe(bench: Bench) -> Probed:
     settle()
     first, taken = bench.reference(), list[tuple[_Probe, Step]]()
 
-    def found() -> Probed:
-        bench.reference_s = median(bench.references[first:])
-        return Probed(
-            tuple(
-                run_of(number, each, step, bench.speed(step.before, bench.reference_s))
-                for number, (each, step) in enumerate(taken)
-            ),
-            tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
-            {size: boundaries[size][0] for size in chosen},
-            {size: boundaries[size][1] for size in chosen},
-        )
-
-    turns = known = probes
     generator = random.Random(job.seed)
     for number in range(job.rounds):
-        began_s = perf_counter()
-        tell(f"round {number + 1}, {len(turns)} of {len(known)} probes")
-        order = generator.sample(turns, len(turns))
-        if limited and number == 0:  # the smallest first: a size that there is no time for is left out
-            order.sort(key=lambda each: each.size)
-        examples = 0
-        for size, group in groupby(order, key=lambda each: each.size):
-            some = list(group)
-            if limited and number == 0 and examples:
-                example_s = (perf_counter() - began_s) / examples
-                if not lasts(example_s * size * len(some)):
-                    chosen = [each for each in chosen if each < size]
-                    break
-            for each in some:
-                taken.append((each, _take(bench, each)))
-                bench.reference()
-            examples += size * len(some)
-        if limited and number + 1 < job.rounds:
-            known = [each for each in probes if each.size in chosen]
-            round_s, everyone = perf_counter() - began_s, bench.everyone(found())
-            matters = job.matters(everyone) if job.matters is not None and bench.rank == 0 else None
-            places = [n for n, each in enumerate(known) if matters is None or each.about in matters]
-            places = bench.everyone(places)[0]
-            if not places or not lasts(round_s * len(places) / (len(known) if number == 0 else len(turns))):
-                break
-            turns = [known[place] for place in places]
+        tell(f"round {number + 1}, {len(probes)} probes")
+        for each in generator.sample(probes, len(probes)):
+            taken.append((each, _take(bench, each)))
+            bench.reference()
+        if bench.everyone(perf_counter() - start_s > job.budget_s)[0]:
+            break
     tell("done")
     for each in probes:
         each.pipeline.close()
-    return found()
+    bench.reference_s = median(bench.references[first:])
+    return Probed(
+        tuple(
+            run_of(number, each, step, bench.speed(step.before, bench.reference_s))
+            for number, (each, step) in enumerate(taken)
+        ),
+        tuple(tuple(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers),
+        {size: ahead for size, (ahead, _) in boundaries.items()},
+        {size: back for size, (_, back) in boundaries.items()},
+    )
 
 
 def _fine(
@@ -457,25 +411,6 @@ def _messages(
         for message in transfers(schedule)
         if free_s.get(message.target, -inf) < times[message.source].end_s
     ]
-
-
-def affordable(sizes: Sequence[int], example_s: float, reference_s: float, budget_s: float) -> list[int]:
-    """The sizes whose warm-up and first round there is time for; at least the smallest.
-
-    Args:
-        sizes: of micro-batches
-        example_s: of one example, forward and back
-        reference_s: of the step that stands before every probe
-        budget_s: all that there is
-    """
-    kept: list[int] = []
-    left_s = budget_s
-    for size in sorted(sizes):
-        left_s -= 2 * STEPS_OF_A_SIZE * NUM_MICROBATCHES * size * example_s + PROBES_OF_A_SIZE * reference_s
-        if kept and left_s < 0:
-            break
-        kept.append(size)
-    return kept
 
 
 def print_progress(what: str, spent_s: float, budget_s: float) -> None:

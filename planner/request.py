@@ -6,25 +6,28 @@ counted as the plan's mesh has them, the pipeline outermost and tensor paralleli
 
     2 hosts of 4, mesh pp 2 x dp 2 x tp 2     host 0: pp 0, all of dp and tp     host 1: pp 1
 
-so what sends most is nearest. A ring of ranks that lie on several hosts goes over one card of each, where
-some libraries use all of them at a time (NCCL's rails): such sums are up to as many times faster as a host
-has cards, unless a link stands for all of them. Only the standard library and `pipeline.plan` are imported.
+so what sends most is nearest. A host has `cards` network cards. A ring of ranks that lie on several hosts
+uses all of them at a time (NCCL's rails), unless other rings pass the same hosts: with tp 8 there are eight
+rings of fsdp, and each has one of eight cards. Only the standard library and `pipeline.plan` are imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from math import prod
 
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED
+from gpipe_bench.pipeline.plan.names import suggestion
 from gpipe_bench.planner.candidate import REMATS, Grid, Way, splits
 
 OPTIMIZERS = ("sgd", "rmsprop", "adam")
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")
+"""Mixed precision keeps weights in float32: what is gathered (fsdp) is gathered in 16 bits, all else is
+autocast's; float16 has a scaled loss. Pure has everything in bfloat16, the optimizer's state too."""
 
 MEASURED = "measured"
 """The device type of a plan for the device that this machine has, on which the layers are timed."""
@@ -51,9 +54,12 @@ class Request:
         between: between two accelerators of different hosts; None where there is one host
         hosts: a divisor of the accelerators, which are spread evenly
         optimizer: one of OPTIMIZERS
-        precision: one of PRECISIONS; of the activations, parameters stay float32
+        precision: one of PRECISIONS
         device_type: MEASURED, or the name of an accelerator whose peaks are known
         compiled: each layer runs under `torch.compile`
+        autocast: shards are gathered in 32 bits and cast by autocast, as on this engine; not in 16 bits, as
+            FSDP's mixed precision does
+        cards: network cards of a host; None for one for each accelerator where NVLink connects them, else 1
 
     Raises:
         ValueError: a number below 1, hosts that do not divide the accelerators or have nothing between them,
@@ -72,6 +78,8 @@ class Request:
     device_type: str = MEASURED
     compiled: bool = False
     reserve_bytes: int | None = None
+    autocast: bool = False
+    cards: int | None = None
 
     def __post_init__(self) -> None:
         counts = {
@@ -79,6 +87,7 @@ class Request:
             "memory_bytes": self.memory_bytes,
             "batch_size": self.batch_size,
             "hosts": self.hosts,
+            "cards": self.cards_per_host,
         }
         for name, count in counts.items():
             if count < 1:
@@ -91,7 +100,8 @@ class Request:
         if self.hosts > 1 and self.between is None:
             raise ValueError(f"{self.hosts} hosts have no link between them; give one, such as infiniband")
         if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer is {self.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
+            close = suggestion(self.optimizer, OPTIMIZERS)
+            raise ValueError(f"optimizer is {self.optimizer!r}{close}; choose one of {', '.join(OPTIMIZERS)}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is {self.precision!r}; choose one of {', '.join(PRECISIONS)}")
         if not 0 <= self.held_back_bytes < self.memory_bytes:
@@ -108,6 +118,15 @@ class Request:
         return RESERVED_BYTES if self.accelerated else 0
 
     @property
+    def gathered_share(self) -> float:
+        """Of a parameter's bytes, what is gathered of it."""
+        return 0.5 if self.precision in ("bfloat16", "float16") and not self.autocast else 1.0
+
+    def gathers_half(self, fsdp: int) -> bool:
+        """Whether layers read parameters that were gathered in 16 bits."""
+        return fsdp > 1 and self.gathered_share < 1
+
+    @property
     def usable_bytes(self) -> int:
         """Of each accelerator, for tensors."""
         return self.memory_bytes - self.held_back_bytes
@@ -116,6 +135,13 @@ class Request:
     def accelerated(self) -> bool:
         """Whether messages go from device to device; what is timed here are processes of this host."""
         return self.device_type != MEASURED
+
+    @property
+    def cards_per_host(self) -> int:
+        """Network cards."""
+        if self.cards is not None:
+            return self.cards
+        return self.per_host if self.link.name.startswith("nvlink") else 1
 
     @property
     def per_host(self) -> int:
@@ -152,8 +178,8 @@ def link_named(name: str, device_type: str = "") -> Link:
     if name in LINKS:
         return LINKS[name]
     if name not in _GENERATIONS:
-        known = ", ".join([*_GENERATIONS, *LINKS])
-        raise ValueError(f"unknown link {name!r}; known: {known}")
+        known = [*_GENERATIONS, *LINKS]
+        raise ValueError(f"unknown link {name!r}{suggestion(name, known)}; known: {', '.join(known)}")
     words = device_type.lower()
     for starts, link in _GENERATIONS[name]:
         if words.startswith(starts):
@@ -191,15 +217,17 @@ class Topology:
             return self.sums
         stride, size = self._stride(name), getattr(self.grid, name)
         ranks = range(self.grid.accelerators)
-        return self._slowest(
+        slowest = self._slowest(
             (rank, rank + stride * (1 if rank // stride % size + 1 < size else 1 - size)) for rank in ranks
         )
+        return self._by_cards(slowest, stride)
 
     @cache  # noqa: B019
     def between(self, a: int, b: int) -> Link:
         """From a worker of the pipeline to another: as slow as in the slowest replica."""
         block = self._stride("pp")  # ranks of one worker, in all replicas
-        return self._slowest((a * block + each, b * block + each) for each in range(block))
+        slowest = self._slowest((a * block + each, b * block + each) for each in range(block))
+        return self._by_cards(slowest, block)
 
     def boundaries(self, placement: Sequence[int]) -> tuple[Link, ...]:
         """From each stage to the next; `placement` has the worker of each stage."""
@@ -218,6 +246,16 @@ class Topology:
     def _stride(self, name: str) -> int:
         """From a rank to its neighbour along a dimension."""
         return prod(getattr(self.grid, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
+
+    def _by_cards(self, link: Link, together: int) -> Link:
+        """A link between hosts as one of `together` neighbours has it that send at the same time: a host has
+        its cards for all of them, and one alone has as many as its ring passes accelerators there.
+        """
+        share = self.request.cards_per_host / min(together, self.request.per_host)
+        if link is not self.request.between or share == 1:
+            return link
+        rate = link.bandwidth_bytes_per_s * share
+        return replace(link, name=f"{link.name} x {share:g}", bandwidth_bytes_per_s=rate)
 
     def _slowest(self, hops: Iterable[tuple[int, int]]) -> Link:
         """Of the links between these ranks."""
@@ -266,7 +304,8 @@ class Space:
         ):
             for name in given:
                 if name not in known:
-                    raise ValueError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+                    close = suggestion(name, known)
+                    raise ValueError(f"unknown {what} {name!r}{close}; known: {', '.join(known)}")
 
 
 def divisors(number: int) -> list[int]:

@@ -24,23 +24,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import cache, partial
 from itertools import groupby
 from math import prod
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gpipe_bench.pipeline.memory.boundary import Boundary, resized
-from gpipe_bench.pipeline.memory.profile import PRECISIONS, LossLayer, attention_of, fake_copy, passed_on
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.profile import LossLayer, attention_of, fake_copy, passed_on
 from gpipe_bench.pipeline.stage.compiled import signature
 from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
-from gpipe_bench.planner.costs import Costs, SizeCosts
-from gpipe_bench.planner.model import Model
+from gpipe_bench.planner.costs import Costs, SizeCosts, inside
+from gpipe_bench.planner.model import HALF, Checkpointed, Model
 from gpipe_bench.planner.request import Request
 
 MIDDLE = 0.8
@@ -51,8 +54,14 @@ KERNEL_S = 3.2e-6
 """From one kernel to the next where each has little to do."""
 
 _aten: Any = torch.ops.aten
+_ROUNDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+"""Of collectives, how often their whole tensor goes round."""
 _UNMOVED = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh")
 """Operations beside views, by how their names begin, that move no bytes."""
+
+
+Copy = Callable[[nn.Module], nn.Module]
+"""A layer of fake tensors like another one, or what one rank has of it."""
 
 
 class Operation(NamedTuple):
@@ -65,6 +74,7 @@ class Operation(NamedTuple):
         products: its matrix products, where known: how many, rows, inner dimension, columns
         tensors: shape, bytes of an element, whether of floating point, of each that it reads or makes
         is_elementwise: whether it works element by element
+        sent: bytes of a collective's whole tensor, which goes once round
     """
 
     flops: float
@@ -74,6 +84,7 @@ class Operation(NamedTuple):
     products: tuple[tuple[int, int, int, int], ...] = ()
     tensors: tuple[tuple[tuple[int, ...], int, bool], ...] = ()
     is_elementwise: bool = False
+    sent: float = 0.0
 
     @property
     def moved(self) -> float:
@@ -101,25 +112,45 @@ def by_roofline(
         ValueError: an accelerator that is not known, or cannot multiply in the request's precision.
     """
     device = device or accelerator(request.device_type, request.precision)
-    found = {}
-    for size in sizes:
-        profile = model.profile_of(size, request.precision, compiled=request.compiled)
-        found[size] = SizeCosts(
-            layers_s=_kinds(
+    fuses = request.compiled or device.fuses
+
+    @cache
+    def variant(size: int, tp: int, sharded: bool) -> SizeCosts | None:
+        try:
+            model.check_divisible(tp)
+        except ValueError:
+            return None
+        return one(size, tp, sharded)
+
+    def one(size: int, tp: int, sharded: bool) -> SizeCosts:
+        read = HALF.get(request.precision) if sharded else None
+        profile = model.profile_of(size, request.precision, tp=tp, sharded=sharded)
+        inputs, target = model.of_microbatch(size, read)
+        precision = "float32" if read else request.precision
+        with model.divided_over(tp, read) as divided:
+            copied = divided or partial(fake_copy, number_format=read)
+            plain, selective = (
                 layers_noted(
-                    model.layers,
-                    model.loss_fn,
-                    resized(model.inputs, size),
-                    resized(model.target, size),
-                    request.precision,
-                    model.attention,
-                ),
-                device,
-                fuses=request.compiled or device.fuses,
-            ),
+                    model.recomputing(remat), model.loss_fn, inputs, target, precision, model.attention,
+                    copied=copied,
+                )
+                for remat in ("never", "selective")
+            )  # fmt: skip
+        layers_s = _kinds(plain, device, fuses=fuses)
+        again_s = [
+            max(0.0, seconds(a.backward, device, fuses=fuses) - seconds(b.backward, device, fuses=fuses))
+            for a, b in zip(selective, plain, strict=True)
+        ]
+        for kind in ("B", "I"):
+            layers_s[inside(kind, "selective")] = list(map(add, layers_s[kind], again_s))
+        return SizeCosts(
+            layers_s=layers_s,
             activation_bytes=[layer.outputs.num_bytes for layer in profile.layers[:-1]],
             gradient_bytes=[layer.output_gradient_bytes for layer in profile.layers[:-1]],
-        )
+            ring_bytes=[(_rounds(each.forward), _rounds(each.backward)) for each in plain] if tp > 1 else (),
+        ).with_blocks(model.blocks)
+
+    found = {size: one(size, 1, False) for size in sizes}
     held = [[p.numel() * p.itemsize for p in layer.parameters() if p.requires_grad] for layer in model.layers]
     bandwidth = MIDDLE * BANDWIDTH * device.bytes_per_s
     update = UPDATE_BYTES[request.optimizer] / 4
@@ -138,9 +169,9 @@ def by_roofline(
             + (f", {request.between.name} between hosts" if request.between else ""),
             "memory": "modelled from profiles of the layers",
         },
-        profiles=lambda size, split, tp: model.profile_of(
-            size, request.precision, compiled=request.compiled, split_backward=split, tp=tp
-        ),
+        gathered_share=request.gathered_share,
+        profiles=partial(model.profile_of, precision=request.precision),
+        variants=variant,
     )
 
 
@@ -153,6 +184,7 @@ def layers_noted(
     attention: str = "cpu",
     *,
     later: bool = False,
+    copied: Copy = fake_copy,
 ) -> list[Noted]:
     """Operations of each layer of a model, those of the loss with the last; layers that are alike once.
 
@@ -161,7 +193,7 @@ def layers_noted(
         inputs, target: of one micro-batch
         precision: of the activations
         attention: of the device, as `pipeline.memory.profile` has it
-        later: as `noted` says
+        later, copied: as `noted` says
     """
     known: dict[object, Noted] = {}
     found = []
@@ -170,7 +202,7 @@ def layers_noted(
             layer, inputs = LossLayer(loss_fn, inputs, target), inputs.join(target)
         key = (signature(layer), inputs)
         if key not in known:
-            known[key] = noted(layer, inputs, precision, attention, later=later)
+            known[key] = noted(layer, inputs, precision, attention, later=later, copied=copied)
         found.append(known[key])
         inputs = known[key].outputs
     *rest, last, loss = found
@@ -183,7 +215,13 @@ def layers_noted(
 
 
 def noted(
-    layer: nn.Module, inputs: Boundary, precision: str, attention: str = "cpu", *, later: bool = False
+    layer: nn.Module,
+    inputs: Boundary,
+    precision: str,
+    attention: str = "cpu",
+    *,
+    later: bool = False,
+    copied: Copy = fake_copy,
 ) -> Noted:
     """The operations of a layer on such inputs, in the precision of its activations.
 
@@ -191,9 +229,9 @@ def noted(
     have them: what the layer hands on untouched has no gradient of its own, the backward for the inputs alone
     is left out, and `_unsafe_view` is a copy.
     """
-    autocast = PRECISIONS[precision]
+    autocast = HALF.get(precision)
     with FakeTensorMode(), attention_of(attention):
-        copy = fake_copy(layer)
+        copy = copied(layer)
         for parameter in copy.parameters() if later else ():
             parameter.grad = torch.zeros_like(parameter)
         made = [spec.empty() for spec in inputs.tensors]
@@ -210,7 +248,7 @@ def noted(
         seeds = [torch.empty_like(t) for t in roots]
         leaves = [t for t in made if t.requires_grad]
         with _Notes(unmoved) as for_inputs:
-            if roots and leaves and not later:
+            if roots and leaves and not later and not isinstance(copy, Checkpointed):
                 torch.autograd.grad(roots, leaves, seeds, retain_graph=True, allow_unused=True)
         with _Notes(unmoved) as backward:
             if roots:
@@ -228,9 +266,16 @@ class _Notes(TorchDispatchMode):
         self._alive: list[torch.UntypedStorage] = []  # so that no two of them have the same number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # which makes operations on what this rank has of it
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func.namespace == "prim" or func.is_view or func.__name__.startswith(self._unmoved):
+            return output
+        if func.namespace == "_c10d_functional":
+            whole = max(t.nbytes for t in (*_tensors(args), *_tensors(output)))
+            rounds = _ROUNDS.get(func.__name__.partition(".")[0], 0)
+            self.found += [Operation(0.0, False, {}, {}, sent=float(whole))] * rounds
             return output
         given, made = _tensors((args, kwargs)), _tensors(output)
         self.found.append(
@@ -307,6 +352,10 @@ def _as_product(result: Sequence[int], weight: Sequence[int], groups: int) -> tu
     return result[0] * prod(result[2:]), weight[1] * prod(weight[2:]), weight[0] // groups
 
 
+def _rounds(operations: Sequence[Operation]) -> list[float]:
+    return [each.sent for each in operations if each.sent]
+
+
 def _kinds(layers: Sequence[Noted], device: Accelerator, *, fuses: bool) -> dict[str, list[float]]:
     """Seconds of each layer by kind."""
     known: dict[int, tuple[float, float, float]] = {}
@@ -326,6 +375,7 @@ def seconds(operations: Sequence[Operation], device: Accelerator, *, fuses: bool
     """Of operations, one after the other."""
     rates = (MIDDLE * device.reached * device.flops_per_s, MIDDLE * device.reached * device.half_flops_per_s)
     bandwidth = MIDDLE * BANDWIDTH * device.bytes_per_s
+    operations = [each for each in operations if not each.sent]
     return sum(
         max(each.flops / rates[each.is_half], each.moved / bandwidth, KERNEL_S / MIDDLE)
         for each in (fused(operations) if fuses else operations)

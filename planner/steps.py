@@ -14,26 +14,24 @@ each stage that is laid out, as the replay of a prediction has them (`predict`),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf
-from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
-from gpipe_bench.planner.candidate import Grid
-from gpipe_bench.planner.collectives import Collectives, all_reduce_s, forward_kind
-from gpipe_bench.planner.costs import Costs, ShardCosts
+from gpipe_bench.planner.candidate import WRAPPED, Grid
+from gpipe_bench.planner.collectives import Collectives, forward_kind
+from gpipe_bench.planner.costs import FIRST, Costs, ShardCosts, inside
 from gpipe_bench.planner.request import Topology
 
-_SUMMED = ("forward_s", "again_s", "backward_s", "inputs_s", "weights_s", "update_s")
+_KINDS = ("F", "R", "B", "I", "W")
 
 
 def recomputed(remat: str, num_microbatches: int) -> int:
-    """The micro-batches below this number are recomputed."""
-    return {"never": 0, "except_last": num_microbatches - 1, "always": num_microbatches}[remat]
+    """The micro-batches below this number are recomputed by the schedule."""
+    return {"except_last": num_microbatches - 1, "always": num_microbatches}.get(remat, 0)
 
 
 class StageTimes(NamedTuple):
@@ -48,126 +46,74 @@ class StageTimes(NamedTuple):
     buckets: tuple[Bucket, ...] = ()
     gathers: tuple[Gather, ...] = ()
 
+    def microbatch_s(self, remat: str) -> float:
+        """Of one micro-batch there and back."""
+        halves_s = self.inputs_s + self.weights_s
+        back_s = min(self.backward_s, halves_s) if self.inputs_s else self.backward_s
+        return self.forward_s + back_s + self.again_s * (remat in ("except_last", "always"))
+
 
 @dataclass(frozen=True)
 class LayerTimes:
     """Seconds of every layer on one micro-batch, and what lies between the layers.
 
     Args:
-        forward_s: F
-        backward_s: B
-        inputs_s, weights_s: I and W; empty for schedules that have none
+        layers_s: by kind, F, R and B, and I and W of schedules that have them; B and I also with what is
+            recomputed inside, as `costs.inside` calls it
         activation_bytes, gradient_bytes: between layer i and i + 1, of one micro-batch each way
         update_s: of the optimizer
-        again_s: R; as F if not given
         action_s: of an action of a stage whatever its layers, by kind
         collectives: what a grid adds; nothing if not given
 
     They go with each other as those of `Costs` do, which has checked them.
     """
 
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    inputs_s: Sequence[float] = ()
-    weights_s: Sequence[float] = ()
+    layers_s: Mapping[str, Sequence[float]]
     activation_bytes: Sequence[float] = ()
     gradient_bytes: Sequence[float] = ()
     update_s: Sequence[float] = ()
-    again_s: Sequence[float] = ()
     action_s: Mapping[str, float] = field(default_factory=dict)
     collectives: Collectives | None = None
-    _stages: dict[tuple[int, int], StageTimes] = field(default_factory=dict, repr=False, compare=False)
+    _stages: dict[tuple[int, int, str], StageTimes] = field(default_factory=dict, repr=False, compare=False)
     _sums: dict[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        layers = self.num_layers
-        seconds = {name: getattr(self, name) or [0.0] * layers for name in _SUMMED}
-        seconds["again_s"] = self.again_s or self.forward_s
-        seconds["back_s"] = seconds["least_s"] = self.backward_s
-        if self.inputs_s:
-            seconds["back_s"] = list(map(min, self.backward_s, self.inputs_s))
-            seconds["least_s"] = list(map(min, self.backward_s, map(add, self.inputs_s, self.weights_s)))
-        more = self.collectives
-        seconds["gather_s"] = more.gather_s() if more and more.every_pass else [0.0] * layers
-        seconds["sums_s"] = (more.sums_s() if more else []) or [0.0] * layers
-        self._sums.update({name: list(accumulate(each, initial=0.0)) for name, each in seconds.items()})
+        seconds = {**self.layers_s, "update": self.update_s or [0.0] * self.num_layers}
+        self._sums.update({kind: list(accumulate(each, initial=0.0)) for kind, each in seconds.items()})
 
     @property
     def num_layers(self) -> int:
-        return len(self.forward_s)
+        return len(self.layers_s["F"])
 
-    def stage(self, start: int, stop: int) -> StageTimes:
-        """Of layers start..stop - 1."""
-        known = self._stages.get((start, stop))
-        if known is None:
-            known = self._stages[start, stop] = self._with_collectives(start, stop)
-        return known
+    def stage(self, start: int, stop: int, remat: str = "never") -> StageTimes:
+        """Of layers start..stop - 1 that recompute so much."""
+        key = (start, stop, remat if remat in WRAPPED else "never")
+        if key not in self._stages:
+            self._stages[key] = self._stage(*key)
+        return self._stages[key]
 
-    def _with_collectives(self, start: int, stop: int) -> StageTimes:
-        alone, more, span = self._alone(start, stop), self.collectives, range(start, stop)
-        if more is None:
-            return alone
-        ahead_s, back_s = more.passes_s(span)
-        return alone._replace(
-            forward_s=alone.forward_s + ahead_s,
-            again_s=alone.again_s + ahead_s,
-            backward_s=alone.backward_s + back_s,
-            buckets=more.buckets(span),
-            gathers=more.gathers(span),
-        )
-
-    def _alone(self, start: int, stop: int) -> StageTimes:
-        """As if the collectives that depend on a stage's layers took no time."""
-        more, halved = self.action_s, bool(self.inputs_s)
-        forward, again, backward, inputs, weights, update = (self._of(n, start, stop) for n in _SUMMED)
+    def _stage(self, start: int, stop: int, remat: str) -> StageTimes:
+        more, span, takes = self.collectives, range(start, stop), {}
+        for kind in _KINDS:
+            known = inside(kind, remat) if inside(kind, remat) in self._sums else kind
+            takes[kind] = self._of(known, start, stop) + self.action_s.get(kind, 0.0) * (known in self._sums)
+        ahead_s, back_s = more.passes_s(span, remat) if more else (0.0, 0.0)
         return StageTimes(
-            forward + more.get("F", 0.0),
-            again + more.get("R", 0.0),
-            backward + more.get("B", 0.0),
-            inputs + more.get("I", 0.0) * halved,
-            weights + more.get("W", 0.0) * halved,
-            update,
-        )
-
-    def at_least(self, start: int, stop: int) -> StageTimes:
-        """What `stage` takes at least, from additions over layers alone, so that a longer stage takes more.
-        What the last backward cannot hide of sums over replicas is in `after_s`.
-        """
-        alone, gather_s = self._alone(start, stop), self._of("gather_s", start, stop)
-        hides_s = alone.weights_s if self.inputs_s else alone.backward_s
-        if gather_s:
-            alone = alone._replace(
-                forward_s=max(alone.forward_s, gather_s),
-                again_s=max(alone.again_s, gather_s),
-                backward_s=max(alone.backward_s, 2 * gather_s),
-            )
-            hides_s = inf  # how much longer the last backward is depends on the stage's layers
-        behind_s = max(0.0, self._of("sums_s", start, stop) - hides_s)
-        return alone._replace(after_s=alone.after_s + behind_s)
+            takes["F"] + ahead_s, takes["R"] + ahead_s, takes["B"] + back_s, takes["I"], takes["W"],
+            self._of("update", start, stop),
+            more.buckets(span) if more else (), more.gathers(span) if more else (),
+        )  # fmt: skip
 
     def _of(self, name: str, start: int, stop: int) -> float:
-        sums = self._sums[name]
-        return sums[stop] - sums[start]
+        sums = self._sums.get(name)
+        return sums[stop] - sums[start] if sums else 0.0
 
-    def least_s(self, start: int, stop: int) -> float:
-        """Work of layers start..stop - 1 on one micro-batch at least, its backward whole or in halves."""
-        gather_s = self._of("gather_s", start, stop)
-        ahead_s, back_s = self._of("forward_s", start, stop), self._of("least_s", start, stop)
-        return max(ahead_s, gather_s) + max(back_s, 2 * gather_s)
-
-    def ahead_s(self, layer: int) -> float:
-        """Forwards of all layers before this one, at least."""
-        return max(self._sums["forward_s"][layer], self._sums["gather_s"][layer])
-
-    def back_s(self, layer: int) -> float:
-        """Until a gradient has been back through all layers before this one, at least."""
-        return max(self._sums["back_s"][layer], 2 * self._sums["gather_s"][layer])
-
-    def beyond_s(self, layer: int) -> float:
-        """There and back through this layer and all after it, at least."""
-        last, gather_s = self.num_layers, self._of("gather_s", layer, self.num_layers)
-        ahead_s, back_s = self._of("forward_s", layer, last), self._of("back_s", layer, last)
-        return max(ahead_s, gather_s) + max(back_s, 2 * gather_s)
+    def work_s(self, start: int, stop: int) -> float:
+        """Of layers start..stop - 1 on one micro-batch at least, its backward whole or in halves."""
+        back_s = self._of("B", start, stop)
+        if "I" in self._sums:
+            back_s = min(back_s, self._of("I", start, stop) + self._of("W", start, stop))
+        return self._of("F", start, stop) + back_s
 
     def message(self, boundary: int) -> tuple[float, float]:
         """Bytes over a cut in front of layer `boundary`, forward and back."""
@@ -187,52 +133,35 @@ def times_on(
     ahead: bool,
     shards: ShardCosts | None = None,
 ) -> LayerTimes:
-    """The times of the layers on a grid; arguments as of `Collectives`, but the costs are whole."""
-    summed = costs.at(microbatch_size).summed_bytes
-    sums_s = [
-        2 * all_reduce_s(summed[layer], grid.tp, near.ring("tp")) if layer in summed else 0.0
-        for layer in range(costs.num_layers)
-    ]
-    costs = divided(costs, microbatch_size, grid.tp)
+    """The times of the layers on a grid; arguments as of `Collectives`."""
     size, layers = costs.at(microbatch_size), costs.num_layers
-    forward, backs = forward_kind(size.layers_s), ("B", "I") if split else ("B",)
-    takes_s = {kind: list(size.layers_s.get(kind, size.layers_s[forward])) for kind in (forward, "R", *backs)}
-    if grid.tp > 1:
-        takes_s = {kind: list(map(add, seconds, sums_s)) for kind, seconds in takes_s.items()}
-    update_s = [each / grid.fsdp for each in costs.update_s] or [0.0] * layers
-    if shards is not None:
-        update_s = list(shards.update_s)
-        for kind, seconds in takes_s.items():
+    collectives = Collectives(grid, near, costs, microbatch_size, split=split, ahead=ahead, shards=shards)
+    rounds = [collectives.rounds_s(layer) for layer in range(layers)]
+    forward = forward_kind(size.layers_s)
+    kinds = {
+        kind: each for kind, each in size.layers_s.items() if kind[0] in "RB" or (split and kind[0] in "IW")
+    }
+    takes_s = {kind: list(each) for kind, each in kinds.items() if not kind.endswith(FIRST)}
+    takes_s |= {"F": list(size.layers_s[forward]), "R": list(size.layers_s.get("R", size.layers_s[forward]))}
+    for kind, seconds in takes_s.items():
+        if kind != "W":
+            ahead, back, again = kind in "FR", kind[0] in "BI", " " in kind
+            takes_s[kind] = [
+                each + (ahead + again) * there_s + back * back_s
+                for each, (there_s, back_s) in zip(seconds, rounds, strict=True)
+            ]
+        if shards is not None:
             more_s = [shards.more(kind, range(layer, layer + 1)) for layer in range(layers)]
-            takes_s[kind] = [max(0.0, each + more) for each, more in zip(seconds, more_s, strict=True)]
+            takes_s[kind] = [max(0.0, each + more) for each, more in zip(takes_s[kind], more_s, strict=True)]
+    update_s = shards.update_s if shards is not None else [each / grid.fsdp for each in costs.update_s]
     action_s = {kind: size.action_s.get(kind, 0.0) for kind in "RBIW"}
     return LayerTimes(
-        takes_s[forward],
-        takes_s["B"],
-        takes_s["I"] if split else (),
-        size.layers_s["W"] if split else (),
+        takes_s,
         size.activation_bytes,
         size.gradient_bytes,
         update_s,
-        takes_s["R"],
         action_s | {"F": size.action_s.get(forward, 0.0)},
-        Collectives(grid, near, costs, microbatch_size, split=split, ahead=ahead, shards=shards),
-    )
-
-
-def divided(costs: Costs, microbatch_size: int, tp: int) -> Costs:
-    """The costs of one size as each of `tp` accelerators has them that compute every layer together, without
-    the sums.
-    """
-    if tp == 1:
-        return costs
-    size = costs.at(microbatch_size)
-    layers_s = {kind: [each / tp for each in seconds] for kind, seconds in size.layers_s.items()}
-    return replace(
-        costs,
-        sizes={microbatch_size: replace(size, layers_s=layers_s, whole_s={}, shards_s={})},
-        update_s=[each / tp for each in costs.update_s],
-        parameter_bytes=[[each // tp for each in layer] for layer in costs.parameter_bytes],
+        collectives,
     )
 
 
@@ -261,7 +190,8 @@ class QuickSteps:
         self.links = tuple(links) or (FREE,) * len(boundaries)
         self.num_actions = sum(map(len, schedule.actions))
         homes = self._homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
-        self._order = _some_order(schedule, homes)
+        # Which of the possible orders it is does not matter: messages leave a worker in the order of its row.
+        self._order = [(*coded(action), homes[action.stage]) for action in execution_order(schedule)]
         # Links from worker to worker by number, each direction for itself; -1 within a worker.
         numbers: dict[tuple[int, int], int] = {}
 
@@ -364,6 +294,25 @@ class QuickSteps:
         return found
 
 
+class LongSteps:
+    """Steps of a schedule of many micro-batches, from two shorter ones: in between it repeats itself.
+
+    `rows` makes the schedule of so many micro-batches.
+    """
+
+    def __init__(self, rows: Callable[[int], Schedule], num_microbatches: int, links: Sequence[Link]) -> None:
+        workers = rows(1).num_workers
+        short, longer = 4 * workers, 6 * workers
+        self._share = (num_microbatches - short) / (longer - short)
+        counts = (short, longer) if num_microbatches > longer else (num_microbatches,)
+        self._steps = [QuickSteps(rows(count), links) for count in counts]
+
+    def makespan_s(self, *step: Any) -> float:
+        """As of `QuickSteps`."""
+        first, *more = (steps.makespan_s(*step) for steps in self._steps)
+        return first + self._share * (more[0] - first) if more else first
+
+
 def _waiting(needs: Sequence[tuple[float, float]], start_s: float, takes_s: float) -> float:
     """When an action that waits inside for what it needs would have begun if it did not wait."""
     late_s = start_s
@@ -378,33 +327,3 @@ _CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 def coded(action: Action) -> tuple[int, int, int]:
     """Kind, stage and micro-batch as numbers."""
     return _CODES[action.kind], action.stage, action.microbatch
-
-
-def _some_order(schedule: Schedule, homes: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """All actions with their workers, each behind what it waits for: every worker goes on as far as it can,
-    in turn.
-
-    Which of the many such orders it is does not matter: messages leave a worker in the order of its row.
-    """
-    rows = [[(*coded(action), homes[action.stage]) for action in row] for row in schedule.actions]
-    last, every = schedule.num_stages - 1, range(schedule.num_microbatches)
-    inputs, gradients = {(0, each) for each in every}, {(last, each) for each in every}  # that were made
-    order: list[tuple[int, int, int, int]] = []
-    places, before = [0] * len(rows), -1
-    while before < len(order):
-        before = len(order)
-        for worker, row in enumerate(rows):
-            for code, stage, microbatch, _ in row[places[worker] :]:
-                if code == 0:
-                    if (stage, microbatch) not in inputs:
-                        break
-                    inputs.add((stage + 1, microbatch))
-                elif code < 3:
-                    if (stage, microbatch) not in gradients or (stage + 1, microbatch) not in inputs:
-                        break
-                    gradients.add((stage - 1, microbatch))
-                order.append(row[places[worker]])
-                places[worker] += 1
-    if len(order) < sum(map(len, rows)):
-        execution_order(schedule)  # says what waits for what
-    return order

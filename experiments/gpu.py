@@ -5,7 +5,8 @@
     .ci/gpu --list           what each needs, and what this machine lacks
 
 All but the tests are `run`, which keeps every case the moment it is done: a command that is ended when the
-time is over goes on there in the next call. Records and records.zip lie in $OUT (default results/local/gpu).
+time is over goes on there in the next call. Records and what has ended lie in results/local/gpu, whatever
+$OUT is: a machine that is lent may empty that before each call. Only records.zip is put there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gpipe_bench.harness import ROOT
 DONE, NO_GPU, BAD_USAGE, FAILED, LACKING = 0, 1, 2, 3, 4
 ESTIMATED = "minutes are estimated, memory is what torch's allocator takes; nothing has run on a GPU yet"
 TEST_PACKAGES = ("pytest", "hypothesis", "pytest-benchmark")
+STATE = ROOT / "results" / "local" / "gpu"
 ENDS_S = 60.0  # that an interrupted command has to end
 
 
@@ -52,7 +54,9 @@ class Step(NamedTuple):
 
 
 STEPS = (
-    Step("pipelines", 4, 64, "table2 --gpus {gpus}",
+    Step("tests", 4, 8, "pytest -m gpu -p no:cacheprovider -q",
+         "the tests marked gpu: gradients, bits, masks, waits, NCCL, memory and timelines"),
+    Step("pipelines", 4, 38, "table2 --gpus {gpus}",
          "Table 2 for real: every K up to the number of GPUs, beside torch's ScheduleGPipe", gpus=2),
     Step("baseline", 1, 16, "table1 --only part=device --only column=naive-1 --only column=pipeline-1",
          "Table 1's models with and without GPipe under 8 and 16 GiB, of which its factors are made"),
@@ -60,21 +64,19 @@ STEPS = (
          "what re-materialization costs ResNet-101; the paper's 0.80"),
     Step("layers", 2, 8, "table2 --only 'part=layer seconds'",
          "how efficient micro-batches of 1 to 64 images are, on which Table 2 turns"),
-    Step("tests", 8, 8, "pytest -m gpu -p no:cacheprovider -q",
-         "the tests marked gpu: gradients, bits, masks, waits, NCCL, memory and timelines"),
     Step("largest", 2, 16, "table1 --only 'part=largest on a GPU'",
          "Table 1: whether the modelled largest models fit, and a layer more does not"),
-    Step("table1", 2, 16, "table1 --only part=device", "every distinct stage of Table 1's other columns"),
-    Step("table4-resnet101", 4, 8, "table4 --only model=resnet101", "where the time of ResNet-101 goes"),
     Step("table2-transformer", 9, 75, "table2 --only model=transformer --only batch=fitted",
          "Table 2's Transformer-48 laid out, its mini-batch fitted to the memory of a stage"),
+    Step("table1", 2, 16, "table1 --only part=device", "every distinct stage of Table 1's other columns"),
+    Step("table4-resnet101", 4, 8, "table4 --only model=resnet101", "where the time of ResNet-101 goes"),
     Step("table2-amoebanet", 9, 10, "table2 --only model=amoebanet --only batch=fitted",
          "the same of AmoebaNet-D (18, 256)"),
     Step("table4-amoebanet", 6, 36, "table4 --only model=amoebanet", "where that of AmoebaNet-D goes"),
     Step("table3", 4, 28, "table3 --only part=steps", "Table 3: actions for the replay over slow links"),
     Step("table2-fixed", 9, 75, "table2 --only batch=fixed", "Table 2 laid out at one mini-batch"),
     Step("figure3-resnet101", 5, 18, "figure3 --only model=resnet101", "v1's Figure 3, ResNet-101"),
-    Step("engine", 2, 16, "engine", "the engine's own cost, beside torch's and torchgpipe"),
+    Step("engines", 2, 16, "engines", "the engine's own cost, beside torch's and torchgpipe"),
     Step("grid", 2, 16, "grid", "steps of two GPUs as replicas and as stages, beside their replay", gpus=2),
 )  # fmt: skip
 
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("steps", nargs="*", metavar="NAME", help=names)
     parser.add_argument("--list", action="store_true", help="only say what each needs")
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="after which it ends; default: %(default)g"
+        "--minutes", type=float, default=8.5, help="after which it ends; default: %(default)g"
     )
     options = parser.parse_args(arguments)
     if unknown := set(options.steps) - {step.name for step in STEPS}:
@@ -106,20 +108,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             why = lacks(step, torch)
             print(f"{step.name:<20}{step.takes}{f'; skipped: {why}' * bool(why)}\n{'':<20}{step.gives}")
         return DONE
-    out = Path(os.environ.get("OUT") or ROOT / "results" / "local" / "gpu").absolute()
-    (out / "records").mkdir(parents=True, exist_ok=True)
-    status = _take([step for step in STEPS if step.name in options.steps or not options.steps], torch, out,
+    records, out = STATE / "records", Path(os.environ.get("OUT") or STATE).absolute()
+    records.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    status = _take([step for step in STEPS if step.name in options.steps or not options.steps], torch,
                    again=bool(options.steps), end_s=time.monotonic() + 60 * options.minutes)  # fmt: skip
-    if any((out / "records").glob("*.jsonl")):
-        export = ("export", "--results", out / "records", "--output", out / "records.zip")
+    if any(records.glob("*.jsonl")):
+        export = ("export", "--results", records, "--output", out / "records.zip")
         packed = subprocess.run([sys.executable, "-m", "experiments", *export], cwd=ROOT, check=False)
         status = FAILED if packed.returncode else status
     return status
 
 
-def _take(steps: Iterable[Step], torch: dict[str, Any], out: Path, *, again: bool, end_s: float) -> int:
+def _take(steps: Iterable[Step], torch: dict[str, Any], *, again: bool, end_s: float) -> int:
     """What there is time for, the first in any case; the exit status of the call."""
-    status, begun, list_of_ended = DONE, False, out / "ended.txt"
+    status, begun, list_of_ended = DONE, False, STATE / "ended.txt"
     ended = [] if again or not list_of_ended.exists() else list_of_ended.read_text().split()
     for step in steps:
         if why := lacks(step, torch):
@@ -131,10 +134,13 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], out: Path, *, again: boo
         else:
             begun = True
             print(f"== {step.name}: {step.gives}", flush=True)
-            code = _one(command(step, len(torch["gpus"]), out / "records"), end_s)
+            code = _one(command(step, len(torch["gpus"]), STATE / "records"), end_s)
             if code is None:
                 print(f"== {step.name}: the time is over; the next call goes on", flush=True)
                 break
+            if code == 0 and step.arguments.startswith("table1"):  # whose short text leaves the rows out
+                shown = [sys.executable, "-m", "experiments", "compare", "table1", "--full"]
+                _one([*shown, "--results", str(STATE / "records")], end_s)
             if code >= 0:  # else a signal ended it, and it has not
                 with list_of_ended.open("a") as file:
                     file.write(f"{step.name}\n")
@@ -182,7 +188,7 @@ def lacks(step: Step, torch: dict[str, Any] | str) -> str:
     return f"needs {how_to_install(missing)}" if missing else ""
 
 
-# What of the needed a machine has and lacks, for `doctor`, too: packages, and GPUs that torch can use
+# What of the needed a machine has and lacks, for `list --machine`, too: packages, and GPUs that torch can use
 
 _ASK_TORCH = """
 import json, torch

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from gpipe_bench.experiments.paper.table1.cells import table as table1
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report.build import build
-from gpipe_bench.experiments.table1.cells import table as table1
 from gpipe_bench.harness import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.report.grid import between
@@ -48,18 +48,15 @@ def answer() -> str:
 
 
 def widths() -> str:
-    """Verdicts by evidence at the declared width, and all of them at half and at twice the width."""
+    """Verdicts by evidence."""
     columns: tuple[Verdict, ...] = (*JUDGED, "not comparable", "not run")
     lines = ["| question | evidence | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for view in _page().questions:
         found: dict[str, list[int]] = {}
         for rests_on in EVIDENCE:
-            numbers = [view.scores[0][rests_on, verdict] for verdict in columns]
+            numbers = [view.scores[rests_on, verdict] for verdict in columns]
             found |= {rests_on: numbers} if any(numbers) else {}
-        for name, counts in zip(
-            ("", ", at half the width", ", at twice the width"), view.scores, strict=True
-        ):
-            found[f"all{name}"] = [counts.with_verdict(verdict) for verdict in columns]
+        found["all"] = [view.scores.with_verdict(verdict) for verdict in columns]
         for label, numbers in found.items():
             said = " | ".join(str(number or "-") for number in numbers)
             lines.append(f"| {view.question} | {label} | {said} |")

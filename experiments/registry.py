@@ -7,12 +7,11 @@ starts at once.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,21 +20,19 @@ if TYPE_CHECKING:
 
 # A line for each: the name on the command line and in nox, and the module that ends with its EXPERIMENT.
 EXPERIMENTS: dict[str, str] = {
-    "table1": "gpipe_bench.experiments.table1.experiment",
-    "table2": "gpipe_bench.experiments.table2",
-    "table3": "gpipe_bench.experiments.table3",
-    "table4": "gpipe_bench.experiments.table4",
-    "figure2": "gpipe_bench.experiments.figure2",
-    "figure3": "gpipe_bench.experiments.figure3",
-    "computed": "gpipe_bench.experiments.computed",
-    "engine": "gpipe_bench.experiments.engine",
-    "consistency": "gpipe_bench.experiments.consistency.experiment",
-    "directions": "gpipe_bench.experiments.directions.experiment",
-    "predictions": "gpipe_bench.experiments.predicted.experiment",
-    "peers": "gpipe_bench.experiments.peers",
-    "schedules": "gpipe_bench.experiments.schedules.experiment",
-    "grid": "gpipe_bench.experiments.grid.experiment",
-    "plan": "gpipe_bench.experiments.plan.experiment",
+    "table1": "gpipe_bench.experiments.paper.table1.experiment",
+    "table2": "gpipe_bench.experiments.paper.table2",
+    "table3": "gpipe_bench.experiments.paper.table3",
+    "table4": "gpipe_bench.experiments.paper.table4",
+    "figure2": "gpipe_bench.experiments.paper.figure2",
+    "figure3": "gpipe_bench.experiments.paper.figure3",
+    "computed": "gpipe_bench.experiments.paper.computed",
+    "consistency": "gpipe_bench.experiments.paper.consistency.experiment",
+    "predictions": "gpipe_bench.experiments.paper.predictions",
+    "engines": "gpipe_bench.experiments.beyond.engines",
+    "schedules": "gpipe_bench.experiments.beyond.schedules",
+    "grid": "gpipe_bench.experiments.beyond.grid",
+    "plan": "gpipe_bench.experiments.beyond.plan.experiment",
 }
 ENGINES: dict[str, str] = {
     "ours": "gpipe_bench.experiments.engines.known:Ours",
@@ -56,6 +53,8 @@ VERBS_TOO = ("plan",)
 def load(name: str) -> Experiment:
     """The experiment of that name. Raises ValueError naming those there are."""
     if name not in EXPERIMENTS:
+        from gpipe_bench.pipeline.plan.names import suggestion
+
         raise ValueError(
             f"unknown experiment {name!r}{suggestion(name, EXPERIMENTS)}; known: {', '.join(EXPERIMENTS)}"
         )
@@ -98,9 +97,3 @@ def title(name: str) -> str:
                 if isinstance(text := given.get("title"), ast.Constant):
                     return str(text.value)
     raise ValueError(f'{path} has no EXPERIMENT = ...(title="..."); nox lists experiments by it')
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`, did you mean 'table1'?` for a slip of the finger."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

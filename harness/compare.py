@@ -1,9 +1,9 @@
 """Joins our answers with the paper's numbers, one row per number and question, and judges each.
 
-    PaperNumber x Answer -> Comparison
+    PaperNumber x Result -> Comparison
 
         published       |----|                        what rounds to the printed digits
-        reproduced         |---|                      ours meets it, is narrow, and not by a sliver
+        reproduced         |---|                      ours meets it, and is narrow
         undecided    |--------------------|           ours meets it and says little
         above                        |---|            ours lies beyond it
         below     |--|
@@ -24,23 +24,20 @@ from functools import cache
 from typing import Any
 
 from gpipe_bench.harness.paper import PaperNumber, load_paper
-from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.unknowns import Unknown, Way, words
 from gpipe_bench.harness.verdict import (
     DIFFERS,
-    HOLDS,
     NARROW,
     NO_RECORD,
     QUESTIONS,
-    SLIVER,
     ULP,
     Allowed,
-    Answer,
     Comparison,
     Place,
+    Result,
     Verdict,
-    why,
 )
 
 # Differences in these make two numbers hard to compare; load and free memory differ between any two runs. So
@@ -52,9 +49,8 @@ COMPARABLE_FIELDS = (
 
 
 def compare(
-    ours: Sequence[Answer],
+    ours: Sequence[Result],
     paper: Sequence[PaperNumber] | None = None,
-    tolerance: float = 1.0,
     whole: Collection[str] | None = None,
 ) -> list[Comparison]:
     """The rows of every table that `ours` touches, by question, in the paper's order, then our other answers.
@@ -62,7 +58,6 @@ def compare(
     Args:
         ours: our answers
         paper: the published numbers; by default those of the file
-        tolerance: multiplies the width of every range (see `judge`)
         whole: the tables whose unanswered numbers are rows too; by default all that `ours` touches
 
     Raises ValueError where a number is answered twice for one question or units can't be converted.
@@ -94,7 +89,6 @@ def compare(
         judge(
             published.get((entry.source, *entry.place)),
             entry,
-            tolerance,
             peers.get(entry.place) if entry.source == "paper" else None,
         )
         for entry in entries
@@ -106,9 +100,9 @@ def peers_of(cells: Iterable[PaperNumber]) -> dict[tuple[str, str, str], PaperNu
     return {cell.key: cell for cell in cells if cell.kind == "external"}
 
 
-def absent(cell: PaperNumber, reason: str = "") -> Answer:
+def absent(cell: PaperNumber, reason: str = "") -> Result:
     """The answer to a published number that nobody gives. `reason` is why, where the file says nothing."""
-    return Answer(
+    return Result(
         table=cell.table,
         row=cell.row,
         column=cell.column,
@@ -134,36 +128,27 @@ def differences(environments: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 # One answer
 
 
-def judge(
-    cell: PaperNumber | None, ours: Answer, tolerance: float = 1.0, peer: PaperNumber | None = None
-) -> Comparison:
+def judge(cell: PaperNumber | None, ours: Result, peer: PaperNumber | None = None) -> Comparison:
     """One answer beside the paper's number, with the verdict and its reason.
 
     Args:
         cell: the paper's number, None where it prints none
         ours: our answer
-        tolerance: widens or narrows our range and what the printed number admits, to see what a verdict owes
-            to their width
         peer: the same number as somebody else published it
 
     Raises ValueError where two numbers have units of different kinds.
     """
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        raise ValueError(f"tolerance is {tolerance}; it multiplies the width of a range, such as 0.5 or 2")
-    quantity = ours.quantity or Quantity(name=ours.row, value=None, unit="", provenance="measured")
-    unit = quantity.unit if cell is None else cell.unit
+    metric = ours.metric or Metric(name=ours.row, value=None, unit="", provenance="measured")
+    unit = metric.unit if cell is None else cell.unit
 
     value, low, high = (
-        None if number is None else convert(number, quantity.unit, unit)
-        for number in (quantity.value, quantity.low, quantity.high)
+        None if number is None else convert(number, metric.unit, unit)
+        for number in (metric.value, metric.low, metric.high)
     )
-    held = _held(cell, ours, tolerance)
-    differs = held["verdict"] in DIFFERS
+    held = _held(cell, ours)
     notes = [*([] if cell is None else [cell.erratum, cell.note]), ours.note]
-    if differs and value is not None:  # the sizes of the differences stand in the table
-        reason = why(ours.explained_by, ours.tried, ours.named)
-        notes.append(reason[0].upper() + reason[1:])
-    elif held["verdict"] in ("not comparable", "not run", "below") and held["reason"] != NO_RECORD:
+    unread = held["verdict"] in ("not comparable", "not run") or value is None
+    if unread and held["reason"] != NO_RECORD:
         notes.append(held["reason"])  # "not run" says it all
     known: dict[str, Any] = {field.name: getattr(ours, field.name) for field in fields(Place)}
     if cell is not None:
@@ -174,16 +159,13 @@ def judge(
     return Comparison(
         ours=value,
         unit=unit,
-        provenance=quantity.provenance if value is not None else "",
+        provenance=metric.provenance if value is not None else "",
         low=low,
         high=high,
         parts=() if ours.spread is None else tuple(part.what for part in ours.spread.parts),
         ratio=value / cell.target if cell is not None and value is not None and cell.target else None,
         peer=None if peer is None or not unit else convert(peer.value, peer.unit, unit),
         peer_printed="" if peer is None else peer.printed,
-        explained_by=ours.explained_by if differs else "",
-        tried=ours.tried,
-        named=ours.named if differs else (),
         footnotes=tuple(dict.fromkeys(note for note in notes if note)),
         entry=ours,
         **known,
@@ -191,29 +173,21 @@ def judge(
     )
 
 
-def accounts(value: float, cell: PaperNumber) -> bool:
-    """Whether a setting that gives `value`, in the cell's unit, accounts for the paper's number.
-
-    That is so where the verdict on this value alone would be `reproduced`: there is one criterion.
-    """
-    return cell.comparable and _verdict(cell.kind, admitted(cell), value, value) in HOLDS
-
-
 def narrow(low: float, high: float) -> bool:
     """Whether a range says something: it reaches at most a fifth to either side of its middle."""
     return (high - low) / 2 <= NARROW * abs(low + high) / 2 * (1 + ULP)
 
 
-def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str, Any]:
+def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
     """The fields of a comparison that the verdict decides, but for those that nothing is known of."""
-    quantity, found = ours.quantity, ours.range
-    if quantity is None or quantity.value is None or found is None:
+    metric, found = ours.metric, ours.range
+    if metric is None or metric.value is None or found is None:
         if ours.status == "out_of_memory":
             reason = f"ran out of memory here: {ours.reason or 'no reason was recorded'}"
             return {"verdict": "below", "reason": reason}
         if ours.not_comparable:
             return {"verdict": "not comparable", "reason": ours.not_comparable}
-        reason = ours.reason or ("" if quantity is None else quantity.note) or NO_RECORD
+        reason = ours.reason or ("" if metric is None else metric.note) or NO_RECORD
         told = ours.reason and ours.status != "done"
         return {"verdict": "not run", "reason": f"{ours.status}: {reason}" if told else reason}
     if cell is None:
@@ -221,26 +195,14 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
             "verdict": "not comparable",
             "reason": ours.not_comparable or "the paper prints no such number",
         }
-    value, low, high = (convert(number, quantity.unit, cell.unit) for number in (quantity.value, *found))
-    low, high = (value + tolerance * (end - value) for end in (low, high))
+    value, low, high = (convert(number, metric.unit, cell.unit) for number in (metric.value, *found))
     held: dict[str, Any] = {"range_low": low, "range_high": high}
     if ours.context:
         return {**held, "verdict": "not judged", "reason": ours.context}
     if barred := ours.not_comparable if cell.comparable else cell.erratum:
         return {**held, "verdict": "not comparable", "reason": barred}
-    allowed = (ours.allowed or admitted(cell)).scaled(tolerance, cell.target)
-    met = None
-    if ours.spread is not None and ours.spread.values:
-        # the ends of a bound are open, so all that may be meant counts as met
-        edges = (allowed.low, allowed.high)
-        if allowed.open:
-            edges = (allowed.possible_low, allowed.possible_high)
-        low_edge, high_edge = (convert(edge, cell.unit, quantity.unit) for edge in edges)
-        met = ours.spread.share_within(low_edge, high_edge, tolerance)
+    allowed = ours.allowed or admitted(cell)
     verdict = _verdict(cell.kind, allowed, low, high)
-    sliver = verdict == "reproduced" and met is not None and met < SLIVER
-    if sliver:
-        verdict = "undecided"
     factor = None
     if verdict in DIFFERS:
         near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
@@ -249,8 +211,7 @@ def _held(cell: PaperNumber | None, ours: Answer, tolerance: float) -> dict[str,
     return {
         **held,
         "verdict": verdict,
-        "reason": _reason(verdict, cell, ours, allowed, (value, low, high), factor, met if sliver else None),
-        "met": met,
+        "reason": _reason(verdict, cell, ours, allowed, (value, low, high), factor),
         "fails_below": below if math.isfinite(below) else None,
         "fails_above": above if math.isfinite(above) else None,
         "factor": factor,
@@ -276,11 +237,10 @@ def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
 def _reason(
     verdict: Verdict,
     cell: PaperNumber,
-    ours: Answer,
+    ours: Result,
     allowed: Allowed,
     found: tuple[float, float, float],
     factor: float | None,
-    sliver: float | None,
 ) -> str:
     value, low, high = found
     made_of = " (our 95 % interval)" if ours.spread is None else ""
@@ -295,9 +255,6 @@ def _reason(
             reason = f"{mine} meets {theirs}"
         case "identity":
             reason = f"{mine} follows from the arithmetic: {theirs}"
-        case "undecided" if sliver is not None:
-            few = f"{100 * sliver:.2g} % of the settings do, and it takes a tenth"
-            reason = f"{mine} meets {theirs}, but {few}"
         case "undecided" if allowed.open:
             reason = f"{mine} lies on both sides of what {theirs} may mean"
         case "undecided" if narrow(low, high):
@@ -309,8 +266,7 @@ def _reason(
             if factor:  # neither nothing nor too small for a number of its own
                 times = max(factor, 1 / factor)
                 apart = f", at least a factor of {times:.{3 if times >= 1.005 else 5}g} away"
-            known = why(ours.explained_by, ours.tried, ours.named)
-            reason = f"{mine} lies {verdict} {theirs}{apart}; {known}"
+            reason = f"{mine} lies {verdict} {theirs}{apart}"
     if cell.corrected_printed:
         return f"judged by the corrected {cell.corrected_printed}, not the printed {cell.printed}; {reason}"
     return reason

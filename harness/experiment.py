@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpipe_bench.harness.hypotheses import Hypothesis, Walk
-from gpipe_bench.harness.record import Quantity, Record, Scalar, Status, check_key, identity, label
-from gpipe_bench.harness.verdict import Answer
+from gpipe_bench.harness.record import Metric, Record, Scalar, Status, check_key, identity, label
+from gpipe_bench.harness.verdict import Result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,20 +74,20 @@ class Case:
 class Outcome:
     """What a case produced. A status other than "done" needs a reason."""
 
-    quantities: tuple[Quantity, ...] = ()
+    metrics: tuple[Metric, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
     status: Status = "done"
     reason: str = ""
 
 
-def by_name(records: Sequence[Record]) -> list[Answer]:
+def by_name(records: Sequence[Record]) -> list[Result]:
     """Every number of the records as the answer to the row of its name and key, in the column of its case
     (`K=2 M=4`), in the table that is called as its experiment is.
     """
     return [
-        Answer(table=record.experiment, row=each.label, column=record.label, quantity=each, record=record)
+        Result(table=record.experiment, row=each.label, column=record.label, metric=each, record=record)
         for record in records
-        for each in record.quantities
+        for each in record.metrics
     ]
 
 
@@ -108,11 +107,10 @@ class Experiment:
         cases: what there is to run
         run: runs one case
         cells: our numbers beside the paper's; by default they answer the rows of their own names
+        reproduction: the paper's tables computed at the paper's size, as text; what a comparison begins with
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
-        hypotheses: settings of the same model that may explain differences, as they were run; the base first
-        walks: the settings that predictions went through, for claims about several cells at once
         paper_tables: the tables of paper.csv that it answers; results/tables.toml has them in words
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
@@ -134,12 +132,11 @@ class Experiment:
     profiles: Mapping[str, str]
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
-    cells: Callable[[Sequence[Record]], list[Answer]] = by_name
+    cells: Callable[[Sequence[Record]], list[Result]] = by_name
+    reproduction: Callable[[Sequence[Record]], str] | None = None
     tables: Callable[[Sequence[Record]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
-    hypotheses: Callable[[Sequence[Record]], list[Hypothesis]] | None = None
-    walks: Callable[[Sequence[Record]], list[Walk]] | None = None
     paper_tables: tuple[str, ...] = ()
     docs: str = ""
     revision: int = 1

@@ -134,8 +134,8 @@ def run_rounds(
 def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
     """The verdict on these rounds. Raises ValueError below two, and for a sample that took no time."""
     head, control, cpu = (
-        change(log_ratios(rounds, arm, quantity), confidence)
-        for arm, quantity in (("head", "wall_s"), ("control", "wall_s"), ("head", "cpu_s"))
+        change(log_ratios(rounds, arm, metric), confidence)
+        for arm, metric in (("head", "wall_s"), ("control", "wall_s"), ("head", "cpu_s"))
     )
     seconds = {arm: statistics.median(each.wall_s for pair in rounds for each in pair[arm]) for arm in ARMS}
     judged = Judgement(
@@ -146,14 +146,14 @@ def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
     return replace(judged, verdict=verdict_of(head, judged.noise_floor))
 
 
-def log_ratios(rounds: Sequence[Round], arm: str, quantity: str = "wall_s") -> list[float]:
+def log_ratios(rounds: Sequence[Round], arm: str, metric: str = "wall_s") -> list[float]:
     """Of each round: the mean logarithm of the arm's samples less that of the base's.
 
     Raises ValueError for a sample that is not positive.
     """
 
     def level_of(each: Round, arm: str) -> float:
-        return level([getattr(sample, quantity) for sample in each[arm]], f"{quantity} of {arm}")
+        return level([getattr(sample, metric) for sample in each[arm]], f"{metric} of {arm}")
 
     return [level_of(each, arm) - level_of(each, "base") for each in rounds]
 

@@ -1,9 +1,8 @@
 """What one finished case leaves behind, and how it is written as one line of JSON.
 
 Every table, figure and verdict is a pure function of records, so a record carries all that is needed to
-judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from. Its line
-ends with a digest of its own bytes: a truncated line fails to parse, an edited one fails its digest. Decoding
-checks types and never runs code from the line.
+judge it later and elsewhere: raw samples, units, provenance, the machine and the code it came from. A
+truncated line fails to parse; decoding checks types and never runs code from the line.
 
 What was measured several times is its median, because one disturbed repeat must not move the result, with an
 interval by bootstrap, because timings are skewed and no normal law holds for a handful of them.
@@ -11,7 +10,6 @@ interval by bootstrap, because timings are skewed and no normal law holds for a 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -25,10 +23,10 @@ import msgspec
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the stored form; a reader refuses other lines instead of guessing what they mean.
 
-In the first version a quantity had no key, and its name said everything."""
+In the first version a metric had no key; in the second a digest stood at the end of each line."""
 
 Scalar = str | int | float | bool | None
 Provenance = Literal["measured", "replayed", "modelled"]
@@ -43,7 +41,7 @@ A skipped or failed case is tried again by the next run: a device may have appea
 
 
 @dataclass(frozen=True, slots=True)
-class Quantity:
+class Metric:
     """One number with its unit, where it comes from and how sure it is.
 
     `name` says in a few words what is counted, `key` of what within the case: {"K": 4, "M": 32}. Readers look
@@ -66,22 +64,22 @@ class Quantity:
     note: str = ""
 
     def __post_init__(self) -> None:
-        check_key(self.key, f"quantity {self.name!r}: key")
+        check_key(self.key, f"metric {self.name!r}: key")
         if self.provenance not in PROVENANCES:
             raise ValueError(
-                f"quantity {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"
+                f"metric {self.name!r}: provenance {self.provenance!r} is none of {list(PROVENANCES)}"
             )
         for label, number in (("value", self.value), ("low", self.low), ("high", self.high)):
             if number is not None and not math.isfinite(number):
-                raise ValueError(f"quantity {self.name!r}: {label} is {number}; use None and say why in note")
+                raise ValueError(f"metric {self.name!r}: {label} is {number}; use None and say why in note")
         if (self.low is None) != (self.high is None):
-            raise ValueError(f"quantity {self.name!r}: give both ends of the interval or neither")
+            raise ValueError(f"metric {self.name!r}: give both ends of the interval or neither")
         if self.low is not None and self.high is not None and self.value is not None:
             # A bootstrap of equal samples may differ in the last bit.
             slack = 1e-9 * max(abs(self.low), abs(self.high))
             if not self.low - slack <= self.value <= self.high + slack:
                 raise ValueError(
-                    f"quantity {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
+                    f"metric {self.name!r}: {self.value} is outside its interval {self.low} to {self.high}"
                 )
 
     @property
@@ -107,7 +105,7 @@ class Record:
     case: dict[str, Scalar]
     status: Status
     reason: str
-    quantities: tuple[Quantity, ...]
+    metrics: tuple[Metric, ...]
     details: dict[str, Any]
     environment: dict[str, Any]
     command: str
@@ -122,18 +120,17 @@ class Record:
         if self.status != "done" and not self.reason:
             raise ValueError(f"a record with status {self.status!r} needs a reason")
         seen: set[tuple[str, frozenset[tuple[str, Scalar]]]] = set()
-        for quantity in self.quantities:
-            known = (quantity.name, frozenset(quantity.key.items()))
+        for metric in self.metrics:
+            known = (metric.name, frozenset(metric.key.items()))
             if known in seen:
                 raise ValueError(
-                    f"quantity {quantity.label!r} is given twice; name and key identify quantities within "
-                    "a case"
+                    f"metric {metric.label!r} is given twice; name and key identify metrics within a case"
                 )
             seen.add(known)
 
-    def quantity(self, name: str, /, **key: Scalar) -> Quantity | None:
-        """The quantity of exactly that name and key, or None where the case did not produce it."""
-        return next((each for each in self.quantities if each.name == name and each.key == key), None)
+    def metric(self, name: str, /, **key: Scalar) -> Metric | None:
+        """The metric of exactly that name and key, or None where the case did not produce it."""
+        return next((each for each in self.metrics if each.name == name and each.key == key), None)
 
     @property
     def identity(self) -> str:
@@ -229,12 +226,12 @@ def from_samples(
     key: Mapping[str, Scalar] | None = None,
     provenance: Provenance = "measured",
     note: str = "",
-) -> Quantity:
+) -> Metric:
     """Median of the samples with its 95 % interval. Raises ValueError without samples."""
     if not samples:
-        raise ValueError(f"quantity {name!r} has no samples")
+        raise ValueError(f"metric {name!r} has no samples")
     interval = median_interval(samples)
-    return Quantity(
+    return Metric(
         name,
         float(statistics.median(samples)),
         unit,
@@ -249,8 +246,6 @@ def from_samples(
 
 # One line of JSON -------------------------------------------------------------------------------------------
 
-_DIGEST = re.compile(rb',"digest":"([0-9a-f]{16})"\}\Z')
-
 
 class _Header(msgspec.Struct):
     schema: int
@@ -259,15 +254,16 @@ class _Header(msgspec.Struct):
 def encode(record: Record) -> bytes:
     """The line of a record, without newline. Raises ValueError where its details are not plain data."""
     try:
-        body = _encoder.encode(record)
+        return _encoder.encode(record)
     except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
         raise ValueError(f"the record of {record.label} can't be written as JSON: {error}") from error
-    return body[:-1] + b',"digest":"' + _digest(body) + b'"}'
 
 
 def decode(line: bytes) -> Record:
-    """The record of a line. Raises ValueError that says what is wrong with the line."""
-    line = line.strip()
+    """The record of a line, with control characters but tabs and ends of lines spelled out: whoever wrote it
+    gives no orders to a terminal. Raises ValueError that says what is wrong with the line.
+    """
+    line = _CONTROL.sub(_spelled_out, line.strip())
     try:
         schema = msgspec.json.decode(line, type=_Header).schema
     except msgspec.ValidationError as error:
@@ -276,11 +272,6 @@ def decode(line: bytes) -> Record:
         raise ValueError(f"not a complete line of JSON, truncated or edited ({error})") from error
     if schema > SCHEMA:
         raise ValueError(f"written by a newer version: schema {schema}, while this one reads up to {SCHEMA}")
-    match = _DIGEST.search(line)
-    if match is None:
-        raise ValueError("its digest is missing, so it was edited or not written by this program")
-    if _digest(line[: match.start()] + b"}") != match[1]:
-        raise ValueError("its digest does not fit, so it was edited after it was written")
     if schema < SCHEMA:
         raise ValueError(
             f"made by an older version: schema {schema}, while this one reads {SCHEMA}; run the case again"
@@ -291,13 +282,22 @@ def decode(line: bytes) -> Record:
         raise ValueError(f"not a valid record: {error}") from error
 
 
+# In JSON: an escaped backslash, which may stand before anything, or a control character.
+_CONTROL = re.compile(
+    rb"\\(?:\\|[bfr]|u00(?:0[0-8bBcCdDeEfF]|1[0-9a-fA-F]|7[fF]|[89][0-9a-fA-F]))|\xc2[\x80-\x9f]|\x7f"
+)
+
+
+def _spelled_out(found: re.Match[bytes]) -> bytes:
+    if found[0] == b"\\\\":
+        return found[0]
+    text = found[0].decode() if found[0][:1] != b"\\" else msgspec.json.decode(b'"' + found[0] + b'"')
+    return f"\\\\x{ord(text):02x}".encode()
+
+
 def printable(text: str) -> str:
     """The text with what UTF-8 can't hold (bytes of a file name that are no text) spelled out."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).hexdigest()[:16].encode()
 
 
 def _plain(value: Any) -> Any:
@@ -316,39 +316,39 @@ _encoder, _decoder = msgspec.json.Encoder(enc_hook=_plain), msgspec.json.Decoder
 
 BEFORE = ("record", "experiment", "profile", "status", "reason", "duration_s")
 """Columns of `frame` before the keys. `record` is the record's place in what was given, for its details."""
-BEHIND = ("quantity", "value", "low", "high", "unit", "provenance", "samples", "note")
-"""Columns of `frame` behind the keys. `quantity` is its name, without its key."""
+BEHIND = ("metric", "value", "low", "high", "unit", "provenance", "samples", "note")
+"""Columns of `frame` behind the keys. `metric` is its name, without its key."""
 
 
 def frame(records: Sequence[Record]) -> DataFrame:
-    """A pandas DataFrame with a row for each quantity of each record, in their order, and one without a
-    quantity for a record that has none, so that a table is a selection and a pivot, and a figure the same
+    """A pandas DataFrame with a row for each metric of each record, in their order, and one without a
+    metric for a record that has none, so that a table is a selection and a pivot, and a figure the same
     selection under seaborn:
 
-        numbers = frame(records).query("quantity == 'step' and M == 32")
+        numbers = frame(records).query("metric == 'step' and M == 32")
         table = numbers.pivot(index="K", columns="schedule", values="value")
         relplot(numbers, x="M", y="value", hue="K")
 
     pandas takes half a second to import, which a command that only prints a comparison should not wait for:
     it is imported when the first frame is made, and `list`, `compare` and `--help` make none.
 
-    Columns are `BEFORE`, the keys of the cases, the keys of the quantities, `BEHIND`. What a record does not
+    Columns are `BEFORE`, the keys of the cases, the keys of the metrics, `BEHIND`. What a record does not
     have is missing (`isna`); a key of whole numbers stays one of whole numbers all the same. Where case and
-    quantity share a key, the quantity's counts. Raises ValueError for a key that is named like a column.
+    metric share a key, the metric's counts. Raises ValueError for a key that is named like a column.
     """
     from pandas import DataFrame
 
     keys = dict.fromkeys(name for record in records for name in record.case)
-    keys |= dict.fromkeys(name for record in records for each in record.quantities for name in each.key)
+    keys |= dict.fromkeys(name for record in records for each in record.metrics for name in each.key)
     if taken := keys.keys() & {*BEFORE, *BEHIND}:
-        raise ValueError(f"key {min(taken)!r} of a case or quantity is a column's name; choose another key")
+        raise ValueError(f"key {min(taken)!r} of a case or metric is a column's name; choose another key")
     rows: list[dict[str, Any]] = []
     for place, record in enumerate(records):
         case = {"record": place, **{name: getattr(record, name) for name in BEFORE[1:]}, **record.case}
-        for quantity in record.quantities:
-            number = {name: getattr(quantity, name) for name in BEHIND[1:]}
-            rows.append({**case, **quantity.key, "quantity": quantity.name, **number})
-        if not record.quantities:
+        for metric in record.metrics:
+            number = {name: getattr(metric, name) for name in BEHIND[1:]}
+            rows.append({**case, **metric.key, "metric": metric.name, **number})
+        if not record.metrics:
             rows.append(case)
     names = [*BEFORE, *keys, *BEHIND]
     columns = {name: [row.get(name) for row in rows] for name in names}  # of Python's own objects

@@ -103,7 +103,7 @@ def stopping() -> Iterator[None]:
     In another thread than the main one, inside another `stopping`, and for a signal that the process was
     told to ignore, nothing changes.
     """
-    with contextlib.suppress(ImportError):  # `doctor` says so
+    with contextlib.suppress(ImportError):  # `list --machine` says so
         import psutil  # noqa: F401  # a handler may interrupt an import, and should need none itself
 
     global _active

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -35,7 +34,7 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Either `allowed` lists the values, or `range` has the lowest and the highest, in `unit`. `constraint` says
     in words which values can go together. `later` has further values, thought of after our numbers had been
-    seen: hypotheses (`Reason`), which no range covers. Where it is how far a word of the text may reach,
+    seen: which no range covers. Where it is how far a word of the text may reach,
     `sentences` are the rows of those that it is a word of, and how it limits their numbers.
     """
 
@@ -117,20 +116,11 @@ def steps_from_middle(values: Sequence[Value]) -> tuple[int, ...]:
     return tuple(order.index(place) for place in range(len(values)))
 
 
-class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A reason for differences, entered after our numbers had been seen: later values taken together."""
-
-    name: Text
-    tables: Tables
-    settings: Annotated[dict[str, Value], Meta(min_length=1)]
-
-
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """All unknown and all stated settings, and the reasons for differences, in the file's order."""
+    """All unknown and all stated settings, in the file's order."""
 
     unknown: tuple[Unknown, ...]
     stated: tuple[Stated, ...]
-    hypothesis: tuple[Reason, ...] = ()
 
     def __post_init__(self) -> None:
         seen: set[tuple[str, str]] = set()
@@ -140,18 +130,6 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
                 if (table, one.setting) in seen:
                     raise ValueError(f"{one.setting} of {table} stands there twice")
                 seen.add((table, one.setting))
-        for reason in self.hypothesis:
-            for table, (setting, value) in product(reason.tables, reason.settings.items()):
-                later = self.find(table, setting).later
-                if value not in later:
-                    raise ValueError(
-                        f"{reason.name!r}: {value!r} is no later value of {setting} of {table}; there are: "
-                        f"{', '.join(map(repr, later)) or 'none'}"
-                    )
-
-    def reasons(self, table: str) -> tuple[Reason, ...]:
-        """The reasons for differences of a table."""
-        return tuple(reason for reason in self.hypothesis if table in reason.tables)
 
     def of(self, table: str) -> dict[str, Unknown]:
         """The unknown settings of a table, by name."""

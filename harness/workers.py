@@ -198,7 +198,7 @@ def execute(experiment: Experiment, case: Case, options: RunOptions, command: st
             case=case.key,
             status=outcome.status,
             reason=outcome.reason,
-            quantities=tuple(outcome.quantities),
+            metrics=tuple(outcome.metrics),
             details=outcome.details,
             environment=surroundings,
             command=command,

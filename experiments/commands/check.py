@@ -21,7 +21,7 @@ from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.bundle import records_of, unpack
-from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.record import Metric, Record
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.units import UNITS
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, recomputes
@@ -29,7 +29,7 @@ from gpipe_bench.pipeline.plan.remat import REMAT_MODES, recomputes
 _SLACK = 1e-6  # relative; a median of the same samples differs by rounding alone
 _EXACT = 1e-9
 _DIFFERENCES = ("per action", "per micro-batch")
-"""Quantities that are differences of two times, over the bare layers' own: a short one may be negative."""
+"""Metrics that are differences of two times, over the bare layers' own: a short one may be negative."""
 _NEEDED = ("cpu_model", "python", "versions", "code_sha256")
 
 
@@ -89,20 +89,20 @@ def remarks(given: Mapping[str, Sequence[Record]]) -> list[Remark]:
     return found + [Remark("note", f"{n} of {len(every)} records {what}") for n, what in weak if n]
 
 
-def _of_record(record: Record, exact: Mapping[tuple[str, str], Quantity]) -> Iterator[Remark]:
+def _of_record(record: Record, exact: Mapping[tuple[str, str], Metric]) -> Iterator[Remark]:
     missing = [name for name in _NEEDED if not record.environment.get(name)]
     if missing:
         yield Remark("refused", f"its environment lacks {', '.join(missing)}")
     if record.duration_s < 0:
         yield Remark("refused", f"it took {record.duration_s:g} s")
-    for quantity in record.quantities:
-        text = _implausible(quantity, record.duration_s if record.duration_s >= 0 else math.inf)
-        known = exact.get((record.identity, quantity.label))
-        if not text and known is not None and not _near(quantity.value, known.value, _EXACT):
-            text = f"is {quantity.value}; the committed records have {known.value}, and no machine matters"
+    for metric in record.metrics:
+        text = _implausible(metric, record.duration_s if record.duration_s >= 0 else math.inf)
+        known = exact.get((record.identity, metric.label))
+        if not text and known is not None and not _near(metric.value, known.value, _EXACT):
+            text = f"is {metric.value}; the committed records have {known.value}, and no machine matters"
         if text:
-            yield Remark("refused", f"{quantity.label} {text}")
-    control = record.quantity("control")
+            yield Remark("refused", f"{metric.label} {text}")
+    control = record.metric("control")
     if control is not None and control.low is not None and control.high is not None:
         off = not control.low <= 1 <= control.high
         ends = f"{control.low:.3f} to {control.high:.3f}"
@@ -115,19 +115,19 @@ def _of_record(record: Record, exact: Mapping[tuple[str, str], Quantity]) -> Ite
         yield Remark("note", f"{record.status}: {record.reason}")
 
 
-def _implausible(quantity: Quantity, duration_s: float) -> str:
+def _implausible(metric: Metric, duration_s: float) -> str:
     """Why the number can't be what it says in a case that took so long, or nothing."""
-    value, samples, is_measured = quantity.value, quantity.samples, quantity.provenance == "measured"
-    kind, scale = UNITS.get(quantity.unit, ("", 1.0))
+    value, samples, is_measured = metric.value, metric.samples, metric.provenance == "measured"
+    kind, scale = UNITS.get(metric.unit, ("", 1.0))
     numbers = [each for each in (value, *samples) if each is not None]
     if kind in ("time", "memory", "parameters", "throughput", "bandwidth") and any(n < 0 for n in numbers):
-        return "" if quantity.name.startswith(_DIFFERENCES) else "is negative"
+        return "" if metric.name.startswith(_DIFFERENCES) else "is negative"
     longest_s = max(map(abs, numbers), default=0.0) * scale
     if kind == "time" and is_measured and longest_s > duration_s * (1 + _SLACK):
         return f"took {longest_s:g} s, and the whole case {duration_s:g} s"
-    if value is None or not samples or not is_measured or quantity.low is None:
+    if value is None or not samples or not is_measured or metric.low is None:
         return ""
-    if not min(samples) <= quantity.low <= (quantity.high or 0.0) <= max(samples):
+    if not min(samples) <= metric.low <= (metric.high or 0.0) <= max(samples):
         return "has an interval outside its samples"
     middle = statistics.median(samples)
     near = _near(value, middle, _SLACK)
@@ -138,14 +138,14 @@ def _near(a: float | None, b: float | None, slack: float) -> bool:
     return a == b or (a is not None and b is not None and abs(a - b) <= slack * max(abs(a), abs(b)))
 
 
-def _exact_numbers(name: str) -> dict[tuple[str, str], Quantity]:
+def _exact_numbers(name: str) -> dict[tuple[str, str], Metric]:
     """What the committed records have by computation alone, by case and label."""
     return {
-        (record.identity, quantity.label): quantity
+        (record.identity, metric.label): metric
         for folder in (sorted(REFERENCE.iterdir()) if REFERENCE.is_dir() else ())
         for record in Store(folder).load(name).records
-        if all(each.provenance == "modelled" for each in record.quantities)
-        for quantity in record.quantities
+        if all(each.provenance == "modelled" for each in record.metrics)
+        for metric in record.metrics
     }
 
 

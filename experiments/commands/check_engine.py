@@ -1,4 +1,5 @@
-"""`check-engine`: in seconds, whether an engine does what it must, before anything is timed.
+"""`check-engine`: in seconds, whether an engine does what it must, before anything is timed: the
+conformance tests, run by pytest, as a table.
 
 Exit status 0: everything that the engine does not refuse is right; 1: something is wrong, or it refuses
 everything; 2: the name leads to no engine; 3: it raised, hung or ended its process.
@@ -7,11 +8,16 @@ everything; 2: the name leads to no engine; 3: it raised, hung or ended its proc
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, tell
 from gpipe_bench.harness.report.grid import SCREEN, Grid, within
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.engines.cases import Row
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -29,10 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for a name that leads nowhere."""
     if arguments.timeout_s <= 0:
         raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
-    from gpipe_bench.experiments.engines.cases import BROKEN, CANNOT, FAILED, OK, examination, faults
+    from gpipe_bench.experiments.engines.cases import faults
+    from gpipe_bench.experiments.engines.judging import BROKEN, CANNOT, FAILED, OK
 
     engine = arguments.engine
-    rows = examination(engine, arguments.timeout_s)
+    rows = _rows(engine, arguments.timeout_s)
     verdicts, bad = [row.verdict for row in rows], faults(rows)
     if not bad:
         cannot = f", {verdicts.count(CANNOT)} cannot be asked" if CANNOT in verdicts else ""
@@ -72,3 +79,51 @@ def run(arguments: argparse.Namespace) -> int:
     if any(row.verdict == BROKEN for row in bad):
         return CASE_FAILED
     return VERDICT_FAILED if bad else DONE
+
+
+def _rows(engine: str, timeout_s: float) -> list[Row]:
+    """What the conformance tests find. ValueError for a name that leads nowhere, and without pytest."""
+    try:
+        import pytest
+    except ImportError as error:
+        raise ValueError(
+            "check-engine runs pytest, which is missing; install gpipe-bench with its extra conformance"
+        ) from error
+    from gpipe_bench.experiments.engines.cases import PLACES
+
+    class Found:
+        """Where the tests leave what they find; they know it as the plugin "found"."""
+
+        def __init__(self) -> None:
+            self.__name__ = "found"
+            self.rows: list[Row] = []
+            self.interrupt: KeyboardInterrupt | None = None
+            self.refused = ""
+
+        def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+            if isinstance(excinfo.value, KeyboardInterrupt):
+                self.interrupt = excinfo.value
+            else:  # pytest.exit
+                self.refused = str(excinfo.value)
+
+    found = Found()
+    words = ["--pyargs", "gpipe_bench.conformance", "-p", "gpipe_bench.conformance.options", "-s"]
+    words += ["--engine", engine, "--engine-timeout-s", str(timeout_s)]
+    words += ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest"]  # a user's are for his own tests
+    for name in (
+        "terminal",
+        "cacheprovider",
+        "faulthandler",
+        "unraisableexception",
+        "threadexception",
+        "xdist",
+    ):
+        words += ["-p", f"no:{name}"]
+    status = pytest.main(words, plugins=[found])
+    if found.interrupt is not None:
+        raise found.interrupt
+    if found.refused:
+        raise ValueError(found.refused)
+    if not found.rows:
+        raise RuntimeError(f"pytest ran no test, and ended with status {int(status)}")
+    return sorted(found.rows, key=lambda row: [*PLACES].index(row.place))

@@ -25,9 +25,10 @@ from gpipe_bench.experiments.commands.output import (
     prepare_streams,
     say,
 )
-from gpipe_bench.experiments.registry import EXPERIMENTS, program, spelled_out, suggestion
+from gpipe_bench.experiments.registry import EXPERIMENTS, program, spelled_out
 from gpipe_bench.harness import own_results
 from gpipe_bench.harness.signals import number_of, stopping
+from gpipe_bench.pipeline.plan.names import suggestion
 
 
 class Verb(NamedTuple):
@@ -40,7 +41,10 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "list": Verb("the experiments, and how long each profile of them takes on this machine", "list"),
+    "list": Verb(
+        "the experiments and how long they take here; --machine: what this machine lacks",
+        "list --machine",
+    ),
     "run": Verb(
         "run an experiment, then compare",
         "run table1 --only half=transformer",
@@ -51,10 +55,6 @@ VERBS = {
         "the paper's numbers, ours and a verdict for each, from records alone",
         "compare table1 --full",
         "Shows your own records, or those that come with the project where you have none.",
-    ),
-    "hypotheses": Verb(
-        "reasons for differences, tested: what each setting that the paper leaves open does",
-        "hypotheses table1 --all",
     ),
     "report": Verb(
         "every number of the paper beside ours, as one HTML page and markdown", "report --output page"
@@ -90,15 +90,13 @@ VERBS = {
         "guard --repo . --base main --benchmarks benchmarks.py",
         "Without --base only the counters are checked. docs/guard.md has a workflow for your CI.",
     ),
-    "doctor": Verb("what this machine can run, what it lacks, and how to get that", "doctor"),
 }
 """In the order of the help."""
 
 GROUPS = {
-    "The paper": ("list", "run", "compare", "hypotheses", "report", "export", "check"),
+    "The paper": ("list", "run", "compare", "report", "export", "check"),
     "Your model": ("plan", "size", "schedule"),
     "Your engine and repository": ("check-engine", "guard"),
-    "Your machine": ("doctor",),
 }
 
 
@@ -124,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return complain(str(error))
     except ImportError as error:
-        return complain(f"{error}; `{program()} doctor` says what is missing and how to get it")
+        return complain(f"{error}; `{program()} list --machine` says what is missing and how to get it")
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
         return interrupted(number_of(error))
@@ -141,7 +139,7 @@ def overview() -> str:
     """What there is and what to type first, in one screen."""
     name = program()
     first = (
-        ("doctor", "what this machine can run, and what it lacks"),
+        ("list --machine", "what this machine can run, and what it lacks"),
         ("compare table1", "the paper's Table 1 beside our numbers; nothing is run"),
         ("run table1", "the same numbers, made here in a few minutes"),
     )

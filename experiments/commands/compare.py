@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
-from gpipe_bench.experiments.registry import PROFILES, load, program, suggestion
+from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.experiments.report.readings import (
     Shown,
     check_engine_is_there,
@@ -37,6 +37,7 @@ from gpipe_bench.harness.report.grid import SCREEN, within
 from gpipe_bench.harness.report.table import markdown_table
 from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
 from gpipe_bench.harness.verdict import NO_RECORD, Comparison
+from gpipe_bench.pipeline.plan.names import suggestion
 
 LOCAL = "local"
 
@@ -47,6 +48,10 @@ def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
     verb.add_argument("--full", action="store_true", help="also ranges, reasons, footnotes and details")
+    verb.add_argument(
+        "--unknowns", action="store_true",
+        help="compute what the choices that the paper leaves open would move (minutes; needs torch)",
+    )  # fmt: skip
     verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     verb.add_argument(
         "--machines", nargs="+", metavar="MACHINE",
@@ -59,6 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError for an unknown machine, and where there are no records."""
     experiment = load(arguments.name)
     machines = arguments.machines or []
+    if arguments.unknowns:
+        _unknowns(experiment.name)
+        return DONE
     if len(machines) > 1 and arguments.engine is not None:
         raise ValueError(
             f"--engine {arguments.engine}: machines are set side by side by their latest runs; leave it out"
@@ -79,6 +87,17 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _unknowns(name: str) -> None:
+    """Raises ValueError for an experiment that computes nothing at the paper's size."""
+    from gpipe_bench.experiments.paper import unknowns
+    from gpipe_bench.harness import reproduced
+
+    if name not in reproduced.SECONDS:
+        raise ValueError(f"--unknowns: {name} has no declared choices; {', '.join(reproduced.SECONDS)} have")
+    for model in reproduced.SECONDS[name]:
+        say(unknowns.text(name, model) + "\n")
+
+
 def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str = "") -> None:
     problems: list[Problem] = []
     with within(None if arguments.full or arguments.markdown else SCREEN):
@@ -87,7 +106,7 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
     timed = [
         record.environment
         for record in shown.records
-        if any(quantity.provenance != "modelled" for quantity in record.quantities)
+        if any(metric.provenance != "modelled" for metric in record.metrics)
     ]
     warn(
         *(
@@ -103,7 +122,7 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
     if whose and (arguments.json or arguments.markdown):
         warn(whose)
     if arguments.json:
-        found = [*(cell.to_data() for cell in comparisons), *shown.joint]
+        found = [cell.to_data() for cell in comparisons]
         for line in found or _numbers(shown.records):
             print_line(msgspec.json.encode(line))
         return
@@ -223,7 +242,7 @@ def machine_folders(
 
 
 def comparable(shown: Shown) -> Sequence[Comparison]:
-    """The experiment's cells of the paper, or every quantity of its records where it reports no cell."""
+    """The experiment's cells of the paper, or every metric of its records where it reports no cell."""
     return shown.comparisons if shown.has_numbers else compare(by_name(shown.records))
 
 
@@ -232,8 +251,8 @@ def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
     fields = ("name", "key", "value", "low", "high", "unit", "provenance", "note")
     for record in records:
         of_record = {"experiment": record.experiment, "profile": record.profile, "case": record.case}
-        for quantity in record.quantities:
-            yield {**of_record, **{name: getattr(quantity, name) for name in fields}}
+        for metric in record.metrics:
+            yield {**of_record, **{name: getattr(metric, name) for name in fields}}
 
 
 def _nothing(name: str, arguments: argparse.Namespace, folder: Path, loaded: Loaded) -> str:

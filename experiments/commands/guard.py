@@ -25,6 +25,7 @@ from gpipe_bench.experiments.guard.arms import (
     WorkerError,
     base_tree,
     check_place,
+    merge_base,
     repository,
     this_project,
     top_of,
@@ -32,11 +33,11 @@ from gpipe_bench.experiments.guard.arms import (
 from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
 from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
-from gpipe_bench.experiments.registry import suggestion
 from gpipe_bench.harness import PUBLISHED, ROOT
 from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.store import write_whole
+from gpipe_bench.pipeline.plan.names import suggestion
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 SEED = 1811
@@ -81,13 +82,15 @@ def options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--benchmarks", type=Path, metavar="FILE",
-        help="a file of its own benchmarks: functions in a dictionary BENCHMARKS",
+        help="a file of its own benchmarks, below DIR: functions in a dictionary BENCHMARKS",
     )  # fmt: skip
     verb.add_argument(
         "--path", action="append", default=[], metavar="FOLDER",
         help="where its modules are, below DIR; default: DIR and DIR/src",
     )  # fmt: skip
-    verb.add_argument("--build", metavar="COMMAND", help="run in the base's checkout before it is timed")
+    verb.add_argument(
+        "--build", metavar="COMMAND", help="run in the base's checkout and in DIR before they are timed"
+    )
     verb.add_argument(
         "--command",
         metavar="LINE",
@@ -97,7 +100,7 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--setup", metavar="COMMAND", help="run once in every checkout that --command is run in, such as make"
     )
     verb.add_argument(
-        "--pattern", metavar="REGEX",
+        "--number", metavar="REGEX",
         help="of the command's number, or its one group; of several matches the geometric mean counts",
     )  # fmt: skip
     verb.add_argument("--higher-is-better", action="store_true", help="the command's number is a rate")
@@ -122,35 +125,53 @@ def run(arguments: argparse.Namespace) -> int:
     failed, findings = False, []
     try:
         subject = subject_of(arguments)
+        if arguments.base is not None:
+            merge_base(subject.root, arguments.base)  # before anything is counted
         for name in arguments.only:
             if name not in subject.benchmarks:
                 close, known = suggestion(name, subject.benchmarks), ", ".join(subject.benchmarks)
                 raise ValueError(f"unknown benchmark {name!r}{close}; known: {known}")
+        if arguments.base is not None:
+            merge_base(subject.root, arguments.base)  # before anything that takes time
         if subject.is_own:
             failed = not check_counters(arguments, say)
         if arguments.base is not None:
             findings = check_time(arguments, subject, say)
+    except ValueError as error:
+        summarize(arguments, f"### guard: not run\n\n{error}\n")
+        raise
     except WorkerError as error:
+        summarize(arguments, f"### guard: failed\n\n```text\n{error}\n```\n")
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
         return CASE_FAILED
     failed = failed or any(finding.confirmed for finding in findings)
     last = ending(failed, findings)
-    if not failed and arguments.require_conclusive and not all(finding.is_told for finding in findings):
+    if not failed and arguments.require_conclusive and not all(f.is_told or f.is_new for f in findings):
         failed = True
         last += "; that is a failure, by --require-conclusive"
     say(last)
+    broken = [finding.benchmark for finding in findings if finding.failed]
     if arguments.markdown is not None:
         told = "".join(f"- {finding.conclusion()}\n" for finding in findings)
         page = f"### {last}\n\n{told}\n{table(findings).markdown()}\n\n{LEGEND}\n"
         append_text(arguments.markdown, page)
+    if broken:
+        print(f"error: failed: {', '.join(broken)}", file=sys.stderr)
+        return CASE_FAILED
     return VERDICT_FAILED if failed else DONE
+
+
+def summarize(arguments: argparse.Namespace, text: str) -> None:
+    """A summary of what could not be timed."""
+    if arguments.markdown is not None:
+        append_text(arguments.markdown, text)
 
 
 def subject_of(arguments: argparse.Namespace) -> Subject:
     """What is to be measured. Raises ValueError where that is not clear, or nothing is."""
     command = arguments.command
-    for option in ("setup", "pattern", "higher_is_better", "timeout_s"):
+    for option in ("setup", "number", "higher_is_better", "timeout_s"):
         if command is None and getattr(arguments, option):
             raise ValueError(f"--{option.replace('_', '-')} is about a command; give it, --command LINE")
     if arguments.repo is None:
@@ -170,9 +191,10 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
         if arguments.build:
             raise ValueError("--build is for --engine and --benchmarks; a command's checkouts take --setup")
         timeout_s = TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
-        command = Command(command, arguments.pattern or "", arguments.higher_is_better, timeout_s)
+        command = Command(command, arguments.number or "", arguments.higher_is_better, timeout_s)
     return repository(
-        arguments.repo, arguments.engine or "", arguments.benchmarks, arguments.path,
+        arguments.repo, arguments.engine or "",
+        arguments.benchmarks and arguments.repo / arguments.benchmarks, arguments.path,
         arguments.build or arguments.setup or "", command,
     )  # fmt: skip
 
@@ -232,18 +254,21 @@ def check_time(arguments: argparse.Namespace, subject: Subject, say: Say) -> lis
         subject.prepare(base.path, "the base's checkout")
         if subject.command:
             subject.prepare(control.path, "the control's checkout")
+        if not subject.is_own:
             subject.prepare(subject.root, "the working tree")
         findings = guard(
             subject, base.path, names, SEED, control=control.path, budget_s=arguments.budget_s, tell=say
         )
-    if not any(finding.runs for finding in findings):
-        reasons = "; ".join(f"{finding.benchmark}: {finding.refused}" for finding in findings)
+    if not any(finding.runs or finding.is_new for finding in findings):
+        reasons = "; ".join(
+            f"{finding.benchmark}: {finding.failed or finding.refused}" for finding in findings
+        )
         raise WorkerError(f"nothing was timed: {reasons}")
     say(f"\n{table(findings).text()}\n\n{fill(LEGEND)}\n")
     for finding in findings:
         said = finding.conclusion()
         say(said)
-        if finding.confirmed:
+        if finding.confirmed or finding.failed:
             annotate("error", said)
         elif not finding.runs or finding.runs[-1].verdict != "same" or finding.notes:
             annotate("warning", said)

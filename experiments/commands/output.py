@@ -11,10 +11,13 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+
+from gpipe_bench.harness.report.grid import SCREEN, within
 
 DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
 """Exit statuses: of what went as it should and of what the user asked to know."""
@@ -87,16 +90,22 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
 def tell(arguments: argparse.Namespace, lines: Iterable[object], text: Callable[[], str]) -> None:
     """What a verb has found: a line of JSON for each of `lines` where `--json` asks for it, else the text."""
     if not arguments.json:
-        say(text())
+        with within(screen_width()):
+            say(text())
         return
     try:
         from msgspec.json import encode
-    except ImportError:  # what the doctor is about to say
+    except ImportError:  # what `list --machine` is about to say
         for line in lines:
             print_line(json.dumps(line, default=asdict).encode())
     else:
         for line in lines:
             print_line(encode(line))
+
+
+def screen_width() -> int:
+    """Columns that text for people takes: a terminal's, at most those of `SCREEN`."""
+    return min(SCREEN, shutil.get_terminal_size().columns) if sys.stdout.isatty() else SCREEN
 
 
 def say(text: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +21,12 @@ from gpipe_bench.experiments.commands.size import (
     reserve_option,
     training_options,
 )
-from gpipe_bench.harness.report.grid import Grid, fill
+from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED, Request, link_named, link_within
 
@@ -34,6 +38,16 @@ if TYPE_CHECKING:
 GIB = 2**30
 MOST_WORKERS, MOST_MICROBATCHES = 16, 6
 """Of the schedule that is drawn: it repeats itself."""
+WIDTH = 100
+"""Of an answer."""
+MOST_LINES = 9
+"""Workers whose memory is printed."""
+EVERY_S = 10.0
+WORDS = {
+    "never": "nothing", "selective": "all but products", "blocks": "blocks", "always": "stages",
+    "except_last": "stages but for the last micro-batch",
+}  # fmt: skip
+"""What is recomputed, as people say it."""
 TOO_CLOSE = 0.03
 """Steps that differ by less may come in the other order: of 63 that ran, half were off by 1.9 % or more."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -47,7 +61,11 @@ def options(verb: argparse.ArgumentParser) -> None:
     machines.add_argument(
         "--accelerators", type=int, required=True, metavar="N", help="of all hosts together"
     )
-    machines.add_argument("--memory-gib", type=float, required=True, metavar="GIB", help="of each")
+    machines.add_argument("--memory-gib", type=float, metavar="GIB", help="of each; needed without --card")
+    machines.add_argument(
+        "--card", metavar="TFLOPS,GIB,GB/S",
+        help="an accelerator that has no name here: its peak in 16 bits, memory, and the memory's rate",
+    )  # fmt: skip
     reserve_option(machines)
     machines.add_argument("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
     machines.add_argument(
@@ -61,7 +79,14 @@ def options(verb: argparse.ArgumentParser) -> None:
         "accelerator has it, else pcie; loopback where the layers are timed here",
     )  # fmt: skip
     machines.add_argument("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
+    machines.add_argument(
+        "--cards", type=int, metavar="N",
+        help="network cards of a host; default: one for each accelerator where NVLink connects them, else 1",
+    )  # fmt: skip
     training = verb.add_argument_group("how it is trained")
+    training.add_argument(
+        "--seq-len", type=int, metavar="T", help="tokens of an example, in the place of the shape's own"
+    )
     training.add_argument(
         "--batch-size", type=int, required=True, metavar="N", help="examples of a mini-batch, of all replicas"
     )
@@ -88,11 +113,8 @@ def options(verb: argparse.ArgumentParser) -> None:
     clock = verb.add_argument_group("how layers are timed, where no accelerator is named")
     clock.add_argument(
         "--probe-s", type=float, default=60.0, metavar="S",
-        help="seconds that may go into it, where they matter for the ranking; default: %(default)g",
+        help="seconds after which no further round of steps is timed; default: %(default)g",
     )  # fmt: skip
-    clock.add_argument(
-        "--fresh", action="store_true", help="time anew, though there are costs of the same model and machine"
-    )
     output = verb.add_argument_group("what is printed and written")
     output.add_argument(
         "--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s"
@@ -101,10 +123,14 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--script", type=Path, metavar="FILE.py", help="write the script that trains as planned"
     )
     output.add_argument(
-        "--format", choices=tuple(FORMATS), default="script",
+        "--format", choices=tuple(FORMATS),
         help="what it is: a script on this engine or on torch.distributed.pipelining, settings for "
-        "torchtitan, or flags of Megatron-LM; only schedules that it has are tried, and what it can't do as "
-        "planned is said; default: %(default)s",
+        "torchtitan, or flags of Megatron-LM; only what it can say is tried, and predicted as it runs there; "
+        "default: script, where --script is given",
+    )  # fmt: skip
+    output.add_argument(
+        "--full", action="store_true",
+        help="also the schedule, what less memory costs, where each number comes from, and the script",
     )  # fmt: skip
     output.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
 
@@ -112,50 +138,67 @@ def options(verb: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
     request = request_of(arguments)
-    name = str(arguments.script or NAME)
-    check_asked(arguments.format, arguments.schedule, request.optimizer, name)
+    name, form = str(arguments.script or NAME), arguments.format or "script"
+    is_written = bool(arguments.script or arguments.format)
+    if is_written:
+        check_asked(form, arguments.schedule, request.optimizer, name, request.precision)
+        request = replace(request, autocast=form == "script")
     from gpipe_bench.planner.request import Space
 
-    possible = tuple(name for name in Space.schedules if name in FORMATS[arguments.format].schedules)
+    known = FORMATS[form]
+    possible = tuple(each for each in Space.schedules if not is_written or each in known.schedules)
     space = Space(
         schedules=tuple(arguments.schedule) or possible,
         microbatches=tuple(arguments.num_microbatches) or None,
         pp=tuple(arguments.pp) or None,
         tp=tuple(arguments.tp) or (1,),
+        remats=known.remats if is_written else REMATS,
         sharded=not arguments.no_fsdp,
     )
-    if request.device_type != MEASURED:
-        from gpipe_bench.planner.accelerators import accelerator
-
-        accelerator(request.device_type, request.precision)
     import torch
 
-    from gpipe_bench.planner.answer import plan
-    from gpipe_bench.planner.measured import Timing, user_folder
+    from gpipe_bench.planner.answer import MOST_POINTS, plan
+    from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import model_of
 
     torch.set_num_threads(1)
     find_own_modules()
     model = model_of(
-        arguments.model, request.batch_size, arguments.num_layers, num_filters=arguments.num_filters
+        arguments.model,
+        request.batch_size,
+        arguments.num_layers,
+        num_filters=arguments.num_filters,
+        seq_len=arguments.seq_len,
     )
-    timing = Timing(seconds=arguments.probe_s, folder=user_folder(), fresh=arguments.fresh, shown=True)
-    found = plan(model, request, space=space, shown=arguments.top, timing=timing, progress=_progress)
-    written = found.written(arguments.format, name)
-    if arguments.script is not None:
+    found = plan(
+        model, request, space=space, shown=arguments.top,
+        timing=Timing(seconds=arguments.probe_s, shown=True),
+        points=MOST_POINTS if arguments.full or arguments.frontier else 1, progress=_Progress(),
+    )  # fmt: skip
+    facts: dict[str, object] = {}
+    written = None
+    if is_written:
+        as_run, written = found.as_run(form), found.written(form, name)
+        facts = {
+            "command": written.command, "format": form, "script": written.text,
+            "schedule_file": written.rows, "not_as_planned": written.differs, "as_run": as_run.describe(),
+        }  # fmt: skip
+        if as_run is not found.best:
+            warn(
+                f"as --format {form} runs it: {seconds(as_run.step_s)} a step, {as_run.peak / GIB:.2f} GiB, "
+                f"{remat_of(as_run.candidate)} recomputed"
+            )
+        warn(*(f"not as planned: {each}" for each in written.differs))
+    if arguments.script is not None and written is not None:
         write_text("--script", arguments.script, written.text)
         if written.rows:
             write_text("--script", arguments.script.with_suffix(".csv"), written.rows)
-        warn(*(f"not as planned: {each}" for each in written.differs))
     if arguments.frontier is not None:
         draw_frontier(found, arguments.frontier)
-    facts: dict[str, object] = {"command": written.command}
-    if arguments.format != "script":
-        facts |= {
-            "script": written.text, "format": arguments.format, "schedule_file": written.rows,
-            "not_as_planned": written.differs,
-        }  # fmt: skip
-    tell(arguments, [found.describe() | facts], lambda: text(found, written, arguments.script))
+    tell(
+        arguments, [found.describe() | facts],
+        lambda: text(found, written, arguments.script, full=arguments.full),
+    )  # fmt: skip
     return DONE
 
 
@@ -163,9 +206,25 @@ def request_of(arguments: argparse.Namespace) -> Request:
     """What the options ask. Raises ValueError, naming value and remedy."""
     check_counts(
         arguments, "accelerators", "batch_size", "hosts", "top", "num_layers", "num_filters", "pp", "tp",
-        "num_microbatches",
+        "num_microbatches", "cards",
     )  # fmt: skip
+    if arguments.card is not None:
+        from gpipe_bench.planner.accelerators import accelerator
+
+        accelerator(arguments.card if "," in arguments.card else f"{arguments.card},")
+        arguments.device_type = arguments.card
+        if arguments.memory_gib is None:
+            arguments.memory_gib = float(arguments.card.split(",")[1])
+    if arguments.memory_gib is None:
+        raise ValueError("--memory-gib is needed: the GiB of one accelerator, such as 24")
     device = arguments.device_type
+    if device != MEASURED:
+        from gpipe_bench.planner.accelerators import accelerator
+
+        try:
+            accelerator(device, precision(arguments))
+        except ValueError as error:
+            raise ValueError(f"--device-type {device}: {error}") from error
     between = _link("--between", arguments.between, device) if arguments.between else None
     if arguments.hosts > 1 and between is None:
         raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
@@ -176,7 +235,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
         batch_size=arguments.batch_size, link=_link("--link", arguments.link, device),
         between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
         precision=precision(arguments), device_type=device, compiled=arguments.compiled,
-        reserve_bytes=reserve_bytes(arguments),
+        reserve_bytes=reserve_bytes(arguments), cards=arguments.cards,
     )  # fmt: skip
 
 
@@ -189,29 +248,98 @@ def _link(option: str, name: str | None, device_type: str) -> Link:
         raise ValueError(f"{option}{f' {name}' if name else ''}: {error}") from error
 
 
-def _progress(what: str, done: int, total: int) -> None:
-    """On a terminal alone, one line that is written over."""
-    if not sys.stderr.isatty():
-        return
-    words = f"{what} {done}/{total}"
-    print(f"\r{words:<30}", end="\r" if done + 1 >= total else "", file=sys.stderr, flush=True)
+class _Progress:
+    """On a terminal one line that is written over; elsewhere a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self.said_s = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        words = f"{what} {done}/{total}"
+        if sys.stderr.isatty():
+            print(f"\r{words:<30}", end="\r" if done + 1 >= total else "", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.said_s > EVERY_S:
+            self.said_s = time.monotonic()
+            print(words, file=sys.stderr, flush=True)
 
 
-def text(plan: Plan, written: Written, path: Path | None = None) -> str:
-    """All of it, then how to run it: the script, unless it was written to `path`, and the line that starts
-    it.
+def text(plan: Plan, written: Written | None = None, path: Path | None = None, *, full: bool = False) -> str:
+    """The best one in a few sentences, the next ones, its memory by stage, and how to start it; with `full`
+    all that is known. No line is wider than WIDTH, but those of a script.
     """
-    parts = [_ways(plan), _cut(plan.best), _schedule(plan.best.candidate), _frontier(plan)]
+    parts = [_best(plan), _next(plan), _cut(plan.best)]
+    if full:
+        parts += [_schedule(plan.best.candidate), _frontier(plan), _notes(plan)]
+    command = plan.command() if written is None else written.command
     if path is not None:
-        beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written.rows)
-        how = f"{path}{beside} trains so; start it with\n\n{written.command}"
-    else:
+        beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
+        parts.append(f"{path}{beside} trains so; start it with\n\n{command}")
+    elif written is not None:
         beside = f"the schedule, which lies beside it as .csv:\n\n{written.rows}\n" * bool(written.rows)
-        how = (
-            f"the script that trains so (--script FILE.py writes it):\n\n{written.text}\n{beside}"
-            f"{written.command}"
+        parts.append(
+            f"the file that trains so (--script FILE writes it):\n\n{written.text}\n{beside}{command}"
         )
-    return "\n\n".join([*(part for part in parts if part), how])
+    else:
+        parts.append(
+            f"--script {NAME} writes it (--format torch, torchtitan, megatron); start it with\n\n{command}"
+        )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _best(plan: Plan) -> str:
+    request, best = plan.request, plan.best
+    used = best.candidate.accelerators
+    device = "accelerators of this machine" if request.device_type == MEASURED else request.device_type
+    hosts = f"{request.hosts} hosts of {request.per_host} x {device}"
+    if request.hosts > 1:
+        hosts += f" with {request.cards_per_host} network card{'s' * (request.cards_per_host > 1)} each"
+    parts = sorted(best.parts_s.items(), key=lambda each: -each[1])
+    why = ", ".join(f"{part} {s / best.step_s:.0%}" for part, s in parts[:3] if s > 0.01 * best.step_s)
+    trained = request.precision + ", compiled" * request.compiled
+    lines = [
+        f"{plan.model.name}, {plan.model.num_parameters:,} parameters, {trained}, {request.optimizer}, "
+        f"mini-batch {request.batch_size}, on {hosts if request.hosts > 1 else hosts.partition(' of ')[2]}, "
+        f"{request.memory_bytes / GIB:g} GiB each, {request.held_back_bytes / GIB:g} held back",
+        f"{title_of(best.candidate)}, {best.candidate.num_microbatches} micro-batches, recomputing "
+        f"{remat_of(best.candidate)}: {seconds(best.step_s)} a step ({seconds(best.low_s)} to "
+        f"{seconds(best.high_s)}), {best.examples_per_s:.3g} examples/s, {best.peak / GIB:.2f} GiB.",
+        f"Of the step: {why}."
+        + f" It uses {used} of {request.accelerators} accelerators." * (used < request.accelerators),
+    ]
+    return "\n".join(fill(line, WIDTH) for line in lines)
+
+
+def _next(plan: Plan) -> str:
+    best = plan.best
+    lines = [
+        [
+            title_of(each.candidate), each.candidate.num_microbatches, remat_of(each.candidate),
+            seconds(each.step_s), f"{each.peak / GIB:.2f}", _slower(each, best),
+        ]
+        for each in plan.predictions[1:]
+    ]  # fmt: skip
+    if not lines:
+        return ""
+    close = any(each.step_s / best.step_s - 1 < TOO_CLOSE for each in plan.predictions[1:])
+    notes = ["", f"~ less than {TOO_CLOSE:.0%} slower, as much as predictions err"] if close else []
+    columns = ["the next", "M", "recompute", "step", "GiB", "slower"]
+    return (
+        Grid(title="", columns=columns, lines=lines, notes=notes, right=frozenset({1, 4, 5}))
+        .text()
+        .lstrip("\n")
+    )
+
+
+def _notes(plan: Plan) -> str:
+    notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
+    notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
+    if plan.model.why_whole:
+        notes += [f"none with shards of parameters (fsdp), {plan.model.why_whole}"]
+    return "\n".join(fill(note, WIDTH) for note in notes)
+
+
+def fill(line: str, width: int) -> str:
+    return textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def seconds(value: float) -> str:
@@ -224,6 +352,8 @@ def seconds(value: float) -> str:
 
 def title_of(candidate: Candidate) -> str:
     """A candidate in a few words."""
+    if candidate.num_workers == 1:
+        return str(candidate.grid)
     twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
     return f"{candidate.grid}, {candidate.schedule}{twice}"
 
@@ -232,53 +362,8 @@ def remat_of(candidate: Candidate) -> str:
     """How many stages recompute how much."""
     words = dict.fromkeys(candidate.remat)
     if len(words) == 1:
-        return next(iter(words))
-    return ", ".join(f"{candidate.remat.count(word)} {word}" for word in words)
-
-
-def _ways(plan: Plan) -> str:
-    request, best = plan.request, plan.best
-    lines = [
-        [
-            title_of(each.candidate), each.candidate.num_microbatches, remat_of(each.candidate),
-            seconds(each.step_s), f"{seconds(each.low_s)} .. {seconds(each.high_s)}",
-            f"{each.examples_per_s:.3g}", f"{each.peak / GIB:.2f}",
-            _slower(each, best),
-        ]
-        for each in plan.predictions
-    ]  # fmt: skip
-    hosts = f" on {request.hosts} hosts" if request.hosts > 1 else ""
-    held_back = ""
-    if request.held_back_bytes:
-        held_back = f"\n{request.held_back_bytes / GIB:g} GiB of each held back for what is no tensor"
-    title = (
-        f"{plan.model.name}: {plan.model.num_parameters:,} parameters on {request.accelerators} x "
-        f"{request.memory_bytes / GIB:g} GiB{hosts}{held_back}\n{request.precision}, {request.optimizer}, "
-        f"mini-batch {request.batch_size}" + (", layers compiled" if request.compiled else "")
-    )
-    notes = []
-    if len(lines) > 1:
-        notes += [
-            "range: what is not known of the machine, for all plans alike; it says nothing about their order"
-        ]
-    if any(each.step_s / best.step_s - 1 < TOO_CLOSE for each in plan.predictions[1:]):
-        notes += [
-            f"~ less than {TOO_CLOSE:.0%} slower, as much as predictions err: these may come in any order"
-        ]
-    if (used := best.candidate.accelerators) < request.accelerators:
-        notes += [f"the first uses {used} of {request.accelerators} accelerators"]
-    notes += [f"{what}: {where}" for what, where in best.provenance.items()]
-    notes += [
-        f"{plan.tried} ways laid out, {plan.skipped} left out: above those here lie their bounds, or, where "
-        "there are too many cuts to try, 95 % of their step with even stages"
-    ]
-    if any(each != "never" for each in best.candidate.remat):
-        notes += ["a stage is recomputed as a whole"]
-    if why := plan.model.why_whole(compiled=request.compiled):
-        notes += [f"none with shards of parameters (fsdp), {why}"]
-    notes = ["", *(fill(note, rest="  ") for note in notes)]
-    columns = ["plan", "M", "recompute", "step", "range", "examples/s", "peak GiB", "slower"]
-    return Grid(title=title, columns=columns, lines=lines, notes=notes, right=frozenset({1, 5, 6, 7})).text()
+        return WORDS[next(iter(words))]
+    return ", ".join(f"{WORDS[word]} x {candidate.remat.count(word)}" for word in words)
 
 
 def _slower(each: Prediction, best: Prediction) -> str:
@@ -290,7 +375,8 @@ def _slower(each: Prediction, best: Prediction) -> str:
 def _cut(best: Prediction) -> str:
     candidate = best.candidate
     workers, lines = candidate.rows(1, recomputes=False), []
-    for worker in range(candidate.num_workers):
+    shown = sorted({*range(MOST_LINES - 1), best.fullest, candidate.num_workers - 1})
+    for worker in (each for each in shown if each < candidate.num_workers):
         mine = workers.stages_of(worker)
         spans = [candidate.cut[stage] for stage in mine]
         lines.append(
@@ -301,16 +387,10 @@ def _cut(best: Prediction) -> str:
                 f"{best.peak_bytes[worker] / GIB:.2f}", best.peak_when[worker],
             ]
         )  # fmt: skip
-    parts = ", ".join(
-        f"{part} {share / best.step_s:.1%}"
-        for part, share in best.parts_s.items()
-        if share > 5e-4 * best.step_s
-    )
     return Grid(
-        title=f"the first: {title_of(candidate)}",
-        columns=["worker", "stages", "layers", "recompute", "peak GiB", "at"],
+        title="memory of the first",
+        columns=["worker", "stages", "layers", "recompute", "GiB", "at"],
         lines=lines,
-        notes=["", f"of the step: {parts}"] if parts else [],
         right=frozenset({4}),
     ).text()
 

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         for table in page.tables:
             for cell in (*table.rows, *table.settings):
-                more = {"machine": cell.machine or None, "at_half": cell.narrow, "at_twice": cell.wide}
+                more = {"machine": cell.machine or None}
                 print_line(msgspec.json.encode(cell.to_data() | more))
         return DONE
     folder = arguments.output or arguments.results

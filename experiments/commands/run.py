@@ -21,7 +21,7 @@ from gpipe_bench.experiments.commands.output import (
     print_line,
     say,
 )
-from gpipe_bench.experiments.registry import PROFILES, load, program, suggestion
+from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.experiments.report.readings import Shown, readable, screen, select_records, shown_of
 from gpipe_bench.harness import short_path
@@ -32,6 +32,7 @@ from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experi
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs
+from gpipe_bench.pipeline.plan.names import suggestion
 
 OWN_DATA = ("data", "text", "parallel_text")
 
@@ -136,7 +137,15 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
         if not (key and equals):
             raise ValueError(f"--only {text!r} is not KEY=VALUE")
         only[key] = (*only.get(key, ()), value)
-    device = _device("cuda" if arguments.gpus is not None else arguments.device, experiment)
+    try:
+        device = _device("cuda" if arguments.gpus is not None else arguments.device, experiment)
+    except ValueError as error:
+        if arguments.gpus is None:
+            raise
+        raise ValueError(
+            f"--gpus {arguments.gpus}: torch sees no CUDA device here; leave the option out, and stages take "
+            "turns on the processor"
+        ) from error
     gpus = _gpus(arguments, experiment, device)
     if arguments.gpus is not None:
         only.setdefault("part", (experiment.on_gpus,))
@@ -163,7 +172,7 @@ def _device(asked: str, experiment: Experiment) -> str:
         return "cuda"
     if asked == "cuda":
         raise ValueError(
-            "--device cuda: torch sees no CUDA device here; use --device cpu, or see what doctor says"
+            "--device cuda: torch sees no CUDA device here; use --device cpu, or see `list --machine`"
         )
     return "cpu"
 
@@ -243,7 +252,9 @@ def _figures(experiment: Experiment, shown: Shown, folder: Path, show: Reporter)
     except OSError as error:  # the numbers are worth showing without the pictures
         show.warn(f"can't write figures to {folder}: {error.strerror or error}")
     except ImportError as error:
-        show.warn(f"figures are not drawn: {error}; `{program()} doctor` says how to get what is missing")
+        show.warn(
+            f"figures are not drawn: {error}; `{program()} list --machine` says how to get what is missing"
+        )
     return []
 
 

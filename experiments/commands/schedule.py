@@ -4,9 +4,9 @@ A schedule can be judged before anything runs: whether it can be executed at all
 of it is bubble, and how many micro-batches a worker holds at a time. Durations are the usual ones for equal
 stages, a forward and a recomputation one slot and a backward two, and messages take no time.
 
-`schedule check FILE` judges somebody else's list of actions: whether it comes to its end, with rings of so
-many buffers and messages matched by their order, as NCCL does; and if not, who stands where, waiting for what
-(`pipeline.plan.files`). Exit status 0: it does; 1: it does not; 2: the file holds no schedule.
+`schedule check FILE` judges somebody else's list of actions, in torch's form: whether it can be executed, and
+if not, who waits for what there (`pipeline.plan.schedule.validate`). Exit status 0: it can; 1: it cannot; 2:
+the file holds no schedule.
 
 Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a
 stage there are those of a whole share of the model, which make schedules with different numbers of stages
@@ -21,14 +21,15 @@ from typing import Any
 
 from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell, write_text
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.edges import rings_of
-from gpipe_bench.pipeline.plan.files import draw, read, stop_of, to_csv
+from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
+from gpipe_bench.pipeline.plan.names import suggestion
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, from_text, to_text
-from gpipe_bench.pipeline.plan.schedule import Schedule, check_complete, validate
+from gpipe_bench.pipeline.plan.schedule import Schedule, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline, svg
 
+COLUMNS = 100  # of a picture as text; a longer one is folded
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""
 
@@ -38,12 +39,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
     verb.add_argument(
         "file", nargs="?", type=Path, metavar="FILE",
-        help="behind `check`: a schedule to judge, as --csv or torch writes it, or as zero-bubble or Primus "
-        "print it",
-    )  # fmt: skip
-    verb.add_argument(
-        "--buffers", type=int, metavar="N",
-        help="with check: of each direction between two stages; default: one for every message",
+        help="behind `check`: a schedule to judge, as --csv or torch writes it",
     )  # fmt: skip
     verb.add_argument("--workers", type=int, metavar="K", help="processes or devices")
     verb.add_argument("--num-stages", type=int, metavar="K", help="instead: the stages of all workers")
@@ -56,8 +52,8 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument(
         "--remat", metavar="WHICH",
-        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one choice per stage, of these or of "
-        "micro-batches: always,0-2+5,never; default: the schedule's, or as in the file",
+        help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one of them for each stage, such "
+        "as always,except_last,never; default: the schedule's, or as in the file",
     )  # fmt: skip
     verb.add_argument(
         "--csv", type=Path, metavar="FILE",
@@ -71,13 +67,25 @@ def options(verb: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what is no valid schedule."""
+    path: Path | None = arguments.source
     if arguments.name == "check":
-        return _check(arguments)
-    if arguments.file is not None or arguments.buffers is not None:
-        raise ValueError(
-            f"{arguments.file or '--buffers'} is for `schedule check FILE`; write that, or leave it out"
-        )
-    schedule = _named(arguments) if arguments.source is None else _read(arguments)
+        if arguments.file is None:
+            raise ValueError("schedule check needs a FILE to judge; to draw one of ours give its name")
+        _alone(arguments, str(arguments.file), "source")
+        path = arguments.file
+    elif arguments.file is not None:
+        raise ValueError(f"{arguments.file} is for `schedule check FILE`; write that, or leave it out")
+    elif path is not None:
+        _alone(arguments, f"--from {path}", "name")
+    schedule = _named(arguments) if path is None else _read(path, arguments.remat)
+    try:
+        validate(schedule)
+    except ValueError as error:
+        if arguments.name != "check":
+            raise ValueError(f"--from {path}: {error}") from error
+        found = {"file": str(path), "verdict": "cannot be executed", "why": str(error)}
+        tell(arguments, [found], lambda: f"{path} cannot be executed: {found['why']}")
+        return VERDICT_FAILED
     timeline = replay(schedule, SLOTS)
     slots = schedule.num_workers * round(timeline.makespan_s)
     if slots > MOST_SLOTS and not arguments.json:
@@ -92,12 +100,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _named(arguments: argparse.Namespace) -> Schedule:
-    """A built-in schedule, validated like any other."""
+    """A built-in schedule."""
     known = ", ".join(NAMED)
     if arguments.name is None:
         raise ValueError(f"no schedule; give one of {known}, or --from FILE")
     if arguments.name not in NAMED:
-        raise ValueError(f"unknown schedule {arguments.name!r}; known: {known}, or --from FILE reads yours")
+        close = suggestion(arguments.name, NAMED)
+        raise ValueError(
+            f"unknown schedule {arguments.name!r}{close}; known: {known}, or --from FILE reads yours"
+        )
     name, workers, stages = arguments.name, arguments.workers, arguments.num_stages
     each = NAMED[name].stages_per_worker or arguments.stages_per_worker or 2
     if workers is not None and stages is not None:
@@ -124,24 +135,12 @@ def _named(arguments: argparse.Namespace) -> Schedule:
     else:
         asked["stages_per_worker"] = arguments.stages_per_worker
         schedule = named(name, num_workers, num_microbatches, **asked)
-    validate(schedule)
     return schedule
 
 
-def _read(arguments: argparse.Namespace) -> Schedule:
-    """The schedule of a file, if it can be executed."""
-    _alone(arguments, f"--from {arguments.source}", ("name",))
-    schedule, _ = _of_file(f"--from {arguments.source}", arguments.source, arguments)
-    try:
-        validate(schedule)
-    except ValueError as error:
-        raise ValueError(f"--from {arguments.source}: {error}") from error
-    return schedule
-
-
-def _alone(arguments: argparse.Namespace, what: str, more: tuple[str, ...]) -> None:
+def _alone(arguments: argparse.Namespace, what: str, other: str) -> None:
     """`ValueError` for options that say what a file says already."""
-    names = (*more, "workers", "num_stages", "stages_per_worker", "num_microbatches")
+    names = (other, "workers", "num_stages", "stages_per_worker", "num_microbatches")
     options = {"name": "NAME", "source": "--from", "num_microbatches": "--microbatches"}
     given = [
         options.get(name, f"--{name.replace('_', '-')}")
@@ -152,79 +151,22 @@ def _alone(arguments: argparse.Namespace, what: str, more: tuple[str, ...]) -> N
         raise ValueError(f"{what} says it all; leave {', '.join(given)} out")
 
 
-def _of_file(what: str, path: Path, arguments: argparse.Namespace) -> tuple[Schedule, str]:
-    """The schedule of a file, whether it can be executed or not, and its form."""
+def _read(path: Path, remat: str | None) -> Schedule:
+    """The schedule of a file, whether it can be executed or not."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # a spreadsheet may put a mark in front
     except OSError as error:
-        raise ValueError(f"{what}: {error.strerror}; give a file that --csv wrote") from error
+        raise ValueError(f"{path}: {error.strerror}; give a file that --csv wrote") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what} is no text; give a file that --csv wrote") from error
+        raise ValueError(f"{path} is no text; give a file that --csv wrote") from error
     try:
-        remat = None if arguments.remat is None else from_text(arguments.remat)
-        schedule, form = read(text, path.stem, remat)
-        total = sum(map(len, schedule.actions))
-        if total > MOST_ACTIONS:
-            raise ValueError(f"it holds {total} actions, more than {MOST_ACTIONS}; give a smaller schedule")
+        schedule = from_csv(text, path.stem, None if remat is None else from_text(remat))
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
-    return schedule, form
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    """`schedule check FILE`."""
-    path, buffers = arguments.file, arguments.buffers
-    if path is None:
-        raise ValueError("schedule check needs a FILE to judge; to draw one of ours give its name")
-    if buffers is not None and buffers < 1:
-        raise ValueError(f"--buffers is {buffers}; a worker that receives needs at least 1")
-    _alone(arguments, str(path), ("source",))
-    schedule, form = _of_file(str(path), path, arguments)
-    facts: dict[str, Any] = {"file": str(path), "form": form, "given_buffers": buffers}
-    try:
-        check_complete(schedule)
-    except ValueError as error:
-        facts |= {"verdict": "incomplete", "why": [str(error)]}
-        tell(arguments, [facts], lambda: f"{path}, {form}: incomplete\n  {facts['why'][0]}")
-        return VERDICT_FAILED
-    stop = stop_of(schedule, buffers)
-    timeline = replay(schedule if stop is None else stop.done(schedule), SLOTS)
-    stands = {} if stop is None else {wait.worker: wait.action for wait in stop.waits}
-    given = "" if buffers is None else f" with {buffers} buffer{'s' * (buffers > 1)}"
-    if stop is None:
-        sizes = [(key[1], rings.tight.num_slots) for key, rings in rings_of(schedule).items()]
-        needs = {
-            name: max((number for back, number in sizes if back == way), default=0)
-            for name, way in (("activations", False), ("gradients", True))
-        }
-        facts |= {"verdict": "runs", "why": [], "buffers": needs} | _facts(schedule, timeline)
-        title = f"{_title(facts)}; {_length(facts)}"
-    else:
-        facts |= {
-            "verdict": "mixes up messages" if stop.circle[0].why == "order" else "stops",
-            "why": list(stop.words()),
-            "taken": list(stop.taken),
-            "stands": {str(worker): str(action) for worker, action in stands.items()},
-        }
-        title = f"{path.name}{given}: {facts['verdict']}; {facts['why'][0]}"
-    if arguments.draw is not None:
-        write_text("--draw", arguments.draw, svg(timeline, title, stands=stands))
-    if arguments.csv is not None:
-        write_text("--csv", arguments.csv, to_csv(schedule))
-
-    def text() -> str:
-        slots = schedule.num_workers * round(timeline.makespan_s)
-        picture = draw(timeline, stands=stands) if slots <= MOST_SLOTS else "(too long for a picture)"
-        if stop is None:
-            head = f"{path}, {form}: runs to its end{given}, messages in one order for each pair of workers"
-            rings = ", ".join(f"{number} for {name}" for name, number in facts["buffers"].items())
-            return f"{head}\n\n{_text(facts, picture)}\n\nbuffers that every ring comes out with: {rings}"
-        total = sum(map(len, schedule.actions))
-        head = f"{path}, {form}: {facts['verdict']}{given} after {sum(stop.taken)} of {total} actions"
-        return "\n".join([head, *(f"  {line}" for line in facts["why"]), "", picture])
-
-    tell(arguments, [facts], text)
-    return DONE if stop is None else VERDICT_FAILED
+        raise ValueError(f"{path}: {error}") from error
+    total = sum(map(len, schedule.actions))
+    if total > MOST_ACTIONS:
+        raise ValueError(f"{path} holds {total} actions, more than {MOST_ACTIONS}; give a smaller schedule")
+    return schedule
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
@@ -280,6 +222,19 @@ def _length(facts: dict[str, Any]) -> str:
     return f"makespan {facts['makespan_slots']:g} slots{shares}, bubble {facts['bubble']:.1%}"
 
 
+def folded(picture: str) -> str:
+    """The picture in as many blocks as keep it within `COLUMNS`; slots are not divided."""
+    rows = [line.partition("| ")[::2] for line in picture.splitlines()]
+    slot = 1 + max(len(each) for _, grid in rows for each in grid.split())
+    width = max(1, (COLUMNS - len(rows[0][0]) - 2) // slot) * slot
+    longest = max(len(grid) for _, grid in rows)
+    blocks = [
+        "\n".join(f"{name}| {grid[start : start + width]}".rstrip() for name, grid in rows)
+        for start in range(0, longest, width)
+    ]
+    return "\n\n".join(blocks)
+
+
 def _text(facts: dict[str, Any], picture: str) -> str:
     lengths = ", ".join(f"{kind.value} {slots:g}" for kind, slots in SLOTS.items())
     if "workers" not in facts:
@@ -299,5 +254,5 @@ def _text(facts: dict[str, Any], picture: str) -> str:
             for each in facts["workers"]
         ]  # fmt: skip
     table = Grid(columns=columns, lines=lines, right=frozenset(range(1, len(columns)))).text()
-    result = f"{_length(facts)} (slots: {lengths}; equal stages, messages take no time)"
-    return f"{_title(facts)}\n\n{picture}\n\n{result}\n\n{table}"
+    result = f"{_length(facts)}\n  (slots: {lengths}; equal stages, messages take no time)"
+    return f"{_title(facts)}\n\n{folded(picture)}\n\n{result}\n\n{table}"

@@ -17,17 +17,19 @@ from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.models.paper import GIB, HALVES
 from gpipe_bench.pipeline.plan.links import LINKS
 from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.names import suggestion
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, check_remat, from_text, to_text
 from gpipe_bench.planner.accelerators import accelerator
 from gpipe_bench.planner.candidate import splits
 from gpipe_bench.planner.request import MEASURED, Request, Space, divisors
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.table1.largest import Placement, Setting
+    from gpipe_bench.experiments.paper.largest import Placement, Setting
     from gpipe_bench.pipeline.memory.peaks import StageMemory
     from gpipe_bench.planner.infeasible import Smallest
     from gpipe_bench.planner.model import Model
 
+EAGER_BYTES = ", layers compiled (bytes of eager ones, an upper estimate)"
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 
 
@@ -67,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_counts(arguments, "accelerators", "num_layers", "num_filters", "num_microbatches", "batch_size")
     arguments.precision, cap_bytes = precision(arguments), memory_bytes(arguments)
     if arguments.schedule not in (None, *NAMED):
-        raise ValueError(f"unknown schedule {arguments.schedule!r}; known: {', '.join(NAMED)}")
+        close = suggestion(arguments.schedule, NAMED)
+        raise ValueError(f"unknown schedule {arguments.schedule!r}{close}; known: {', '.join(NAMED)}")
     half = next((name for name, half in HALVES.items() if half.model == arguments.model), None)
     is_searched = half is not None and arguments.num_layers is None
     if is_searched:
@@ -100,19 +103,20 @@ def _check_search(arguments: argparse.Namespace) -> None:
 
 
 def _search(arguments: argparse.Namespace, half: str) -> None:
-    from gpipe_bench.experiments.table1.largest import Setting, largest
+    from gpipe_bench.experiments.paper.largest import Setting, largest
 
     attention = "fused" if half == "transformer" else "none"
     setting = Setting(
         half, arguments.accelerators, False, arguments.precision, attention, arguments.memory_gib,
-        compiled=arguments.compiled, optimizer=arguments.optimizer or "rmsprop",
+        optimizer=arguments.optimizer or "rmsprop",
     )  # fmt: skip
     placement = largest(setting)
     facts = {"model": arguments.model, **placement.describe()}
-    tell(arguments, [facts], lambda: _largest_text(setting, placement))
+    compiled = EAGER_BYTES * arguments.compiled
+    tell(arguments, [facts], lambda: _largest_text(setting, placement, compiled))
 
 
-def _largest_text(setting: Setting, placement: Placement) -> str:
+def _largest_text(setting: Setting, placement: Placement, compiled: str) -> str:
     half = HALVES[setting.half]
     size = f"{placement.num_layers} layers"
     if placement.num_filters:
@@ -121,7 +125,7 @@ def _largest_text(setting: Setting, placement: Placement) -> str:
         f"{half.model} {size}: {placement.num_parameters:,} parameters on {setting.num_stages} x "
         f"{setting.cap_bytes / GIB:g} GiB (modelled)\n{setting.precision}, {setting.optimizer}, "
         f"mini-batch {half.batch_size} in {placement.num_microbatches} micro-batches, every one recomputed"
-        + (", layers compiled" if setting.compiled else "")
+        + compiled
     )
     stages = zip(placement.partition, placement.stages, strict=True)
     return table(
@@ -156,8 +160,6 @@ def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Reques
         from_text(arguments.remat or "always"),
         len(model.layers),
     )
-    if not isinstance(remat, str) and arguments.num_microbatches is None:
-        raise ValueError(f"--remat {arguments.remat} needs --num-microbatches M, whose numbers it is about")
     if arguments.compiled and splits(name):
         whole = ", ".join(each for each in NAMED if not splits(each))
         raise ValueError(
@@ -173,7 +175,7 @@ def placed(arguments: argparse.Namespace, cap_bytes: int) -> tuple[Model, Reques
             f"--num-microbatches {number} does not divide the mini-batch of {model.batch_size}; use one of "
             f"{', '.join(map(str, counts))}"
         )
-    check_remat(remat, stages, number or counts[-1])
+    check_remat(remat, stages)
     given = None if number is None else (number,)
     space = Space(schedules=(name,), pp=(request.accelerators,), sharded=False, microbatches=given)
 
@@ -201,7 +203,7 @@ def text(model: Model, request: Request, found: Smallest) -> str:
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
         f"{request.optimizer}, mini-batch {request.batch_size} in {found.way.num_microbatches} micro-batches"
         f", {what}"
-        + (", layers compiled" if request.compiled else "")
+        + EAGER_BYTES * request.compiled
         + (f", {model.attention} attention" if model.attention != "cpu" else "")
         + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
     )
@@ -254,7 +256,10 @@ def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
 
 # What `plan` asks, too
 
-PRECISIONS = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+PRECISIONS = {
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16", "bfloat16-pure": "bfloat16-pure", "bf16-pure": "bfloat16-pure",
+}  # fmt: skip
 MOST_GIB = 1e6
 
 
@@ -290,11 +295,12 @@ def training_options(group: Any, default: str | None = "adam") -> None:
     )
     group.add_argument(
         "--precision", default="float32", metavar="TYPE",
-        help="of the activations (autocast): float32 or bfloat16, also fp32, bf16; default: %(default)s",
+        help="float32; bf16 or fp16 mixed (weights stay float32, fp16 scales its loss); bf16-pure for "
+        "everything in bfloat16; default: %(default)s",
     )  # fmt: skip
     group.add_argument(
         "--compiled", action="store_true",
-        help="layers as torch.compile keeps them, each by itself; takes seconds more",
+        help="layers run under torch.compile: bytes are those of eager layers, an upper estimate",
     )  # fmt: skip
 
 

@@ -1,17 +1,21 @@
-"""`check-engine`: cases in which pipelines train wrongly, by the name of the failure.
+"""What pipelines train wrongly, as cases that an engine is asked, by the name of the failure.
 
 Each case is what users of some engine have met; `source` is the public thread. It is asked of an engine on a
-model so small that a step takes milliseconds, in one process and over two, and what it says is held against
-the uncut model. What an engine refuses by a ValueError, or has no method for, can't be asked and is no
-mistake. The first cases, `BASE`, share a step; only where that one fails, nothing else can be asked. A case
-in which an engine hangs or ends its processes, or raises in one of two, costs that case alone: the next ones
-run in new processes.
+model so small that a step takes milliseconds, in one process and over two, in float64 and float32, with four
+and six micro-batches, and over `STEPS` steps with another mini-batch each and an optimizer's update between
+them: what is stale, or wrong from some step on, shows only so. What an engine leaves is held against the
+uncut model, and named by what would explain it (`judging.py`). What it refuses by a ValueError, or has no
+method for, can't be asked and is no mistake. The first cases, `BASE`, share their steps; only where these
+fail, nothing else can be asked. A case in which an engine hangs or ends its processes, or raises in one of
+two, costs that case alone: the next ones run in new processes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,40 +23,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpipe_bench.experiments.engines.checks import (
-    Count,
-    check_counts,
-    counted_step,
-    gradient_error,
-    gradients_of,
-    named_parameters,
-    reference,
-)
+from gpipe_bench.experiments.engines.checks import check_counts
+from gpipe_bench.experiments.engines.given import SEED, STEPS, WIDTH, Given, Step, drawn, mean_square
 from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, fault_of, run_isolated
+from gpipe_bench.experiments.engines.judging import (
+    BROKEN,
+    CANNOT,
+    FAILED,
+    OK,
+    UNTRIED,
+    Said,
+    compared,
+    factor_of,
+    left,
+    loss_said,
+    round_norm,
+    same,
+)
 from gpipe_bench.experiments.engines.setup import (
-    Engine,
     NoStepError,
     Setup,
     build,
-    clear,
     placement_of,
     resolve,
 )
 
-NUM_MICROBATCHES, WIDTH, SEED = 4, 6, 1811
+VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))
+"""Micro-batches and precision, in which every case is asked."""
 PLACES = {"one process": 1, "two processes": 2}
-OK, FAILED, BROKEN, CANNOT, UNTRIED = "ok", "failed", "broken", "cannot be asked", "not tried"
-"""Verdicts. `broken`: it raised, hung or ended its process; `cannot be asked`: it says so itself, by a
-ValueError, or has no method for it.
-"""
 AS_BEFORE = "as before"
-"""Of a case where gradients alone are wrong, which says nothing new if they are wrong without it, too."""
-_SAME = 1e-6  # two factors that differ by less are one
+"""Of a case in which a step is wrong as it is in the first cases, which says nothing new."""
 _SCALE = 2.0**16  # as a scaler of gradients begins with
-
-Said = tuple[str, str]
-"""A verdict, and what is said."""
 
 
 @dataclass(frozen=True)
@@ -68,114 +71,148 @@ class Row:
     source: str = ""
 
 
-class Given(NamedTuple):
-    """An engine, what it was built from, and the uncut model: its layers and the gradients of all of them."""
-
-    engine: Engine
-    setup: Setup
-    batch: Tensor
-    target: Tensor
-    plain: Sequence[nn.Module]
-    everything: Mapping[str, Tensor]
-
-    def step(self) -> Any:
-        """One step without earlier gradients."""
-        clear(self.setup.layers)
-        return self.engine.step(self.batch, self.target, mean_square)
-
-    @property
-    def expected(self) -> dict[str, Tensor]:
-        """The gradients that a step must leave in this process."""
-        return {name: self.everything[name] for name in named_parameters(self.setup)}
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """The loss: the mean over what it is given."""
-    return ((output - target) ** 2).mean()
-
-
 # What is asked
 
 
 def _base(given: Given) -> list[Said]:
-    """One counted step, for all cases of `BASE`."""
-    counted, loss = counted_step(given.engine, given.setup, given.batch, given.target, mean_square)
-    how, said = _compared(given)
-    with torch.no_grad():
-        wanted = float(mean_square(nn.Sequential(*given.plain)(given.batch), given.target))
-    summed = {
-        "right": (OK, "the gradients are those of the mean loss"),
-        "times": (FAILED, said),
-        "wrong": (UNTRIED, "its gradients are wrong in another way"),
-    }
+    """A few counted steps, for all cases of `BASE`."""
+    counts: Said = (OK, "")
+    first = summed = later = loss = counts
+    alive: list[list[Callable[[], bool]]] = [[]]
+    wanted: float | None = None
+
+    def note(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.grad_fn is not None:
+            storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
+            alive[-1].append(lambda: not storage.expired())  # type: ignore[no-untyped-call]
+
+    def watched(*values: Any) -> Any:
+        found = _Watched.apply(mean_square(*values))  # type: ignore[no-untyped-call]
+        node = weakref.ref(found.grad_fn)
+        alive[-1].append(lambda: node() is not None)
+        return found
+
+    hooks = [layer.register_forward_hook(note) for layer in given.setup.local_layers]
+    for step in given.train(STEPS, watched):
+        before, wanted = wanted, _plain_loss(given)
+        counts = _counted(step, given) if counts[0] == OK else counts
+        loss = loss_said(step.loss, wanted, before, given.batch.dtype) if loss[0] == OK else loss
+        how, said = compared(given)
+        if step.number == 1:
+            first = (FAILED, said) if how == "wrong" else (OK, said if how == "right" else "but for a factor")
+            summed = {
+                "right": (OK, "the gradients are those of the mean loss"),
+                "times": (FAILED, said),
+                "wrong": (UNTRIED, "its gradients are wrong in another way"),
+            }[how]
+            later = (OK, "") if how == "right" else (UNTRIED, "its first step is wrong")
+        elif how != "right" and later[0] == OK:
+            later = FAILED, f"in step {step.number} {said}"
+        del step
+        alive.append([])
+    for hook in hooks:
+        hook.remove()
+    gc.collect()
+    kept = sum(is_alive() for each in alive[:2] for is_alive in each)
     return [
         (OK, f"{type(given.engine).__name__} has step(batch, target, loss_fn)"),
-        _counts(counted, given),
-        (FAILED, said) if how == "wrong" else (OK, said if how == "right" else "right but for a factor"),
-        summed[how],
-        _loss(loss, wanted),
+        counts,
+        first,
+        summed,
+        loss,
+        (later[0], later[1] or f"the gradients of {STEPS} steps are right, with an update after each"),
+        (FAILED, f"a step changes {given.disturbed}") if given.disturbed else (OK, "nothing else changes"),
+        (FAILED, f"{kept} activations or graphs of two steps are kept over {STEPS}")
+        if kept
+        else (OK, "what a step has made is gone two steps later"),
     ]
+
+
+class _Watched(torch.autograd.Function):
+    """Hands a loss on; its node lives as long as the graph that it is in."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
 
 
 def _trains(given: Given) -> Said:
     """Right gradients, by as many forwards and backwards as asked for."""
-    counted, _ = counted_step(given.engine, given.setup, given.batch, given.target, mean_square)
-    verdict, said = _counts(counted, given)
-    return (verdict, said) if verdict != OK else _right(given, said)
+    for step in given.train(3):
+        said = _counted(step, given)
+        if said[0] != OK:
+            return said if given.setup.remat != "never" else (AS_BEFORE, said[1])
+        right = _right(given, said[1])
+        if right[0] != OK:
+            return right
+    return right
 
 
 def _frozen(given: Given) -> Said:
-    given.step()
-    given.step()
     local = [p for layer in given.setup.local_layers for p in layer.parameters()]
-    if any(p.grad is not None and not p.requires_grad for p in local):
-        return FAILED, "a frozen parameter has a gradient"
-    return _right(given)
+    for step in given.train(3):
+        if any(p.grad is not None and not p.requires_grad for p in local):
+            return FAILED, "a frozen parameter has a gradient"
+        if (said := _right(given))[0] != OK:
+            return said
+        del step
+    return said
 
 
 def _adds_up(given: Given) -> Said:
     """Held against its own gradients, right or wrong."""
+    given.draw(1)
     given.step()
-    once = _left(given)
-    given.engine.step(given.batch, given.target, mean_square)
-    twice = _left(given)
-    try:
-        gradient_error(twice, {name: 2 * gradient for name, gradient in once.items()}, "the engine")
-    except RuntimeError:
-        times = _factor(twice, once)
-        of = (
-            f"{times:.6g} times the gradients of one" if times is not None else "neither once nor twice these"
-        )
-        return FAILED, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
-    return OK, "two steps leave the sum of their gradients"
+    once = left(given.setup)
+    given.step(clean=False)
+    twice = left(given.setup)
+    if same(twice, {name: 2 * gradient for name, gradient in once.items()}):
+        return OK, "two steps leave the sum of their gradients"
+    if norm := round_norm(twice):
+        return AS_BEFORE, f"two steps leave gradients of norm {norm}: the engine clips by itself"
+    times = factor_of(twice, once)
+    of = f"{times:.6g} times the gradients of one" if times is not None else "neither once nor twice these"
+    return AS_BEFORE, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
 
 
 def _scaled(given: Given) -> Said:
     """Held against its own gradients, right or wrong."""
+    given.draw(1)
     given.step()
-    once = _left(given)
-    clear(given.setup.layers)
-    given.engine.step(given.batch, given.target, lambda *values: _SCALE * mean_square(*values))
-    found = _left(given)
-    try:
-        gradient_error(found, {name: _SCALE * gradient for name, gradient in once.items()}, "the engine")
-    except RuntimeError as error:
-        return FAILED, f"with the loss times {_SCALE:g} {str(error).partition(';')[0]}"
-    return OK, f"the loss times {_SCALE:g} gives gradients times {_SCALE:g}"
+    once = left(given.setup)
+    given.step(lambda *values: _SCALE * mean_square(*values))
+    found = left(given.setup)
+    if not same(found, {name: _SCALE * gradient for name, gradient in once.items()}):
+        if norm := round_norm(found):
+            return AS_BEFORE, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
+        if same(found, once):
+            return AS_BEFORE, "its gradients are those of the loss function of an earlier step"
+        times = factor_of(found, once)
+        of = f"{times:.6g} times" if times is not None else "not by one factor"
+        return AS_BEFORE, f"with the loss times {_SCALE:g} the gradients are {of} those without"
+    given.step(lambda *values: float("inf") * mean_square(*values))
+    if all(bool(gradient.isfinite().all()) for gradient in left(given.setup).values()):
+        return FAILED, "an infinite loss leaves finite gradients: a scaler would not see the overflow"
+    return OK, f"the loss times {_SCALE:g} gives gradients times {_SCALE:g}, and an overflow is seen"
 
 
 def _clips(given: Given) -> Said:
     clip = getattr(given.engine, "clip", None)
     if clip is None:
         return CANNOT, "it has no method clip(max_norm)"
+    given.draw(1)
     given.step()
     if (verdict := _right(given))[0] != OK:
         return verdict
     norm = float(torch.cat([gradient.flatten() for gradient in given.everything.values()]).norm())
     returned = clip(norm / 4)
-    found = _left(given)
+    found = left(given.setup)
     for name, wanted in given.expected.items():
-        if not torch.allclose(found[name], wanted / 4, rtol=1e-4, atol=1e-12):
+        if not torch.allclose(found[name], wanted / 4, rtol=1e-3, atol=1e-6):
             times = float(found[name].norm() / (wanted / 4).norm())
             return FAILED, f"{name} is {times:.4g} times what clipping by the norm of all stages leaves"
     if returned is not None and abs(float(returned) - norm) > 1e-4 * norm:
@@ -187,9 +224,9 @@ def _evaluates_first(given: Given) -> Said:
     evaluate = getattr(given.engine, "evaluate", None)
     if evaluate is None:
         return CANNOT, "it has no method evaluate(batch, target, loss_fn)"
-    with torch.no_grad():
-        wanted = float(mean_square(nn.Sequential(*given.plain)(given.batch), given.target))
-    verdict, said = _loss(evaluate(given.batch, given.target, mean_square), wanted)
+    given.draw(1)
+    loss = evaluate(given.batch, given.target, mean_square)
+    verdict, said = loss_said(loss, _plain_loss(given), None, given.batch.dtype)
     if verdict != OK:
         return verdict, f"evaluate {said}"
     local = given.setup.local_layers
@@ -202,48 +239,53 @@ def _evaluates_first(given: Given) -> Said:
 
 
 def _averages(given: Given) -> Said:
-    """After one step, the first, batch normalization's averages are those of its micro-batches in turn, or of
-    the mini-batch at once.
+    """After each step batch normalization's averages are those of its micro-batches in turn, or of the
+    mini-batch at once.
     """
-    seen: dict[int, list[Tensor]] = {}
-    for index, layer in enumerate(given.plain):
-        if isinstance(layer, nn.BatchNorm1d):
-            layer.reset_running_stats()
-            layer.register_forward_pre_hook(
-                lambda _, inputs, index=index: seen.setdefault(index, []).append(inputs[0].detach())
-            )
-    model = nn.Sequential(*given.plain)
-    for part in given.batch.tensor_split(given.setup.num_microbatches):
-        model(part)
-    given.step()
     count = given.setup.num_microbatches
-    for index in [index for stage in given.setup.local_stages for index in given.setup.partition[stage]]:
-        if index not in seen:
-            continue
-        found, plain = (each[index].state_dict() for each in (given.setup.layers, given.plain))
-        number, values = int(found["num_batches_tracked"]), torch.cat(seen[index])
-        at_once = {"running_mean": 0.1 * values.mean(0), "running_var": 0.9 + 0.1 * values.var(0)}
-        right = {count: plain, 1: at_once}.get(number)
-        if right is None:
-            return FAILED, f"layer {index} has counted {number} batches; there were {count} micro-batches"
-        if not all(torch.allclose(found[name], right[name]) for name in at_once):
-            return FAILED, f"layer {index} has averages of other examples, or of some of them twice"
+    for step in given.train(3):
+        for index in [index for stage in given.setup.local_stages for index in given.setup.partition[stage]]:
+            layer, plain = given.setup.layers[index], given.plain[index]
+            if not isinstance(layer, nn.BatchNorm1d) or not isinstance(plain, nn.BatchNorm1d):
+                continue
+            number = int(layer.num_batches_tracked or 0)
+            if number not in (step.number, count * step.number):
+                return FAILED, (
+                    f"layer {index} has counted {number} batches in {step.number} steps of {count} "
+                    "micro-batches"
+                )
+            if number == int(plain.num_batches_tracked or 0):  # else at once, which is another average
+                for mine, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
+                    if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
+                        return (
+                            AS_BEFORE,
+                            f"layer {index} has averages of other examples, or of some of them twice",
+                        )
     return OK, "the averages are those of the examples, once each"
 
 
 def _masks_again(given: Given) -> Said:
-    """Of each input of a `Noise`, every forward has drawn the same mask."""
-    given.step()
+    """Of each input of a `Noise`, every forward has drawn the same mask; the next step draws others."""
     noises = [(i, layer) for i, layer in enumerate(given.setup.layers) if isinstance(layer, Noise)]
-    for _, noise in noises:
-        noise.drawn.clear()
-    given.step()
-    for index, noise in noises:
-        for place, (inputs, mask) in enumerate(noise.drawn):
-            for before, other in noise.drawn[:place]:
-                if torch.equal(inputs, before) and not torch.equal(mask, other):
-                    return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
-    return OK, "every recomputation draws the mask of the forward"
+    local = {id(layer) for layer in given.setup.local_layers}
+    earlier: dict[int, list[Tensor]] = {}
+    for number in range(1, 4):
+        given.draw(number)
+        for _, noise in noises:
+            noise.drawn.clear()
+        given.step()
+        for index, noise in noises:
+            for place, (inputs, mask) in enumerate(noise.drawn):
+                for before, other in noise.drawn[:place]:
+                    if number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
+                        return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
+            masks = [mask for _, mask in noise.drawn]
+            known = earlier.get(index, [])
+            again = bool(masks) and len(masks) == len(known) and all(map(torch.equal, masks, known))
+            if again and id(noise) in local:
+                return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
+            earlier[index] = masks
+    return OK, "every recomputation draws the mask of the forward, and every step its own"
 
 
 # Models
@@ -320,8 +362,9 @@ class Case(NamedTuple):
     ask: Callable[[Given], Said] = _trains
     middle: str = "chain"
     remat: str = "never"
-    batch_size: int = 8
-    num_microbatches: int = NUM_MICROBATCHES
+    examples: int = 2  # of a micro-batch
+    ragged: int = 0  # more examples than that
+    num_microbatches: int | None = None  # by default those of the variations
     shared: bool = False
     frozen: str = ""  # "first layers" or "last stage"
 
@@ -334,6 +377,9 @@ BASE = (
     Case("summed loss", "the mean over the mini-batch", "the learning rate is off by a factor",
          _HUB + "pytorch/torchtitan/issues/2972"),
     Case("returned loss", "the mean over the mini-batch, or None", "curves cannot be compared"),
+    Case("later steps", "each with its own weights and batch", "training goes wrong after a good start"),
+    Case("left alone", "nothing but .grad changes", "what follows a step is not what was meant"),
+    Case("memory over steps", "nothing is kept for long", "memory grows until there is none"),
 )  # fmt: skip
 CASES = (
     *BASE,
@@ -366,17 +412,12 @@ CASES = (
     Case("batch norm, recomputed", "every example counts once", "evaluation uses wrong statistics",
          _HUB + "kakaobrain/torchgpipe/issues/14", _averages, "norm", "always"),
     Case("M < K", "one micro-batch on two stages", "few, long micro-batches hang",
-         _HUB + "pytorch/torchtitan/issues/775", num_microbatches=1),
-    Case("ragged mini-batch", "10 examples in 4 count once", "an epoch's last batch hangs or weighs more",
-         _HUB + "pytorch/pytorch/issues/126600", batch_size=10),
+         _HUB + "pytorch/torchtitan/issues/775", examples=8, num_microbatches=1),
+    Case("ragged mini-batch", "2 or 3 examples each, once", "an epoch's last batch hangs or weighs more",
+         _HUB + "pytorch/pytorch/issues/126600", ragged=2),
 )  # fmt: skip
 """In the order in which they are asked: what is refused most comes last and costs no new processes."""
 GROUPS: tuple[tuple[Case, ...], ...] = (BASE, *((case,) for case in CASES[len(BASE) :]))
-
-
-def examination(name: str, timeout_s: float) -> list[Row]:
-    """Every case in every place. ValueError where the name leads to no engine."""
-    return [row for place in PLACES for row in _in_place(name, place, timeout_s)]
 
 
 def faults(rows: Sequence[Row]) -> list[Row]:
@@ -387,11 +428,17 @@ def faults(rows: Sequence[Row]) -> list[Row]:
     return bad
 
 
-def _in_place(name: str, place: str, timeout_s: float) -> list[Row]:
+def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = ()) -> list[Row]:
+    """What the cases of these names find in a place, by default all; the first are always asked. ValueError
+    where the name leads to no engine.
+    """
+    chosen = [
+        index for index, group in enumerate(GROUPS)
+        if not index or not wanted or any(case.name in wanted for case in group)
+    ]  # fmt: skip
     rows: list[Row] = []
-    first = 0
-    while first < len(GROUPS):
-        told, last, fault = _told(name, place, first, timeout_s)
+    while chosen:
+        told, last, fault = _told(name, place, chosen, timeout_s)
         for _, by_rank in sorted(told.items()):
             if len(by_rank) == PLACES[place]:
                 rows += _joined([found for _, found in sorted(by_rank.items())])
@@ -399,7 +446,7 @@ def _in_place(name: str, place: str, timeout_s: float) -> list[Row]:
             rows.append(_row(place, GROUPS[last][0], _raised(fault)))
         if fault is None or rows[0].verdict != OK:
             break
-        first = last + 1
+        chosen = [index for index in chosen if index > last]
     return settled(rows)
 
 
@@ -408,8 +455,8 @@ def settled(rows: Sequence[Row]) -> list[Row]:
     if rows[0].verdict == BROKEN:
         rest = [_row(rows[0].place, case, (UNTRIED, "its step is broken")) for case in CASES[len(BASE) :]]
         return [rows[0], *rest]
-    is_wrong = any(row.case in ("gradients", "summed loss") and row.verdict == FAILED for row in rows)
-    again = UNTRIED, "its gradients are wrong without that, too"
+    is_wrong = any(row.case in {case.name for case in BASE} and row.verdict == FAILED for row in rows)
+    again = UNTRIED, "its steps are wrong without that, too"
     found = []
     for row in rows:
         verdict, text = (row.verdict, row.text) if row.verdict != AS_BEFORE else again
@@ -428,13 +475,13 @@ def _raised(fault: Fault) -> Said:
 
 
 def _told(
-    name: str, place: str, first: int, timeout_s: float
+    name: str, place: str, chosen: Sequence[int], timeout_s: float
 ) -> tuple[dict[int, dict[int, list[Row]]], int, Fault | None]:
-    """What the processes find from the `first` group of cases on, by group and rank; the last group that one
-    has begun, and what ended them there.
+    """What the processes find in these groups of cases, by group and rank; the last group that one has
+    begun, and what ended them there.
     """
     told: dict[int, dict[int, list[Row]]] = {}
-    begun = [first]
+    begun = [chosen[0]]
 
     def hear(rank: int, news: tuple[int | None, Any]) -> None:
         index, found = news
@@ -445,7 +492,7 @@ def _told(
             told.setdefault(index, {})[rank] = found
 
     try:
-        run_isolated(trial, PLACES[place], name, place, first, timeout_s=timeout_s, on_news=hear)
+        run_isolated(trial, PLACES[place], name, place, chosen, timeout_s=timeout_s, on_news=hear)
     except IsolatedError as error:
         return told, max(begun), error.fault
     return told, max(begun), None
@@ -467,8 +514,8 @@ def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
 # In the processes
 
 
-def trial(tell: Tell, name: str, place: str, first: int) -> None:
-    """What each process does: tells `(index, None)` before each group from the `first` on and
+def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> None:
+    """What each process does: tells `(index, None)` before each of these groups and
     `(index, rows)` after it; `(None, reason)` where the name leads nowhere.
     """
     try:
@@ -476,7 +523,7 @@ def trial(tell: Tell, name: str, place: str, first: int) -> None:
     except ValueError as error:
         tell((None, str(error)))
         return
-    for index in range(first, len(GROUPS)):
+    for index in chosen:
         tell((index, None))
         rows = examine(name, GROUPS[index], place)
         tell((index, rows))
@@ -484,15 +531,42 @@ def trial(tell: Tell, name: str, place: str, first: int) -> None:
             return  # nothing else can be asked
 
 
-def examine(name: str, group: tuple[Case, ...], place: str) -> list[Row]:
-    """All findings of a group of cases in this process. Over processes what an engine raises is raised: the
-    others may wait for this one. But what a factory refuses in one, all leave alone.
+def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
+    """All findings of a group of cases in this process, the worst of all variations. Over processes what an
+    engine raises is raised: the others may wait for this one; with `raises`, also in one. But what a factory
+    refuses in one, all leave alone.
     """
+    worst: list[Row] = []
+    for variation in VARIATIONS:
+        if group[0].num_microbatches is not None and variation[0] != VARIATIONS[0][0]:
+            continue
+        rows = _examine(name, group, place, *variation, raises)
+        if len(rows) == 1 and rows[0].verdict != OK and len(group) > 1:
+            return rows
+        how = "" if variation == VARIATIONS[0] else f"with M = {variation[0]} in {_named(variation[1])}: "
+        for index, row in enumerate(rows):
+            told = row if row.verdict == OK else replace(row, text=how + row.text)
+            if not worst[index:]:
+                worst.append(told)
+            elif _SEVERITY.index(row.verdict) < _SEVERITY.index(worst[index].verdict):
+                worst[index] = told
+    return worst
+
+
+_SEVERITY = (BROKEN, FAILED, AS_BEFORE, UNTRIED, OK, CANNOT)
+"""What is refused in one variation is no mistake, and asked in the others."""
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _examine(
+    name: str, group: tuple[Case, ...], place: str, count: int, dtype: torch.dtype, raises: bool
+) -> list[Row]:
     case, alone = group[0], PLACES[place] == 1
-    setup, batch, target = subject(case, () if alone else placement_of(name) or (0, 1))
+    setup, size = subject(case, () if alone else placement_of(name) or (0, 1), count, dtype)
     plain = copy.deepcopy(setup.layers)
-    whole = replace(setup, layers=plain, group=None)
-    everything = {} if case.middle == "noise" else reference(whole, batch, target, mean_square)
     try:
         refused, engine = "", None
         try:
@@ -506,22 +580,27 @@ def examine(name: str, group: tuple[Case, ...], place: str) -> list[Row]:
             dist.all_gather_object(said, refused)
             refused = next(filter(None, said), "")
         if refused or engine is None:
-            return [_row(place, case, (CANNOT, refused))]
-        given = Given(engine, setup, batch, target, plain, everything)
+            return [_row(place, each, (CANNOT, refused)) for each in group[:1]]
+        given = Given(engine, setup, plain, *drawn(size, 0, dtype), compares=case.middle != "noise")
         found = _base(given) if group == BASE else [case.ask(given)]
     except Exception as error:
-        if not alone:
+        if raises or not alone:
             raise
         return [_row(place, case, _raised(fault_of(error)))]
     return [_row(place, *each) for each in zip(group, found, strict=True)]
 
 
-def subject(case: Case, placement: tuple[int, ...] = ()) -> tuple[Setup, Tensor, Tensor]:
-    """The same model and mini-batch in every process; without a placement all of it is in this one."""
+def subject(
+    case: Case, placement: tuple[int, ...] = (), count: int = 4, dtype: torch.dtype = torch.float64
+) -> tuple[Setup, int]:
+    """The same model in every process, and the size of a mini-batch; without a placement all of it is in
+    this one.
+    """
     torch.manual_seed(SEED)
+    count = case.num_microbatches or count
     layers: list[nn.Module] = [_linear(), *MIDDLES[case.middle](), _linear()]
     for layer in layers:
-        layer.double()
+        layer.to(dtype)
     if case.shared:
         layers[-1].weight = layers[0].weight
     ends = (0, 1, 2, 3, 5) if len(placement) == 4 else (0, 2, 5)
@@ -529,86 +608,30 @@ def subject(case: Case, placement: tuple[int, ...] = ()) -> tuple[Setup, Tensor,
     still = {"": (), "first layers": range(3), "last stage": spans[-1]}[case.frozen]
     for index in still:
         layers[index].requires_grad_(False)
-    batch, target = (torch.randn(case.batch_size, WIDTH, dtype=torch.float64) for _ in range(2))
     return Setup(
-        layers, spans, case.num_microbatches, case.remat, torch.device("cpu"),
+        layers, spans, count, case.remat, torch.device("cpu"),
         dist.group.WORLD if placement else None, placement if len(placement) > 2 else (),
-    ), batch, target  # fmt: skip
+    ), count * case.examples + case.ragged  # fmt: skip
 
 
-# Judging
-
-
-def _counts(counted: Mapping[int, Count], given: Given) -> Said:
+def _counted(step: Step, given: Given) -> Said:
+    """Not of the first step, in which an engine may agree on shapes."""
+    if step.number == 1:
+        return OK, ""
     try:
-        count, sizes = check_counts("the engine", counted, given.setup, given.batch)
+        count, sizes = check_counts("the engine", step.counts, given.setup, given.batch)
     except RuntimeError as error:
         return FAILED, str(error).partition(": ")[2]
     text = f"each stage ran {len(count.rows)} forwards and {count.backwards} backwards"
     return OK, f"{text} of {', '.join(map(str, sorted(set(sizes))))} examples"
 
 
-def _left(given: Given) -> dict[str, Tensor]:
-    """Copies of the gradients that a step has left; zeros where there is none."""
-    parameters = named_parameters(given.setup)
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
-
-
 def _right(given: Given, said: str = "") -> Said:
     """Whether the gradients are the uncut model's; else that may be said already."""
-    how, why = _compared(given)
+    how, why = compared(given)
     return (OK, said or why) if how == "right" else (AS_BEFORE, why)
 
 
-def _compared(given: Given) -> tuple[str, str]:
-    """`right`; `times` where all gradients are as many times the uncut model's; else `wrong`; and why."""
-    found: dict[str, Tensor] = {}
-    try:
-        found = gradients_of(named_parameters(given.setup), "the engine")
-        share = gradient_error(found, given.expected, "the engine")
-    except RuntimeError as error:
-        return (_of_which(given, found) if found else None) or ("wrong", str(error))
-    return "right", f"all {len(found)} are the plain model's, to {share:.0e}"
-
-
-def _of_which(given: Given, found: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Which micro-batches count how often, where the gradients are sums of theirs with other factors."""
-    count, batch, target = given.setup.num_microbatches, given.batch, given.target
-    alone = replace(given.setup, layers=given.plain, num_microbatches=1)
-    parts = [
-        reference(alone, *part, mean_square)
-        for part in zip(batch.tensor_split(count), target.tensor_split(count), strict=True)
-    ]
-    mine = torch.cat([found[name].flatten() for name in found])
-    theirs = torch.stack([torch.cat([each[name].flatten() for name in found]) for each in parts], dim=1)
-    theirs *= torch.tensor([len(part) / len(batch) for part in batch.tensor_split(count)])
-    factors = torch.linalg.lstsq(theirs, mine[:, None]).solution.flatten()
-    if not torch.allclose(theirs @ factors, mine, rtol=_SAME, atol=_SAME * float(theirs.abs().max())):
-        return None
-    times = [round(float(factor), 6) for factor in factors]
-    if set(times) == {1}:  # wrong by something else, and little
-        return None
-    if len(set(times)) == 1:
-        is_sum = times[0] == count
-        reason = ": the losses of the micro-batches are added up, not averaged" if is_sum else ""
-        text = f"every gradient is {times[0]:.6g} times that of the mean loss over the mini-batch{reason}"
-        return "times", text
-    wrong = [f"micro-batch {m} counts {each:.6g} times" for m, each in enumerate(times) if each != 1]
-    each_once = "in the gradients, where each should count once, by its share of the examples"
-    return "wrong", f"{' and '.join(wrong)} {each_once}"
-
-
-def _factor(found: Mapping[str, Tensor], once: Mapping[str, Tensor]) -> float | None:
-    """What all gradients have been multiplied with, None if it is not one number."""
-    mine, theirs = (torch.cat([each[name].flatten() for name in once]) for each in (found, once))
-    times = float(mine @ theirs / (theirs @ theirs))
-    return times if torch.allclose(mine, times * theirs, atol=_SAME * float(theirs.abs().max())) else None
-
-
-def _loss(found: Any, wanted: float) -> Said:
-    if found is None:
-        return OK, "not returned by this process, which is allowed"
-    value = float(found.detach() if isinstance(found, Tensor) else found)
-    if abs(value - wanted) > _SAME * abs(wanted):
-        return FAILED, f"returned {value:.6g}; the mean over the mini-batch is {wanted:.6g}"
-    return OK, "what it returns is the mean over the mini-batch"
+def _plain_loss(given: Given) -> float:
+    with torch.no_grad():
+        return float(mean_square(nn.Sequential(*given.plain)(given.batch), given.target))

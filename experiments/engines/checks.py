@@ -157,14 +157,18 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], name: str) -> dict[str,
     return {each: p.grad.clone() for each, p in parameters.items() if p.grad is not None}
 
 
-def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str) -> float:
-    """The largest relative difference. RuntimeError where it is more than rounding, naming the parameter."""
+def gradient_error(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], name: str, tolerance: float | None = None
+) -> float:
+    """The largest relative difference. RuntimeError where it is more than rounding, or than `tolerance`,
+    naming the parameter.
+    """
     floor = SMALL * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     largest = 0.0
     for each, wanted in expected.items():
         scale = max(float(wanted.abs().max()), floor) or 1.0
         error = float((found[each] - wanted).abs().max()) / scale
-        if not error < TOLERANCE.get(wanted.dtype, 1e-3):
+        if not error < (tolerance or TOLERANCE.get(wanted.dtype, 1e-3)):
             raise RuntimeError(
                 f"the gradients of {name} are wrong: {each} differs by {error:.1e} of its largest value; "
                 "a step must leave the gradients of the mean loss over the mini-batch"

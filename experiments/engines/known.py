@@ -15,9 +15,8 @@ import importlib.util
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,27 +35,16 @@ from gpipe_bench.pipeline.stage.trees import num_examples, tensors_of
 
 
 class Ours:
-    """This project's engine with the GPipe schedule; every kind of `remat`, in processes or in one. `made` is
-    what it has found out for itself, for a record.
-    """
+    """This project's engine with the GPipe schedule; every kind of `remat`, in processes or in one."""
 
     schedule, share_memory = "gpipe", True
-    made: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, setup: Setup) -> None:
-        self.pipeline = self.running(setup, self.rows(setup))
-
-    def rows(self, setup: Setup) -> Schedule | str:
-        """What it runs, or the name of that."""
-        return self.schedule
-
-    def running(self, setup: Setup, schedule: Schedule | str) -> Pipeline:
-        """A pipeline of the setup's stages."""
-        return Pipeline(
+        self.pipeline = Pipeline(
             setup.layers,
             partition=setup.partition,
             num_microbatches=setup.num_microbatches,
-            schedule=schedule,
+            schedule=self.schedule,
             remat=setup.remat,
             group=setup.group,
             share_memory=self.share_memory,
@@ -83,6 +71,24 @@ class Ours1F1B(Ours):
     """This project's engine with the 1F1B schedule, which keeps fewer micro-batches alive."""
 
     schedule = "1f1b"
+
+
+class OursZBH1(Ours):
+    """This project's engine with zero bubble within the memory of 1F1B."""
+
+    schedule = "zb-h1"
+
+
+class OursInterleaved(Ours):
+    """This project's engine with two stages in each process, in a loop."""
+
+    schedule, placement = "interleaved", loop(2, 2)
+
+
+class OursZBV(Ours):
+    """This project's engine with zero bubble in a V."""
+
+    schedule, placement = "zb-v", vee(2)
 
 
 class OverNetwork(Ours):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -106,7 +107,7 @@ def repository(
     engine: `module:attribute` of a factory of engines (docs/own-engine.md), or "".
     file: a Python file with a dictionary BENCHMARKS of functions, or None.
     folders: where modules are imported from, below `folder`; none: itself, and its `src` if there is one.
-    build: a command to be run in the base's checkout before it is measured, or in every one with `command`.
+    build: a command to be run in every tree before it is measured.
     command: what prints a number, instead of an engine and functions.
 
     Raises ValueError, with the remedy, where nothing can be measured so.
@@ -204,7 +205,7 @@ class Arm:
         self._workers = []
         environment = environment_of(tree, subject.folders)
         for rank in range(num_processes):
-            asked = (WORKER, tree, rank, num_processes, store, subject.engine, subject.file)
+            asked = (WORKER, tree, rank, num_processes, store, subject.engine, subject.file, subject.root)
             command = [sys.executable, "-P", *map(str, asked)]
             self._workers.append(Worker(f"{name} ({tree})", command, environment))
             stack.callback(self._workers[-1].kill)
@@ -352,12 +353,18 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
     """
     commit = merge_base(root, ref)
     prefix = _git(root, "rev-parse", "--show-prefix")
-    folder = Path(tempfile.mkdtemp(prefix="guard-"))
+    _remove_left(root)
+    folder = Path(tempfile.mkdtemp(prefix=f"guard-{os.getpid()}-"))
     path = folder / "base"
     try:
         # A checkout hook is the user's, for checkouts of the user's.
         without_hooks = ("-c", f"core.hooksPath={os.devnull}")
         _git(root, *without_hooks, "worktree", "add", "--quiet", "--detach", os.fspath(path), commit)
+        if (path / ".gitmodules").is_file():
+            try:
+                _git(path, *without_hooks, "submodule", "update", "--init", "--recursive", "--quiet")
+            except ValueError as error:
+                raise ValueError(f"the submodules of the base can't be checked out: {error}") from error
         yield Base(ref, commit, path / prefix)
     finally:
         with contextlib.suppress(ValueError):
@@ -365,6 +372,27 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(ValueError):
             _git(root, "worktree", "prune")
+
+
+def _remove_left(root: Path) -> None:
+    """Removes checkouts of guards that were killed."""
+    for line in _git(root, "worktree", "list", "--porcelain").splitlines():
+        folder = Path(line.removeprefix("worktree ")).parent
+        name = re.fullmatch(r"guard-(\d+)-\w+", folder.name)
+        if line.startswith("worktree ") and name and not _is_alive(int(name[1])):
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(ValueError):
+        _git(root, "worktree", "prune")
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def merge_base(root: Path, ref: str) -> str:
@@ -379,8 +407,14 @@ def merge_base(root: Path, ref: str) -> str:
     try:
         commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
     except ValueError as error:
+        shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
         raise ValueError(
-            f"unknown revision {ref!r}; fetch it first (git fetch), or name a branch, tag or commit that "
+            f"unknown revision {ref!r}; "
+            + (
+                "this clone is shallow: git fetch --unshallow, or fetch-depth: 0 in the checkout step; "
+                * shallow
+            )
+            + "fetch it first (git fetch), or name a branch, tag or commit that "
             "`git rev-parse` knows, such as HEAD~1"
         ) from error
     try:

@@ -18,7 +18,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +28,14 @@ TIMEOUT_S = 60.0
 NEEDED_RUNS = 2 * len(ARMS) * LOOKS[0]
 """Of the command, for the first look."""
 TAIL = 5  # lines of what a command said, in the message about its failure
+UNIT_DIGITS = 0.5  # a factor of 3 to either side of a power of 1000
 SHOWN = 40  # characters of a command in a table
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-"""`12`, `1,234.5` and `3e-4`, also before a unit as in `12ms`; not the digits of a name such as `cpu0`."""
+_NUMBER = re.compile(r"(?<![\w.,])[-+]?(?:\d[\d.,]*|\.\d+)(?:[eE][-+]?\d+)?")
+"""`12`, `1,234.5`, `15,16` and `3e-4`, also before a unit as in `12ms`; not the digits of `cpu0`."""
+_THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+"""Colours and the like, whose digits are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ class Command:
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise ValueError(f"--pattern {self.pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"--number {self.pattern!r} is no regular expression: {error}") from error
         if groups > 1:
             raise ValueError(
-                f"--pattern {self.pattern!r} has {groups} groups; put one around the number, and (?:...) "
+                f"--number {self.pattern!r} has {groups} groups; put one around the number, and (?:...) "
                 "elsewhere"
             )
 
@@ -76,14 +80,15 @@ class Command:
 
     def numbers(self, said: str) -> list[float]:
         """Those that count in an output. Raises ValueError where there is none, or one not above 0."""
+        said = _ESCAPES.sub("", said)
         found = re.findall(self.pattern, said, re.MULTILINE) if self.pattern else _NUMBER.findall(said)[-1:]
         if not found:
-            what = f"nothing that --pattern {self.pattern!r} matches" if self.pattern else "no number"
+            what = f"nothing that --number {self.pattern!r} matches" if self.pattern else "no number"
             raise ValueError(f"printed {what} on standard output, but {_tail(said) or 'nothing at all'}")
         try:
-            numbers = [float(each.replace(",", "")) for each in found]
+            numbers = [_value(each) for each in found]
         except ValueError as error:
-            raise ValueError(f"printed {found[0]!r} where --pattern wants a number") from error
+            raise ValueError(f"printed {found[0]!r}, which is no number; --number REGEX names it") from error
         if not all(0 < each < math.inf for each in numbers):
             raise ValueError(f"printed {min(numbers):g}; ratios are compared, so print numbers above 0")
         return numbers
@@ -100,10 +105,13 @@ class CommandArm:
         """Numbers of a run."""
         self.taken_s = 0.0
         """By the latest run."""
+        self.first = 0.0
+        """Of the first run, as it is compared."""
 
     def build(self) -> None:
         """Runs it once, so that files and caches are there for all arms. Raises ValueError as `sample`."""
-        self.count = len(self._run()[0])
+        numbers, _ = self._run()
+        self.count, self.first = len(numbers), self._level(numbers)
 
     def sample(self) -> Sample:
         """Of one run; its `wall_s` is what is compared, larger if worse.
@@ -115,10 +123,14 @@ class CommandArm:
         if len(numbers) != self.count:
             raise ValueError(
                 f"--command {self._command.line!r} of {self._where} printed {len(numbers)} numbers, and "
-                f"{self.count} before; give a --pattern that matches as often in every run"
+                f"{self.count} before; give a --number that matches as often in every run"
             )
+        return Sample(self._level(numbers), cpu_s)
+
+    def _level(self, numbers: list[float]) -> float:
+        """The geometric mean, larger if worse."""
         level = math.exp(math.fsum(map(math.log, numbers)) / len(numbers))
-        return Sample(1 / level if self._command.higher_is_better else level, cpu_s)
+        return 1 / level if self._command.higher_is_better else level
 
     def _run(self) -> tuple[list[float], float]:
         """The numbers of a run, and its processor time."""
@@ -160,15 +172,47 @@ def check(arms: Mapping[str, CommandArm], left_s: float) -> None:
     if len({*counts.values()}) > 1:
         told = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ValueError(
-            f"the revisions print different numbers of numbers: {told}; give a --pattern that matches as "
+            f"the revisions print different numbers of numbers: {told}; give a --number that matches as "
             "often in both"
         )
+    check_unit({name: arm.first for name, arm in arms.items()})
     run_s = min(arm.taken_s for arm in arms.values())
     if run_s * NEEDED_RUNS > left_s:
         raise ValueError(
             f"a run of the command takes {run_s:.2g} s, and the first look needs {NEEDED_RUNS} of them in "
             f"{left_s:.0f} s; give --budget-s {math.ceil(4 * run_s * NEEDED_RUNS)}, or a shorter command"
         )
+
+
+def check_unit(levels: Mapping[str, float]) -> None:
+    """Raises ValueError where a revision's number is about a power of 1000 times the base's: its unit has
+    changed, as timeit's does.
+    """
+    for name, level in levels.items():
+        digits = math.log10(level / levels["base"])
+        power = round(digits / 3)
+        if power and abs(digits - 3 * power) < UNIT_DIGITS:
+            raise ValueError(
+                f"the command's number is {level:g} of the {name} and {levels['base']:g} of the base, about "
+                f"a power of 1000 apart: its unit changes; print one unit, as `python -m timeit -u msec` does"
+            )
+
+
+def check_changes(values: Collection[float], command: Command) -> None:
+    """Raises ValueError where every run of every arm printed the same and nobody has named the number."""
+    if not command.pattern and len({*values}) == 1:
+        raise ValueError(
+            f"--command {command.line!r} printed {min(values):g} last in every run of every revision, which "
+            "no time is; --number REGEX names the number, also one that may well be equal"
+        )
+
+
+def _value(text: str) -> float:
+    """`1,234.5` and `15,16` as they are meant. Raises ValueError where that is unclear."""
+    text = text.rstrip(".,") if not text.endswith("e") else text
+    if _THOUSANDS.fullmatch(text):
+        return float(text.replace(",", ""))
+    return float(text.replace(",", ".") if "." not in text else text)
 
 
 def _children_s() -> float:

@@ -189,7 +189,7 @@ def _share(before: Any, after: Any) -> str:
 
 
 def encode(content: Mapping[str, Any]) -> str:
-    """The file's text: one quantity per line, so that a review shows what changed."""
+    """The file's text: one metric per line, so that a review shows what changed."""
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
-from gpipe_bench.experiments.guard.command import Command, CommandArm, check
+from gpipe_bench.experiments.guard.command import Command, CommandArm, check, check_changes, check_unit
 from gpipe_bench.harness.guard import (
+    CONFIDENCE,
     LOOKS,
     THRESHOLD,
     Change,
     Judgement,
     Verdict,
+    change,
     confirmed,
+    log_ratios,
     needs_another_run,
     run_rounds,
     verdict_of,
@@ -50,7 +53,8 @@ Changes of the time per step, or of a command's number, with their intervals; + 
 above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it. `base against
 itself` is the control: if its interval excludes 0, the run proves nothing (contaminated). Noise floor: how
 far that interval reaches; what looks like an improvement within it is none. Detects: the slow-down that a
-run this noisy finds four times in five. Processor time can't see waiting and decides nothing."""
+run this noisy finds four times in five. Processor time can't see waiting; it decides only where wall time is
+contaminated and two runs agree that the head is slower."""
 
 
 @dataclass
@@ -63,6 +67,9 @@ class Finding:
     samples_s: list[float] = field(default_factory=list)  # the head's, in the last run
     refused: str = ""  # why there is nothing to time: neither revision can run it, or only the head can
     command: Command | None = None  # whose number it is; else seconds of a step
+    is_new: bool = False  # the base has it not, or can't run it
+    failed: str = ""  # what the head did instead of running it
+    cpu_noise: list[float] = field(default_factory=list)  # of each run: how far the base is from itself
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -71,12 +78,23 @@ class Finding:
     @property
     def confirmed(self) -> bool:
         """A regression, twice in a row: what fails a run of the guard."""
-        return confirmed(self.verdicts)
+        return confirmed(self.verdicts) or self.by_processor_time
+
+    @property
+    def by_processor_time(self) -> bool:
+        """Whether wall time told nothing, and processor time the same in two runs: a regression, beyond what
+        two processes of the base differ by.
+        """
+        last = list(zip(self.runs, self.cpu_noise, strict=False))[-2:]
+        untold = all(run.verdict in ("contaminated", "inconclusive") for run, _ in last)
+        contaminated = any(run.verdict == "contaminated" for run, _ in last)
+        slower = all(run.cpu.low > max(THRESHOLD, noise) for run, noise in last)
+        return len(last) == 2 and untold and contaminated and slower
 
     @property
     def is_told(self) -> bool:
         """Whether this run says anything of it, good or bad."""
-        return not self.refused and self.verdicts[-1] in ("same", "improved")
+        return bool(self.runs) and not self.failed and self.verdicts[-1] in ("same", "improved")
 
     def level(self, value: float) -> str:
         """Of a run's base or head, in its unit."""
@@ -86,11 +104,15 @@ class Finding:
 
     def conclusion(self) -> str:
         """Its outcome in a sentence."""
+        if self.failed:
+            return f"{self.benchmark}: failed: {self.failed}"
         if self.refused:
-            return f"{self.benchmark}: not timed: {self.refused}"
+            return f"{self.benchmark}: {'new, ' if self.is_new else ''}not timed: {self.refused}"
         last = self.runs[-1]
         head, slower = show(last.head), "worse" if self.command else "slower"
-        if self.confirmed:
+        if self.by_processor_time:
+            what = f"slower by {show(last.cpu)} in processor time, in two runs whose wall time tells nothing"
+        elif self.confirmed:
             what = f"{slower} by {head}, in two runs one after the other"
         elif last.verdict == "regression":
             what = f"{slower} by {head}, not confirmed"
@@ -117,7 +139,7 @@ class Finding:
             run |= {arm: float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
         return {
             "benchmark": self.benchmark, "confirmed": self.confirmed, "refused": self.refused,
-            "notes": self.notes, "runs": runs,
+            "new": self.is_new, "failed": self.failed, "notes": self.notes, "runs": runs,
         }  # fmt: skip
 
 
@@ -135,12 +157,14 @@ def guard(
     """Compares the subject's folder with the tree `base` by these benchmarks; a command's control is run in a
     tree of its own.
 
-    Raises WorkerError where one can't be run.
+    What the head can't run has failed, which its finding says; the others are measured all the same.
     """
     begun_s = clock_s()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
     findings = [Finding(name, command=subject.command) for name in names]
-    while pending := [each for each in findings if not each.refused and needs_another_run(each.verdicts)]:
+    while pending := [
+        each for each in findings if not (each.refused or each.failed) and needs_another_run(each.verdicts)
+    ]:
         if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
             for finding in pending:
                 finding.notes.append("no time left to measure again")
@@ -151,9 +175,14 @@ def guard(
                 until_s = deadline_s if finding.runs else first_deadline_s
                 share_s = (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
-                judgement = (measure_command if subject.command else measure)(
-                    arms, finding, run_seed, deadline_s=now_s + share_s
-                )
+                try:
+                    judgement = (measure_command if subject.command else measure)(
+                        arms, finding, run_seed, deadline_s=now_s + share_s
+                    )
+                except WorkerError as error:
+                    finding.failed = str(error)
+                    tell(finding.conclusion())
+                    break  # its processes may be gone: the others go on in new ones
                 if judgement is None:
                     tell(f"{finding.benchmark}: not timed: {finding.refused}")
                     continue
@@ -177,7 +206,13 @@ def measure(
     Raises WorkerError where the head has unlearnt it.
     """
     name = finding.benchmark
-    built = {arm: each.build(name) for arm, each in arms.items()}
+    built = {"head": arms["head"].build(name)}
+    for arm in ("base", "control"):
+        try:
+            built[arm] = arms[arm].build(name)
+        except WorkerError as error:
+            finding.is_new = True
+            built[arm] = Built(None, str(error).splitlines()[0])
     finding.refused = _refused(name, built["base"], built["head"])
     if finding.refused:
         return None
@@ -193,6 +228,9 @@ def measure(
         lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
     )
     finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
+    if len(rounds) > 1:
+        control = change(log_ratios(rounds, "control", "cpu_s"), CONFIDENCE)
+        finding.cpu_noise.append(max(abs(control.low), abs(control.high)))
     return judgement
 
 
@@ -206,6 +244,11 @@ def measure_command(
         each.build()
     check(arms, math.inf if finding.runs else deadline_s - time.monotonic())
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
+    if finding.command is not None:
+        check_changes(
+            [each.wall_s for taken in rounds for arm in taken.values() for each in arm], finding.command
+        )
+    check_unit({"head": judgement.head_s, "base": judgement.base_s})
     finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
     return judgement
 
@@ -243,7 +286,7 @@ def ending(failed: bool, findings: Sequence[Finding]) -> str:
     """The last line. What could not be told has not passed."""
     if failed:
         return "guard: FAILED"
-    names = [finding.benchmark for finding in findings if not finding.is_told]
+    names = [finding.benchmark for finding in findings if not (finding.is_told or finding.is_new)]
     if not names:
         return "guard: passed"
     if len(names) == len(findings):

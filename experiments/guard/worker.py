@@ -57,7 +57,7 @@ def main(*arguments: str) -> None:
 def answer(out: Any, act: Callable[[], dict[str, Any]]) -> None:
     try:
         reply = act()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a benchmark that exits is named, too
         traceback.print_exc()
         reply = {"error": f"{type(error).__name__}: {error}"}
     out.write(json.dumps(reply).encode() + b"\n")
@@ -67,8 +67,10 @@ def answer(out: Any, act: Callable[[], dict[str, Any]]) -> None:
 class Arm:
     """The benchmarks that were built in this process; `names`, `build` and `sample` are the requests."""
 
-    def __init__(self, tree: str, rank: str, num_processes: str, store: str, engine: str, file: str) -> None:
-        self._tree = Path(tree).resolve()
+    def __init__(
+        self, tree: str, rank: str, num_processes: str, store: str, engine: str, file: str, head: str = ""
+    ) -> None:
+        self._tree, self._head = Path(tree).resolve(), Path(head or tree).resolve()
         self._rank, self._num_processes, self._store = int(rank), int(num_processes), store
         self._engine, self._file = engine, file
         self._steps: dict[str, tuple[Step, Step]] = {}
@@ -78,14 +80,17 @@ class Arm:
         if hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[self._rank % len(cores)]})
-        import torch
+        if not self._file or self._engine:  # functions may do without, and have one thread by the environment
+            import torch
 
-        torch.set_num_threads(1)
+            torch.set_num_threads(1)
         root = OURS if self._engine or self._file else self._tree
         package = types.ModuleType("gpipe_bench")  # and no other name: TREE may have `models/` of its own
         package.__path__ = [str(root / "gpipe_bench"), str(root)]
         sys.modules[package.__name__] = package
         if self._num_processes > 1:
+            import torch.distributed
+
             torch.distributed.init_process_group(
                 "gloo", init_method=f"file://{self._store}", rank=self._rank, world_size=self._num_processes
             )
@@ -108,6 +113,8 @@ class Arm:
             return {"refused": str(refused)}
         for _ in range(WARM_UP_STEPS):
             step()
+        if self._file:
+            check_origins(self._tree, self._head, Path(self._file))
         gc.collect()
         gc.freeze()  # what lives from here on, so that collecting between samples is quick
         self._steps[benchmark] = (step, prepare)
@@ -240,6 +247,32 @@ def check_origin(module: Any, tree: Path, remedy: str = "") -> None:
         raise RuntimeError(
             f"{module.__name__} comes from {found}, not from {tree}: nothing to compare{remedy}"
         )
+
+
+def check_origins(tree: Path, head: Path, file: Path) -> None:
+    """RuntimeError for a module of the repository that does not come from this arm's tree: it would be the
+    same in all arms, and the guard would time one code three times.
+    """
+    for name, module in list(sys.modules.items()):
+        found = getattr(module, "__file__", None)
+        if not found or name.startswith("gpipe_bench") or Path(found).resolve() == file.resolve():
+            continue
+        path = Path(found).resolve()
+        is_installed = {"site-packages", "dist-packages"} & {*path.parts}
+        if path.is_relative_to(tree) and not is_installed:
+            continue
+        top = name.partition(".")[0]
+        theirs = ["", "*/"] if is_installed and "." not in name else []
+        has_it = any(
+            next(tree.glob(f"{folder}{top}{ending}"), None)
+            for folder in theirs
+            for ending in ("/__init__.py", ".py")
+        )
+        if has_it or (path.is_relative_to(head) and not is_installed):
+            raise RuntimeError(
+                f"module {name} comes from {path}, not from {tree}, so nothing would be compared; name the "
+                "folder that holds it in the repository, such as --path src, and leave sys.path alone"
+            )
 
 
 @functools.cache

@@ -24,15 +24,15 @@ from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import check_engine_is_there, engines_of, judged, readable
 from gpipe_bench.experiments.report.timelines import Chart, charts_of
-from gpipe_bench.harness import REFERENCE, short_path
+from gpipe_bench.harness import REFERENCE, reproduced, short_path
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
+from gpipe_bench.harness.reproduction import summed
 from gpipe_bench.harness.store import Problem, Store, latest, lines_of
-from gpipe_bench.harness.unknowns import load_unknowns
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Comparison, Result
 
 COMMAND = "nox -s report"
 
@@ -97,6 +97,7 @@ def build(
         table_infos(experiments, profiles),
         facts_of(recorded),
         _first_of_each(committed),
+        summaries_of(recorded),
     )
     return replace(
         page,
@@ -264,7 +265,7 @@ class Reading:
     """One source, without the records that can't be read, and all that follows from the others."""
 
     source: Source
-    entries: tuple[Answer, ...]
+    entries: tuple[Result, ...]
     comparisons: tuple[Comparison, ...]
     text: str  # without the paper's numbers
     charts: tuple[Chart, ...]
@@ -324,6 +325,26 @@ def idle_share(num_stages: int, num_microbatches: int) -> float:
     return 1 - speed(num_stages, num_microbatches) / num_stages
 
 
+def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...]]:
+    """By table of the paper, the four numbers that sum up what was computed of it."""
+    lines = []
+    for name in reproduced.SECONDS:
+        of_tables = reproduced.cells(records.get(name, ()))
+        for (table, unit), (cells, fixed) in of_tables.items():
+            found = summed(cells, fixed)
+            several = sum(other == table for other, _ in of_tables) > 1
+            lines.append(
+                (
+                    f"{table}, {unit}" if several else table,
+                    *(f"{found.counts[each]}" for each in ("agrees", "differs", "no test")),
+                    "-" if found.off is None else f"{100 * found.off:.0f} %",
+                    "-" if found.rank is None else f"{found.rank:.2f}",
+                    f"{found.directions} of {found.pairs}" if found.pairs else "-",
+                )
+            )
+    return lines
+
+
 def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
     """By name, in words; those whose records are missing are left out.
 
@@ -334,13 +355,23 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
         "even_speed_up": f"{speed(8, 32) / speed(2, 32):.2f}",
         "even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %",
     }
-    low, high = load_unknowns().find("claims", "near_linear_share").range or (0.0, 0.0)
-    found["near_linear"] = f"{100 * low:g} or at {100 * high:g} %"
+    answers = [
+        cell.answer
+        for name in reproduced.SECONDS
+        for cells, _ in reproduced.cells(records.get(name, ())).values()
+        for cell in cells
+    ]
+    if answers:
+        known = reproduced.errors()
+        found |= {f"computed.{each}": f"{answers.count(each)}" for each in ("agrees", "differs", "no test")}
+        found["computed.tested"] = f"{len(answers) - answers.count('no test')}"
+        found["error.ratios"] = f"{100 * known['ratios of speeds'].error:.0f} %"
+        found["error.bytes"] = f"{100 * known['bytes'].error:.0f} %"
     trained = records.get("consistency", ())
     same = of_case(trained, "done", part="same seed")
     if same:
         compared, differing = (
-            sum(int(each.value or 0) for record in same for each in record.quantities if each.name == name)
+            sum(int(each.value or 0) for record in same for each in record.metrics if each.name == name)
             for name in ("numbers compared", "numbers that differ")
         )
         found |= {
@@ -348,14 +379,11 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
             "different_weights": f"{differing:,}" if differing else "none",
             "own_runs": f"{len(of_case(trained, 'done', part='own seeds'))}",
         }  # fmt: skip
-    for record in of_case(records.get("table1", ()), "done", part="hypotheses", half="amoebanet"):
-        fits = record.details["columns"]["naive-1"]["fits"]
-        found["naive_fits"] = f"{fits.count('1') or 'none'} of {len(fits):,}"
     environments = [
         record.environment
         for several in records.values()
         for record in several
-        if any(quantity.provenance != "modelled" for quantity in record.quantities)
+        if any(metric.provenance != "modelled" for metric in record.metrics)
     ]
     if environments:
         found["hardware"] = hardware(environments)
@@ -364,15 +392,10 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
 
 def hardware(environments: Sequence[Mapping[str, object]]) -> str:
     """One sentence about what timed or trained anything."""
-    processors = sorted({str(each.get("cpu_model", "an unknown processor")) for each in environments})
     cores = sorted({int(str(each.get("cores_logical") or 0)) for each in environments})
     gpus = any(each.get("gpus") for each in environments)
-    names = " and ".join(name.replace("(R)", "") for name in processors)
     counts = " or ".join(map(str, cores))
-    where = f"Everything that ran here ran on {counts} processor cores ({names}), "
+    ran = f"What ran here ran on {counts} processor cores, "
     if gpus:
-        return f"{where}some of it on GPUs."
-    return (
-        f"{where}none of it on a GPU or TPU. No training step was timed on more than {max(cores)} of them: "
-        "what is said of four and eight devices is computed from these steps."
-    )
+        return f"{ran}some of it on GPUs."
+    return f"{ran}nothing on a GPU or TPU; four and eight devices are laid out or computed, not measured."

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from gpipe_bench.experiments.registry import program, suggestion
+from gpipe_bench.experiments.registry import program
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.hypotheses import Joint, joint_text, judge_jointly, with_reasons
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, fill, within
 from gpipe_bench.harness.report.table import short_text, text_table
 from gpipe_bench.harness.store import Store, latest
-from gpipe_bench.harness.verdict import Answer, Comparison
+from gpipe_bench.harness.verdict import Comparison, Result
+from gpipe_bench.pipeline.plan.names import suggestion
 
 T = TypeVar("T")
 
@@ -82,14 +82,13 @@ def check_engine_is_there(engine: str, records: Iterable[Record]) -> None:
 class Shown:
     """What some records of one experiment come to, worked out once: whoever shows them reads it here.
 
-    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced;
-    `joint` one for every claim about several cells at once.
+    `comparisons` has one for every entry, and one for every number of the same tables that nobody produced.
     """
 
     records: tuple[Record, ...]
     comparisons: tuple[Comparison, ...]
     text: str = ""
-    joint: tuple[Joint, ...] = ()
+    reproduction: str = ""
 
     @property
     def has_numbers(self) -> bool:
@@ -100,33 +99,28 @@ class Shown:
 def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool = False) -> Shown:
     """The experiment's entries beside the paper's numbers, and its text.
 
-    A `brief` one is what a screen takes: verdicts without their reasons, and no text where there are numbers.
+    A `brief` one is what a screen takes: no text where there are numbers.
 
     Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
     """
-    _, comparisons = judged(experiment, records, brief=brief)
-    shown = Shown(tuple(records), tuple(comparisons))
+    _, comparisons = judged(experiment, records)
+    computed = "" if experiment.reproduction is None else experiment.reproduction(records)
+    shown = Shown(tuple(records), tuple(comparisons), reproduction=computed)
     if brief and shown.has_numbers:
         return shown
-    tables, walks = experiment.tables, experiment.walks
-    joint = judge_jointly(walks(records)) if walks is not None else []
+    tables = experiment.tables
     parts = [
+        computed,
         text_table(comparisons) if comparisons or tables is None else "",
         "" if tables is None else tables(records),
-        joint_text(joint),
     ]
     text = "\n\n".join(filter(None, parts))
-    return Shown(tuple(records), tuple(comparisons), text, tuple(joint))
+    return Shown(tuple(records), tuple(comparisons), text, computed)
 
 
-def judged(
-    experiment: Experiment, records: Sequence[Record], *, brief: bool = False
-) -> tuple[list[Answer], list[Comparison]]:
+def judged(experiment: Experiment, records: Sequence[Record]) -> tuple[list[Result], list[Comparison]]:
     """The experiment's entries and what they come to; see `shown_of`."""
     entries = experiment.cells(records)
-    if not brief:
-        tested = () if experiment.hypotheses is None else experiment.hypotheses(records)
-        entries = with_reasons(entries, tested)
     try:
         return entries, compare(entries, whole=experiment.paper_tables)
     except ValueError as error:  # not the user's mistake, so it must not look like bad usage
@@ -138,9 +132,11 @@ def screen(shown: Shown, whole: str) -> str:
     tables of its text.
     """
     if shown.has_numbers:
+        others = [cell for cell in shown.comparisons if not cell.is_computed]
         with within(SCREEN):
-            *tables, counts = short_text(shown.comparisons).split("\n\n")
-        return f"{_cut(tables, MOST_SCREEN)}\n\n{counts}\n\nranges, reasons and footnotes: {whole}"
+            *tables, counts = short_text(others).split("\n\n") if others else [""]
+        parts = (shown.reproduction, _cut(tables, MOST_SCREEN), counts, f"ranges and footnotes: {whole}")
+        return "\n\n".join(filter(None, parts))
     with within(SCREEN):
         lines = shown.text.splitlines()
         tables = "\n".join(line if "  " in line else fill(line) for line in lines).split("\n\n")

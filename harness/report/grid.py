@@ -6,6 +6,7 @@ page, where it stands between two markers: what is between them is made anew, th
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,11 @@ def _wrapped(cell: str, width: int) -> list[str]:
 def escaped(text: str) -> str:
     """Text for a cell of a markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def without_html(value: object) -> object:
+    """Text in which nothing is taken for a tag of HTML, for pages that are shown as such."""
+    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", value) if isinstance(value, str) else value
 
 
 def between(text: str, begin: str, end: str, new: str, page: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.harness.report import table
-from gpipe_bench.harness.report.grid import escaped
+from gpipe_bench.harness.report.grid import escaped, without_html
 from gpipe_bench.harness.report.page import Page, cells_csv
 from gpipe_bench.harness.report.side import entry_text
 from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, VERDICTS, Comparison
@@ -115,6 +115,7 @@ def _rendered(name: str, page: Page, **more: str) -> str:
     environment: jinja2.Environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=name.endswith(".html.j2"),
+        finalize=without_html if name.endswith(".md.j2") else None,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -17,7 +17,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,10 +27,9 @@ import msgspec
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
 from gpipe_bench.harness.paper import PaperNumber, PaperTable
-from gpipe_bench.harness.report.grid import Grid, fill
+from gpipe_bench.harness.report.grid import Grid, fill, without_html
 from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import (
-    ASKED,
     Counts,
     Key,
     Table,
@@ -43,9 +42,6 @@ from gpipe_bench.harness.report.table import (
 )
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import DIFFERS, QUESTIONS, Comparison, Question, Verdict
-
-NARROW, WIDE = 0.5, 2.0
-"""Factors on the width of every range under which the verdicts are counted again."""
 
 
 class Published(NamedTuple):
@@ -90,7 +86,7 @@ class QuestionView(NamedTuple):
     """A question, its scores over all tables, and what holds, differs and is open in each."""
 
     question: Question
-    scores: tuple[Counts, Counts, Counts]
+    scores: Counts
     holds: tuple[Finding, ...]
     differs: tuple[Finding, ...]
     undecided: tuple[Finding, ...]
@@ -172,11 +168,13 @@ def page_of(
     infos: Mapping[str, PaperTable],
     facts: Mapping[str, str] = MappingProxyType({}),
     headline: Sequence[Comparison] | None = None,
+    summaries: Sequence[tuple[str, ...]] = (),
 ) -> Page:
     """The page of our answers: every table with a published number or one of ours, in the order of `infos`,
     then of the paper's file, and the errata of the paper, each once.
 
-    The first screen is of `headline`, by default of all answers, and of `facts`.
+    The first screen is of `headline`, by default of all answers, of `facts`, and of the `summaries` of the
+    tables that were computed at the paper's size.
 
     Raises ValueError where two answers are for one cell.
     """
@@ -199,9 +197,9 @@ def page_of(
             errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
     return Page(
         tables=tables,
-        first=first_screen(cells, facts)
+        first=first_screen(cells, facts, summaries)
         if headline is None
-        else page_of(headline, paper, infos, facts).first,
+        else page_of(headline, paper, infos, facts, summaries=summaries).first,
         questions=tuple(_question(question, tables) for question in counts_of(cells)),
         errata=tuple(
             (table, "; ".join(at) if len(at) <= _MOST_PHRASES else f"{at[0]} and {len(at) - 1} more", text)
@@ -225,11 +223,7 @@ def _table(
         place = cell.key[:-1]
         return QUESTIONS.index(cell.question), place not in first, first.get(place, 0)
 
-    def verdict(cell: Comparison, tolerance: float) -> Verdict:
-        assert cell.entry is not None
-        return judge(published.get(cell.key[:-1]), cell.entry, tolerance).verdict
-
-    rows = [replace(c, narrow=verdict(c, NARROW), wide=verdict(c, WIDE)) for c in sorted(listed, key=order)]
+    rows = sorted(listed, key=order)
     # a reason that stands in the row anyway is no note
     notes, marks = numbered(rows, lambda cell: [note for note in cell.footnotes if note != cell.reason])
     # a setting or a repetition that nothing of ours answers is only context
@@ -319,11 +313,10 @@ def _joined(phrases: Sequence[str], cells: Sequence[Comparison], of: int) -> str
 
 PATH = PUBLISHED / "answer.toml"
 WORDS: Mapping[Verdict, str] = {
-    "reproduced": "yes", "identity": "yes", "undecided": "open", "above": "no, more", "below": "no, less",
-    "not judged": "not judged", "not comparable": "not comparable", "not run": "not tried",
+    "reproduced": "agrees", "identity": "agrees", "undecided": "no test", "above": "differs",
+    "below": "differs", "not judged": "not judged", "not comparable": "no test", "not run": "not tried",
 }  # fmt: skip
-"""A claim's answer, by the verdicts on its numbers; where they differ it holds in part."""
-SUMS = "sums that we checked"
+"""A claim's answer, by the verdicts on its numbers, one after the other."""
 DIGITS = 3
 
 
@@ -340,7 +333,7 @@ class _Sentence(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Claim(msgspec.Struct, forbid_unknown_fields=True):
     says: str
-    source: str
+    paper: str
     answers: tuple[str, ...]
     ours: str
     how: str
@@ -355,7 +348,7 @@ class _Words(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstScreen:
-    """What is shown first. `claims` are (claim, where, answer, ours, how); `stale` needs new words."""
+    """What is shown first. `claims` are (claim, paper, ours, how, answer); `stale` needs new words."""
 
     question: str
     sentences: tuple[str, ...]
@@ -363,12 +356,12 @@ class FirstScreen:
     evidence: tuple[tuple[str, ...], ...]
     stale: tuple[str, ...] = ()
 
-    CLAIMS = ("the paper says", "where", "answer", "ours", "how")
-    COUNTS = ("", "agree", "open", "differ", "not comparable", "not run")
+    CLAIMS = ("claim", "paper", "ours", "how", "answer")
+    COUNTS = ("computed", "agree", "differ", "no test", "median off", "rank", "directions")
 
     @property
     def evidence_grid(self) -> Grid:
-        """How many numbers of the paper each kind of evidence says what of."""
+        """The four numbers of each table that was computed at the paper's size."""
         return Grid(columns=self.COUNTS, lines=self.evidence, right=frozenset(range(1, len(self.COUNTS))))
 
     def markdown(self) -> str:
@@ -380,14 +373,19 @@ class FirstScreen:
     def text(self) -> str:
         """For a terminal."""
         lines = []
-        for says, where, answer, ours, how in self.claims:
-            lines.append(fill(f"{answer.upper()}: {says} ({where})", "  ", "  "))
+        for says, paper, ours, how, answer in self.claims:
+            lines.append(fill(f"{answer.upper()}: {says} (paper: {paper})", "  ", "  "))
             lines.append(fill(f"{ours}; {how}", "      ", "      "))
         plain = fill(" ".join((self.question, *self.sentences)).replace("*", ""))
         return "\n\n".join([plain, "\n".join(lines), self.evidence_grid.text()])
 
 
-def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Path = PATH) -> FirstScreen:
+def first_screen(
+    cells: Sequence[Comparison],
+    facts: Mapping[str, str],
+    summaries: Sequence[tuple[str, ...]] = (),
+    path: Path = PATH,
+) -> FirstScreen:
     """The words with the numbers of the comparisons and facts.
 
     What lacks a number is left out, and `stale` names it. Raises ValueError where the file can't be read.
@@ -399,23 +397,17 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
     at = {cell.key: cell for cell in cells}
     places = {name: (*each.place, each.source, each.question) for name, each in words.numbers.items()}
     found = {name: at[key] for name, key in places.items() if key in at}
-    given, counts = dict(facts), counts_of(cells)
-    for question, each in counts.items():
-        name = {"as published": "computed", "here": "here"}[question]
-        if each.judged:
-            agree, still_open, differ = _agreeing(each)
-            given |= {f"{name}.judged": f"{each.judged}", f"{name}.agree": f"{agree}"}
-            given |= {f"{name}.open": f"{still_open}", f"{name}.differ": f"{differ}"}
+    given = dict(facts)
     for name, cell in found.items():
         given |= _said(name, cell)
     stale: list[str] = []
 
     def filled(text: str) -> str:
-        missing = [name for name in re.findall(r"\{([\w.]+)\}", text) if name not in given]
+        missing = [name for name in re.findall(r"\{([\w. ]+)\}", text) if name not in given]
         if missing:
             stale.append(f"{', '.join(missing)} of {text!r}")
             return ""
-        return re.sub(r"\{([\w.]+)\}", lambda match: given[match[1]], text)
+        return re.sub(r"\{([\w. ]+)\}", lambda match: given[match[1]], text)
 
     sentences = []
     for sentence in words.paragraph:
@@ -427,19 +419,15 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
             sentences.append(text)
     claims = []
     for claim in words.claim:
-        answers = list({WORDS[found[name].verdict] for name in claim.answers if name in found})
-        answer = answers[0] if len(answers) == 1 else "in part" if answers else "not tried"
-        says, ours, how = (filled(text) or "-" for text in (claim.says, claim.ours, claim.how))
-        claims.append((says, claim.source, answer, ours, how))
+        answers = [WORDS[found[name].verdict] for name in claim.answers if name in found]
+        answer = ", ".join(dict.fromkeys(answers) if len(set(answers)) == 1 else answers) or "not tried"
+        said = (filled(text) or "-" for text in (claim.says, claim.paper, claim.ours, claim.how))
+        says, paper, ours, how = said
+        claims.append((says, paper, ours, how, answer))
     return FirstScreen(
         question=words.question, sentences=tuple(sentences), claims=tuple(claims),
-        evidence=_evidence(cells, counts), stale=tuple(stale),
+        evidence=tuple(summaries), stale=tuple(stale),
     )  # fmt: skip
-
-
-def _agreeing(counts: Counts) -> tuple[int, int, int]:
-    """How many of the judged numbers agree, are open and differ."""
-    return counts.judged_as("reproduced"), counts.judged_as("undecided"), counts.judged_as(*DIFFERS)
 
 
 def _said(name: str, cell: Comparison) -> dict[str, str]:
@@ -456,31 +444,12 @@ def _said(name: str, cell: Comparison) -> dict[str, str]:
     return said
 
 
-def _evidence(cells: Sequence[Comparison], of: Mapping[Question, Counts]) -> tuple[tuple[str, ...], ...]:
-    """A line for each question, and one for what follows by arithmetic."""
-    lines = []
-    for question, counts in of.items():
-        others = (counts.with_verdict("not comparable"), counts.with_verdict("not run"))
-        lines.append((ASKED[question], *map(str, (*_agreeing(counts), *others))))
-    every = scores(cells)[0]
-    held, sums = every.with_verdict("identity"), every.identities
-    if sums:
-        off = [
-            abs(cell.ratio - 1)
-            for cell in cells
-            if cell.counted and cell.kind == "identity" and cell.verdict in DIFFERS and cell.ratio
-        ]
-        by = f" (by at most {show(100 * max(off), '%', 2)})" if off else ""
-        lines.append((SUMS, f"{held}", "-", f"{sums - held}{by}", "-", "-"))
-    return tuple(lines)
-
-
 # All of it for other programs -------------------------------------------------------------------------------
 
 COLUMNS = (
     "table", "row", "column", "source", "question", "kind", "printed", "paper", "unit", "ours", "low", "high",
-    "range_low", "range_high", "fails_below", "fails_above", "provenance", "verdict", "ratio", "explained_by",
-    "tried", "reason", "machine", "command",
+    "range_low", "range_high", "fails_below", "fails_above", "provenance", "verdict", "ratio",
+    "reason", "machine", "command",
 )  # fmt: skip
 
 
@@ -495,5 +464,5 @@ def cells_csv(tables: Sequence[TableView]) -> str:
     writer.writerow(COLUMNS)
     for table in tables:
         for cell in (*table.rows, *table.settings, *(other.comparison for other in table.others)):
-            writer.writerow([getattr(cell, name) for name in COLUMNS])
+            writer.writerow([without_html(getattr(cell, name)) for name in COLUMNS])
     return text.getvalue()

@@ -86,7 +86,7 @@ class Table:
         return any(row.verdict != "not run" for row in self.rows)
 
     @property
-    def scores(self) -> tuple[Counts, Counts, Counts]:
+    def scores(self) -> Counts:
         """The counts of its rows, see `scores`."""
         return scores(self.rows)
 
@@ -379,22 +379,15 @@ class Counts(Counter[tuple[Evidence, Verdict]]):
         return "; ".join([*(parts or ["nothing judged"]), *others])
 
 
-def scores(cells: Iterable[Comparison]) -> tuple[Counts, Counts, Counts]:
-    """The counts of those cells that count among the paper's numbers, as judged, with every range half as
-    wide, and twice as wide.
-    """
-    counted = [(evidence(cell), cell) for cell in cells if cell.counted]
-    return (
-        Counts((rests_on, cell.verdict) for rests_on, cell in counted),
-        Counts((rests_on, cell.narrow) for rests_on, cell in counted),
-        Counts((rests_on, cell.wide) for rests_on, cell in counted),
-    )
+def scores(cells: Iterable[Comparison]) -> Counts:
+    """The counts of those cells that count among the paper's numbers."""
+    return Counts((evidence(cell), cell.verdict) for cell in cells if cell.counted)
 
 
 def counts_of(cells: Iterable[Comparison]) -> dict[Question, Counts]:
     """The counts of each question that any of the cells answers or leaves open, in order."""
     found = list(cells)
-    each = {q: scores(cell for cell in found if cell.question == q)[0] for q in QUESTIONS}
+    each = {q: scores(cell for cell in found if cell.question == q) for q in QUESTIONS}
     return {question: counts for question, counts in each.items() if counts}
 
 

@@ -1,0 +1,554 @@
+"""Engines side by side, in interleaved runs: ours, torch.distributed.pipelining, torchgpipe, the user's, and
+the bare layers, which are what an engine's own cost is measured against.
+
+Expected: without re-materialization the engines take the same time to within a few percent, for the work is
+the layers'; with it, ours is ahead, since it recomputes while it waits for the gradient and the others
+recompute inside the backward. Stages overlap to within a few percent of the schedule's ideal step, and an
+action costs some ten microseconds. The machine should have nothing else to do:
+
+    python -m experiments run engines
+    python -m experiments run engines --engine my_engine:MyEngine,my_engine:Another
+    python -m experiments run engines --device cuda    the same on GPUs, a process for each
+
+All engines of a case get the same layers, batch, micro-batches and precision, and the same partition but for
+one that is made for several stages in each process (`placement`); before and after the timing each is checked
+for what it really did (`engines/checks.py`). They take turns (`side_by_side.py`), so only ratios of one round
+are judged. torchgpipe runs in one process, where ours is set against it on one core.
+
+The user's engines are tried first, each in processes of its own with a limit of time: one that raises, hangs
+or leaves wrong gradients is a row with its error, and the others are measured without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpipe_bench.experiments.paper.timed.side_by_side import (
+    Found,
+    Sign,
+    is_faster,
+    lacks_gpus,
+    measured,
+    side_by_side,
+    state_of,
+    trust_of,
+    verdict,
+)
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
+from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.rounds import Times, differences, ratios
+from gpipe_bench.harness.units import convert, show
+
+if TYPE_CHECKING:
+    from gpipe_bench.experiments.engines.isolated import Fault
+    from gpipe_bench.experiments.paper.timed.engine_turns import Job
+
+KNOWN = "all"  # the engines that are always there; others are added to them
+ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
+GLOO, BARE = "ours over gloo", "bare layers"
+ALONE, ALL_CORES = "sequential", "sequential on every core"
+_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.paper.timed.engine_turns"
+FACTORIES = {
+    ALWAYS: "ours", GLOO: f"{_KNOWN}:OverNetwork", BARE: f"{_TURNS}:Bare", ALONE: f"{_TURNS}:PlainAlone",
+    ALL_CORES: f"{_TURNS}:Plain", "zb-h1": f"{_KNOWN}:OursZBH1",
+    "interleaved": f"{_KNOWN}:OursInterleaved", "zb-v": f"{_KNOWN}:OursZBV",
+    "torch-interleaved": f"{_KNOWN}:TorchInterleaved", "torch-zb-v": f"{_KNOWN}:TorchZBV",
+}  # fmt: skip
+"""Engines by what results call them; all others have the names of the command line."""
+START_S = 8.0  # until all processes are up and the engines checked
+MIN_ACTION_MS = 5.0
+LEAST_ROUNDS = 5
+"""With which an interval of 95 % is one. That of two rounds holds the truth every second time, that of three
+three times in four; so one engine under two names often looked like two in a smoke run.
+"""
+
+
+class Workload(NamedTuple):
+    """What engines train: a model with its options, examples of a micro-batch, and what it is in words.
+
+    `real`: layers are cut by measured seconds and memory is counted; the others compute next to nothing.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    microbatch_size: int
+    words: str
+    real: bool = True
+
+
+def _transformer(num_layers: int, width: int, heads: int, vocab_size: int = 64, seq_len: int = 64) -> Any:
+    return {
+        "num_layers": num_layers, "vocab_size": vocab_size, "d_model": width, "ffn_dim": 4 * width,
+        "num_heads": heads, "seq_len": seq_len,
+    }  # fmt: skip
+
+
+WAIT_S = 0.02  # of a waiting stage, per action
+WORKLOADS = {
+    "amoebanet": Workload(
+        "amoebanet-d",
+        {
+            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
+            "aux_head": False,
+        },
+        4, "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
+    ),
+    "transformer": Workload(
+        "transformer-lm", _transformer(6, 256, 4), 2,
+        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
+    ),
+    "transformer-8": Workload(
+        "transformer-lm", _transformer(8, 256, 4), 2,
+        "Transformer-8, width 256, 2 sequences of 64 tokens per micro-batch",
+    ),
+    "transformer-8, wide": Workload(
+        "transformer-lm", _transformer(8, 384, 6), 2,
+        "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch",
+    ),
+    "transformer-8, large": Workload(
+        "transformer-lm", _transformer(8, 2048, 32, 32_000, 512), 2,
+        "Transformer-8, width 2048, 2 sequences of 512 tokens each micro-batch",
+    ),
+    "waiting": Workload("waiting", {"wait_s": WAIT_S}, 1, "stages that wait 20 ms an action", real=False),
+    "small": Workload("linear", {}, 1, "layers of 8 x 8 numbers, an example per micro-batch", real=False),
+}  # fmt: skip
+
+
+class Target(NamedTuple):
+    """What a number of a case should be: at least or at most `bound`, in its unit."""
+
+    name: str
+    engine: str
+    sign: Sign
+    bound: float
+    against: str = ""
+
+    @property
+    def key(self) -> dict[str, Scalar]:
+        return {"engine": self.engine, **({"against": self.against} if self.against else {})}
+
+
+SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
+
+
+def _faster(bound: float, *pairs: tuple[str, str]) -> tuple[Target, ...]:
+    return tuple(Target(SPEED, engine, ">=", bound, against) for engine, against in pairs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One case: who takes turns on what, the first one the control; rounds by profile, 0 for no such case."""
+
+    workload: str
+    num_stages: int
+    num_microbatches: int
+    remat: str
+    engines: tuple[str, ...]
+    rounds: tuple[int, int, int]
+    round_s: float
+    targets: tuple[Target, ...] = ()
+    in_process: bool = False
+    device: str = "cpu"
+
+    @property
+    def key(self) -> dict[str, Scalar]:
+        key: dict[str, Scalar] = {
+            "workload": self.workload, "where": "one process" if self.in_process else "processes",
+            "num_stages": self.num_stages, "num_microbatches": self.num_microbatches, "remat": self.remat,
+        }  # fmt: skip
+        return (
+            key
+            | ({"over": "gloo"} if GLOO in self.engines else {})
+            | ({"device": self.device} if self.device != "cpu" else {})
+        )
+
+
+def _plans() -> list[Plan]:
+    of_torch = ("torch-gpipe", "torch-1f1b")
+    found = []
+    for name in ("amoebanet", "transformer"):
+        pairs = [("ours", each) for each in of_torch]
+        smoke = {"amoebanet": (2, 0, 0), "transformer": (0, 2, 2)}[name]
+        found += [
+            Plan(name, 2, 8, "never", ("ours", *of_torch, "ours-1f1b"), (smoke[0], 12, 40), 2.3,
+                 _faster(1.0, ("ours", "torch-gpipe"), ("ours-1f1b", "torch-1f1b"))),
+            Plan(name, 2, 4, "except_last", ("ours", *of_torch, ALWAYS), (smoke[1], 12, 40), 1.3,
+                 _faster(1.12, *pairs)),
+            Plan(name, 2, 16, "except_last", ("ours", *of_torch, ALWAYS), (0, 5, 25), 4.3,
+                 _faster(1.04, *pairs)),
+            Plan(name, 2, 4, "never", ("ours", "torchgpipe"), (smoke[2], 8, 30), 0.7,
+                 _faster(1.0, ("ours", "torchgpipe")), in_process=True),
+            Plan(name, 2, 4, "except_last", ("ours", "torchgpipe"), (0, 8, 30), 0.7,
+                 _faster(1.0, ("ours", "torchgpipe")), in_process=True),
+        ]  # fmt: skip
+    found += [
+        Plan("waiting", k, m, remat, ("ours", BARE), (1 if (k, remat) == (4, "never") else 0, 4, 10),
+             0.15 * (m + k), (Target(SHARE, "ours", ">=", bound),) if bound else ())
+        for k, m, remat, bound in ((8, 32, "never", 0.97), (4, 8, "never", 0.95), (4, 8, "except_last", 0.0))
+    ]  # fmt: skip
+    found.append(
+        Plan("transformer-8", 2, 16, "never", ("ours", "torch-gpipe", ALONE, ALL_CORES), (0, 8, 40), 8.0,
+             (Target(SHARE, "ours", ">=", 0.88), *_faster(1.0, ("ours", "torch-gpipe"))))
+    )  # fmt: skip
+    found += [
+        Plan("small", 2, 64, "never", (ours, "torch-gpipe", BARE), (2 if ours == GLOO else 0, 16, 60), 0.5,
+             (Target(COST, ours, "<=", 100.0), *_faster(2.0, (ours, "torch-gpipe"))))
+        for ours in (GLOO, "ours")
+    ]  # fmt: skip
+    found += [
+        Plan("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2 if remat == "never" else 0, 16, 60), 0.6,
+             (Target(COST, "ours", "<=", 60.0), *_faster(1.0, ("ours", "torchgpipe"))), in_process=True)
+        for remat in ("never", "except_last")
+    ]  # fmt: skip
+    of_schedules = (
+        "ours-1f1b",
+        "torch-1f1b",
+        "zb-h1",
+        "interleaved",
+        "torch-interleaved",
+        "zb-v",
+        "torch-zb-v",
+    )
+    wanted = {2: (1.11, 1.11, 1.13), 4: (1.05, 1.05, 1.05), 8: (1.0, 1.02, 1.0)}
+    for number, rounds in ((2, (1, 10, 40)), (4, (0, 6, 30)), (8, (0, 5, 20))):
+        targets = [
+            target
+            for name, bound in zip(("zb-h1", "interleaved", "zb-v"), wanted[number], strict=True)
+            for target in _faster(bound, (name, "ours-1f1b"))
+        ]
+        same = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
+        found.append(
+            Plan("transformer-8, wide", 2, number, "never", of_schedules, rounds, 2.0 + number,
+                 (*targets, *_faster(1.0, *same)))
+        )  # fmt: skip
+    return found
+
+
+def _on_gpus() -> list[Plan]:
+    """What waits instead of computing is the host's everywhere."""
+    large, rounds = "transformer-8, large", (1, 8, 40)
+    pair = ("ours", "torch-gpipe")
+    return [
+        *(Plan("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2, 16, 60), 0.4, in_process=True,
+               device="cuda") for remat in ("never", "except_last")),
+        *(Plan(large, 2, m, "always", pair, rounds, 0.5, device="cuda") for m in (1, 4, 16)),
+        Plan(large, 2, 16, "never", (*pair, ALONE, ALL_CORES), rounds, 0.5, device="cuda"),
+        Plan("small", 2, 64, "never", (*pair, BARE), (2, 16, 60), 0.5, device="cuda"),
+    ]  # fmt: skip
+
+
+PLANS, ON_GPUS = _plans(), _on_gpus()
+PROFILES = ("smoke", "short", "full")
+
+
+def plan_of(key: Mapping[str, Any]) -> Plan | None:
+    return next((plan for plan in (*PLANS, *ON_GPUS) if plan.key == dict(key)), None)
+
+
+def cases(options: RunOptions) -> list[Case]:
+    found = []
+    for plan in ON_GPUS if options.device == "cuda" else PLANS:
+        if rounds := plan.rounds[PROFILES.index(options.profile)]:
+            more = 1 + len(own_engines(options.engine)) / len(plan.engines)
+            found.append(Case(plan.key, START_S + rounds * plan.round_s * more))
+    return found
+
+
+def own_engines(extra: str | None) -> list[str]:
+    """The user's engines as named by `--engine`."""
+    return [] if extra in (None, KNOWN) else str(extra).split(",")
+
+
+def job_of(plan: Plan, extra: str | None) -> Job:
+    """What the processes of a case do. The user's engines are named without the digests of their files, and
+    take turns where models are real.
+    """
+    from gpipe_bench.experiments.paper.timed.engine_turns import Job
+
+    work = WORKLOADS[plan.workload]
+    engines = {}
+    for name in plan.engines:
+        plain = name in (ALONE, ALL_CORES) or (name == BARE and not plan.in_process)
+        engines[name] = (
+            FACTORIES.get(name, name),
+            "never" if plain else "always" if name == ALWAYS else plan.remat,
+        )
+    if work.real:
+        engines |= {name.partition("@")[0]: (name, plan.remat) for name in own_engines(extra)}
+    each = {"small": 2 if plan.in_process else 1, "waiting": 1}.get(plan.workload)
+    options = dict(work.options) | ({"num_layers": each * plan.num_stages} if each else {})
+    return Job(
+        work.model, options, work.microbatch_size, plan.num_stages, plan.num_microbatches, engines,
+        plan.in_process, cut_by_time=work.real and plan.device == "cpu", with_peaks=work.real,
+        device=plan.device,
+    )  # fmt: skip
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.engines.known import why_no_torchgpipe
+    from gpipe_bench.experiments.paper.timed.engine_turns import fault_in, taken, without
+
+    plan = plan_of(case.key)
+    assert plan is not None, "cases are made of plans"
+    job = job_of(plan, options.engine)
+    missing = why_no_torchgpipe() if "torchgpipe" in plan.engines else ""
+    if reason := missing or lacks_gpus(job.device, job.num_processes):
+        return Outcome(status="skipped", reason=reason)
+    rounds = plan.rounds[PROFILES.index(options.profile)]
+    own = [name for name in job.engines if name not in plan.engines]
+    faults = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
+    refused = {
+        name: each.reason.removeprefix("ValueError: ") for name, each in faults.items() if each.refused
+    }
+    faulty = {name: fault for name, fault in faults.items() if not fault.refused}
+
+    def take(number: int) -> list[Found]:
+        mine = [name for name in own if name not in faults and name not in faulty]
+        found, late = taken(without(job, [*faults, *faulty]), number, mine, case.estimate_s * number / rounds)
+        faulty.update(late)
+        for each in found:
+            each.details["refused"] |= refused
+        return found
+
+    return side_by_side(
+        take, partial(numbers, job, faulty), rounds, control=plan.engines[0], again=options.profile != "smoke"
+    )
+
+
+def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence[Found]) -> Outcome:
+    """What the processes of a case found. With `faulty` engines the case has failed, and has the numbers of
+    the others.
+    """
+    from gpipe_bench.experiments.paper.timed.engine_turns import details_of
+
+    details = details_of(job, found)
+    metrics = [
+        from_samples("step", [1e3 * s for s in samples], "ms", key={"engine": name})
+        for name, samples in times.items()
+    ]
+    metrics += [
+        from_samples(
+            SPEED, ratios(times, b, a), "ratio", key={"engine": a, "against": b}, note="round by round"
+        )
+        for a, b in itertools.combinations(times, 2)
+    ]
+    metrics += _against_layers(job, times)
+    memory = "of what a step's operations make: activations, gradients, messages; counted, not timed"
+    metrics += [
+        Metric(
+            "peak memory", num_bytes, "bytes", "measured", key={"engine": name, "process": rank},
+            note=memory if num_bytes is not None else "its operations run in threads, which are hardly seen",
+        )
+        for rank, each in enumerate(found)
+        for name, seen in each.details["peak_bytes"].items()
+        for num_bytes in [None if name == "torchgpipe" else seen]
+    ]  # fmt: skip
+    note = "mean over the micro-batches of our latest step"
+    metrics.append(
+        Metric("shortest action", min(details["actions_ms"].values()), "ms", "measured", note=note)
+    )
+    reasons = {name: fault.reason for name, fault in faulty.items()}
+    details |= {"faulty": reasons, "microbatch_size": job.microbatch_size, "precision": "float32"}
+    if not faulty:
+        return Outcome(tuple(metrics), details)
+    details["traceback"] = "\n".join(fault.traceback for fault in faulty.values())
+    reason = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    return Outcome(tuple(metrics), details, "failed", reason)
+
+
+def _against_layers(job: Job, times: Times) -> list[Metric]:
+    """What an action costs over the layers' own time, and how near a step comes to what its schedule would
+    take with the actions of the bare layers or of the sequential model.
+    """
+    from gpipe_bench.pipeline.plan.named import gpipe
+    from gpipe_bench.pipeline.plan.schedule import Kind
+    from gpipe_bench.pipeline.plan.simulate import replay
+
+    schedule = gpipe(job.num_stages, job.num_microbatches, next(iter(job.engines.values()))[1])
+    own = [action for action in schedule if job.in_process or action.stage == 0]
+    ideal = {BARE: 2 * job.num_microbatches, ALONE: 2 * job.num_microbatches * job.num_stages}
+    slots = replay(schedule, dict.fromkeys((Kind.F, Kind.R, Kind.B), 1)).makespan_s
+    base = BARE if job.model == "waiting" else ALONE
+    found = []
+    for name in (name for name in times if name not in ideal and name != ALL_CORES):
+        if BARE in times and base not in times:
+            cost_us = differences(times, name, BARE, 1e6 / len(own))
+            note = "per action, over the bare layers' own time"
+            found.append(from_samples(COST, cost_us, "us", key={"engine": name}, note=note))
+        if base in times:
+            reached = ratios(times, base, name, slots / ideal[base])
+            found.append(from_samples(SHARE, reached, "ratio", key={"engine": name}))
+    if ALL_CORES in times:
+        note = "speed of one core while all compute, against alone"
+        reached = ratios(times, ALONE, ALL_CORES)
+        found.append(from_samples("core beside a busy one", reached, "ratio", note=note))
+    return found
+
+
+# Every engine's numbers, and what was asked of them
+
+
+def tables(records: Sequence[Record]) -> str:
+    """One block per case, then what holds for all."""
+    if not records:
+        return "Engines side by side: nothing on record"
+    heading = "Engines side by side, float32, one thread per process (measured)"
+    return "\n\n".join([heading, *(_block(record) for record in records), _notes(records)])
+
+
+def _block(record: Record) -> str:
+    case, faulty = record.case, record.details.get("faulty", {})
+    remat = "not re-materialized" if case["remat"] == "never" else f"re-materialized ({case['remat']})"
+    where = "one process per stage" if case["where"] == "processes" else "all stages in one process"
+    gpus = ", GPUs" * ("device" in case)
+    title = (
+        f"{WORKLOADS[str(case['workload'])].words}\n  {where}{gpus}, K = {case['num_stages']}, "
+        f"M = {case['num_microbatches']}, {remat}"
+    )
+    if record.status != "done" and not faulty:
+        return f"{title}: {record.status}: {record.reason}"
+    refused, first = record.details["refused"], next(iter(record.details["engines"]))
+    lines = [_line(record, name, first, faulty, refused) for name in record.details["engines"]]
+    columns = ["engine", "ms per step [95 %]", f"{first} / its speed", "per action", "of ideal", "peak MiB"]
+    shown = [0, 1, *(place for place in range(2, 6) if any(line[place] for line in lines))]
+    grid = Grid(
+        title=title, columns=[columns[place] for place in shown],
+        lines=[[line[place] for place in shown] for line in lines],
+        notes=[
+            *(f"{name} failed: {why}" for name, why in faulty.items()),
+            *(f"{name} skipped: {why}" for name, why in refused.items()),
+        ],
+    )  # fmt: skip
+    word, why = _state(record)
+    said = "\n".join([_trust(record), *([why] if why else [])])
+    return "\n\n".join([grid.text(), *_judged(record, word), said])
+
+
+def _line(
+    record: Record, name: str, first: str, faulty: Mapping[str, str], refused: Mapping[str, str]
+) -> list[str]:
+    step = record.metric("step", engine=name)
+    if step is None:
+        return [name, "failed" if name in faulty else "skipped" if name in refused else "-", "", "", "", ""]
+    found = (
+        None if name == first else speed_of(record, first, name),
+        record.metric(COST, engine=name), record.metric(SHARE, engine=name),
+    )  # fmt: skip
+    return [
+        name,
+        measured(step),
+        *("" if each is None else measured(each) for each in found),
+        _peak(record, name),
+    ]
+
+
+def _judged(record: Record, word: str) -> list[str]:
+    """What was asked of the case, and each engine of the user's against every other one."""
+    plan, control = plan_of(record.case), record.metric("control")
+    lines = []
+    for target in plan.targets if plan is not None else ():
+        value = record.metric(target.name, **target.key)
+        if target.name == SPEED:
+            value = speed_of(record, target.engine, target.against)
+        if value is not None:
+            what = f"{target.name} of {target.engine}" + f" over {target.against}" * bool(target.against)
+            said = word or verdict(value, target.sign, target.bound, control)
+            bound = f"{target.sign} {show(target.bound, value.unit, 3)}"
+            lines.append([what, bound, measured(value), said])
+    found = [Grid(columns=["", "target", "median [95 %]", "holds?"], lines=lines).text()] if lines else []
+    known = plan.engines if plan is not None else ()
+    said_of = {True: "faster", False: "slower", None: "within the noise"}
+    pairs = [
+        [a, b, measured(ratio), word or said_of[is_faster(ratio, control)]]
+        for a, b in itertools.combinations(record.details["engines"], 2)
+        if b not in known and (ratio := speed_of(record, a, b)) is not None
+    ]
+    columns = ["engine", "against", "its speed [95 %]", "it is"]
+    return [*found, *([Grid(columns=columns, lines=pairs).text()] if pairs else [])]
+
+
+def speed_of(record: Record, engine: str, against: str) -> Metric | None:
+    """How many times as fast an engine is as another one, whichever of the two is on record."""
+    found = record.metric(SPEED, engine=engine, against=against)
+    inverse = record.metric(SPEED, engine=against, against=engine)
+    if found is not None or inverse is None or not inverse.value:
+        return found
+    ends = [None if each is None else 1 / each for each in (inverse.high, inverse.low)]
+    return replace(inverse, value=1 / inverse.value, low=ends[0], high=ends[1], samples=())
+
+
+def _state(record: Record) -> tuple[str, str]:
+    """Whether anything of the case may be judged, in words, and a sentence about it; see `state_of`."""
+    control = record.metric("control")
+    if control is not None and len(control.samples) < LEAST_ROUNDS and record.profile == "smoke":
+        return "too few rounds", (
+            f"too few rounds: {len(control.samples)}, whose interval is none; from {LEAST_ROUNDS} on, as in "
+            "the profile short, engines are judged"
+        )
+    return state_of(record)
+
+
+def _peak(record: Record, name: str) -> str:
+    """`1.20, 0.81`: of every process."""
+    return ", ".join(
+        "not seen" if each.value is None else f"{convert(each.value, each.unit, 'MiB'):.2f}"
+        for each in record.metrics
+        if (each.name, each.key.get("engine")) == ("peak memory", name)
+    )
+
+
+def _trust(record: Record) -> str:
+    """What this case's numbers can be trusted for, in one line."""
+    action, parts = record.metric("shortest action"), []
+    if action is not None and action.value is not None:
+        short = "" if action.value >= MIN_ACTION_MS else f", below {MIN_ACTION_MS:g} ms: overheads show"
+        parts.append(f"shortest action {show(action.value, 'ms', 2)}{short}")
+    return "; ".join([*parts, *trust_of(record)])
+
+
+def _notes(records: Sequence[Record]) -> str:
+    lines = [
+        "Every engine was checked before and after: M micro-batches ran forward and backward in each stage,",
+        "stages were recomputed as asked, gradients are the plain model's. Counts are in the records.",
+        "control: the first engine's first sample of a round over its second. Where its interval excludes 1,",
+        "the machine did not hold still, and nothing is judged (void; contaminated where so it was twice);",
+        "nothing is certain that is no further from its bound than the control's interval from 1.",
+        "per action: over the bare layers' own time. of ideal: of the step that the schedule would take with",
+        "the actions of the bare layers or of the sequential model. peak: bytes alive of what a step makes.",
+    ]
+    if any(record.case["remat"] == "except_last" for record in records):
+        lines += [
+            "except_last: ours and torchgpipe recompute M - 1 micro-batches; torch's stages are wrapped in",
+            "torch.utils.checkpoint and recompute all M, inside the backward. `ours, recomputing all` does",
+            "the same work as they.",
+        ]
+    return "\n".join(lines)
+
+
+EXPERIMENT = Experiment(
+    name="engines",
+    title="Engines side by side: ours, torch's, torchgpipe's, your own, and the bare layers",
+    source="beyond the paper",
+    describe=(
+        "torch.distributed.pipelining, torchgpipe and one's own engine (--engine module:attribute) beside "
+        "ours, with several schedules; overlap of waiting stages, and what an action costs over the layers."
+    ),
+    profiles={
+        "smoke": "a round or two of some of the cases",
+        "short": "enough rounds for intervals of a few percent",
+        "full": "three to five times as many rounds",
+    },
+    cases=cases,
+    run=run,
+    cells=lambda records: [],  # the paper set no engines side by side
+    tables=tables,
+    docs="docs/own-engine.md",
+    options=("engine",),
+    engines=(KNOWN,),
+    several_engines=True,
+)

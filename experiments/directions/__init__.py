@@ -1,1 +1,0 @@
-"""Sentences of the paper that need training, tried in miniature: their direction alone."""

@@ -1,0 +1,629 @@
+"""The two trainings: AmoebaNet-D on images and a Transformer on text, each with its data, loss and optimizer.
+
+A task is immutable once made; everything random in it is a function of a seed and a step, so a training can
+be taken up at any step. The default data come with Python and scikit-learn, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import math
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_bench.experiments.paper.consistency.recipes import (
+    CIFAR10,
+    ImageRecipe,
+    Subject,
+    TextRecipe,
+    idx_files,
+    image_layout,
+    read_text,
+)
+from gpipe_bench.models import MODELS
+from gpipe_bench.models.tasks import class_loss
+from gpipe_bench.models.torchvision_shim import import_torchvision
+
+Batch = tuple[Any, Tensor]
+
+
+@cache
+def task_of(subject: Subject) -> Task:
+    """Loads the data and makes the task.
+
+    Raises ValueError where the data are missing, not what they should be, or too few for the recipe.
+    """
+    recipe, seed = subject.recipe, subject.split_seed
+    if isinstance(recipe, ImageRecipe):
+        if subject.data is None:
+            return ImageTask(recipe, digits(recipe.image_size, seed))
+        return ImageTask(
+            recipe, own_images(subject.data, recipe.image_size, recipe.augment, seed, subject.limit)
+        )
+    if subject.text is None:
+        return TextTask(recipe, topics(), seed, "pydoc_data.topics")
+    text, what = read_text(subject.text), f"--text {subject.text}"
+    if subject.parallel_text is None:
+        return TextTask(recipe, text, seed, what)
+    other = read_text(subject.parallel_text, "--parallel-text")
+    return TranslationTask(recipe, text, other, seed, f"{what} and --parallel-text {subject.parallel_text}")
+
+
+def derived(*numbers: int) -> torch.Generator:
+    """A generator for one purpose: numbers such as (seed, epoch) that name it."""
+    value = 0
+    for number in numbers:
+        value = (value * 1_000_003 + number + 0x9E37) % (2**63)
+    return torch.Generator().manual_seed(value)
+
+
+def chosen(step: int, seed: int, num_examples: int, batch_size: int) -> Tensor:
+    """Indices of the examples of a mini-batch; an epoch has an order of its own, and its incomplete last
+    mini-batch is left out.
+    """
+    epoch, place = divmod(step, num_examples // batch_size)
+    order = torch.randperm(num_examples, generator=derived(seed, epoch, 1))
+    return order[place * batch_size : (place + 1) * batch_size]
+
+
+def even_parts(number: int, size: int) -> Sequence[slice]:
+    """Slices of `number` things, in parts of about `size`, none much smaller than the others."""
+    parts = max(1, round(number / size))
+    edges = [number * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+# Images
+
+
+class ImageTask:
+    """AmoebaNet-D on images, by the recipe.
+
+    What it shares with the tasks on text: `metric` is what `score` makes of the sums that `count` gives of
+    held-out batches; trainings must reach `required` in the mean to count as learned, and a single one may
+    not miss `floor`, which `requirement` says in words. `build` draws from torch's default generator, `loss`
+    is the mean over the examples, `optimizer` takes a whole model's named parameters or one stage's, and
+    `batch` is mini-batch number `step` of the training with a seed. Without an `average_decay` the weights
+    themselves are evaluated, every `evaluate_every` steps.
+    """
+
+    metric, unit, higher_is_better = "held-out accuracy", "ratio", True
+
+    def __init__(self, recipe: ImageRecipe, images: Images) -> None:
+        self.recipe, self.images = recipe, images
+        self.batch_size = recipe.batch_size
+        self.average_decay: float | None = recipe.average_decay
+        self.steps_per_epoch = len(images.train) // recipe.batch_size
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{len(images.train)} training images are less than one mini-batch of {recipe.batch_size}; "
+                "give more images"
+            )
+        self.num_steps = self.steps_per_epoch * recipe.num_epochs
+        self.evaluate_every = self.steps_per_epoch
+        self.options = {
+            "num_layers": recipe.num_layers, "num_filters": recipe.num_filters,
+            "stem": recipe.stem, "stem_filters": recipe.stem_filters, "image_size": recipe.image_size,
+            "num_classes": images.num_classes, "dropout": recipe.dropout, "aux_head": True,
+        }  # fmt: skip
+        self.required = recipe.required_accuracy or images.most_frequent + 0.1
+        self.floor = recipe.floor_accuracy or self.required
+        self.requirement = f"at least {100 * self.required:.4g} % of the held-out images right"
+
+    def build(self) -> nn.Sequential:
+        return MODELS["amoebanet-d"](**self.options)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        return class_loss(output, target, self.recipe.label_smoothing)
+
+    def optimizer(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        """Weight decay on convolution and dense weights alone: all that has more than one dimension."""
+        parameters, recipe = [parameter for _, parameter in named], self.recipe
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": recipe.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return RMSPropTF(
+            [group for group in groups if group["params"]],
+            lr=0.0, decay=recipe.rms_decay, momentum=recipe.momentum, eps=recipe.epsilon,
+        )  # fmt: skip
+
+    def learning_rate(self, step: int) -> float:
+        return self.recipe.learning_rate(step, self.steps_per_epoch)
+
+    def batch(self, step: int, seed: int) -> Batch:
+        indices = chosen(step, seed, len(self.images.train), self.batch_size).tolist()
+        return self.images.batch((self.images.train[i] for i in indices), derived(seed, step, 4))
+
+    def held_out(self) -> Iterable[Batch]:
+        for part in even_parts(len(self.images.held_out), 4 * self.batch_size):
+            yield self.images.batch(self.images.held_out[part], None)
+
+    def count(self, output: Any, target: Tensor) -> tuple[float, float]:
+        return float((output.argmax(dim=1) == target).sum()), float(len(target))
+
+    def score(self, total: float, number: float) -> float:
+        return total / number
+
+
+class RMSPropTF(torch.optim.Optimizer):
+    """TensorFlow's RMSProp, as the recipe needs it.
+
+    torch's keeps epsilon outside the root and starts its averages at zero; the recipe's epsilon of 1 only
+    makes sense inside the root, with averages that start at one. There the method is close to momentum with
+    a steady, slightly smaller step, and 0.0025 per example of the mini-batch is usable.
+
+    `square` follows g^2; `velocity = momentum * velocity + lr * g / sqrt(square + eps)` is subtracted.
+
+    Args:
+        lr: may be changed between steps; the velocity holds steps already multiplied by it.
+        decay: of the average of squares, which starts at 1.
+        weight_decay: L2, added to the gradient; set it per parameter group.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        decay: float = 0.9,
+        momentum: float = 0.9,
+        eps: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update; parameters without a gradient stay."""
+        if closure is not None:
+            raise ValueError("RMSPropTF takes no closure; compute the gradients before step()")
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            gradients: list[Tensor] = [weight.grad for weight in weights]
+            if group["weight_decay"]:
+                gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight] = {
+                        "square": torch.ones_like(weight),
+                        "velocity": torch.zeros_like(weight),
+                    }
+            squares = [self.state[weight]["square"] for weight in weights]
+            velocities = [self.state[weight]["velocity"] for weight in weights]
+            torch._foreach_mul_(squares, group["decay"])
+            torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - group["decay"])
+            roots = torch._foreach_add(squares, group["eps"])
+            torch._foreach_sqrt_(roots)
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_addcdiv_(velocities, gradients, roots, value=group["lr"])
+            torch._foreach_sub_(weights, velocities)
+
+
+Loader = Callable[[int, torch.Generator | None], tuple[Tensor, int]]
+HELD_OUT_IMAGES = 0.2
+_MOST_IDX_BYTES = 1 << 31  # of one file; ten times the largest of the kind
+
+
+class Images:
+    """Training and held-out examples. `load(index, generator)` gives an image (3, S, S) in [-1, 1] and its
+    class; a generator means training, and draws the augmentation. `targets` are the classes of all."""
+
+    def __init__(
+        self,
+        load: Loader,
+        train: Sequence[int],
+        held_out: Sequence[int],
+        targets: Sequence[int],
+        num_classes: int,
+    ):
+        self.load, self.train, self.held_out, self.num_classes = load, train, held_out, num_classes
+        counts = torch.bincount(torch.tensor([targets[i] for i in held_out]), minlength=num_classes)
+        self.most_frequent = float(counts.max() / counts.sum())  # share of the commonest class, held out
+
+    def batch(self, indices: Iterable[int], generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Images (N, 3, S, S) and classes (N,)."""
+        images, classes = zip(*(self.load(i, generator) for i in indices), strict=True)
+        return torch.stack(images), torch.tensor(classes)
+
+
+def split(number: int, seed: int, limit: int | None = None) -> tuple[list[int], list[int]]:
+    """Indices for training and held out, by the seed; at most `limit` in all."""
+    order = torch.randperm(number, generator=derived(seed, 2)).tolist()[:limit]
+    held_out = max(1, round(len(order) * HELD_OUT_IMAGES))
+    return order[held_out:], order[:held_out]
+
+
+@cache
+def digits(image_size: int, split_seed: int) -> Images:
+    """1,797 handwritten digits of 8x8 pixels, scaled up."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    small = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1
+    images = F.interpolate(small, size=image_size, mode="bilinear", align_corners=False)
+    images = images.expand(-1, 3, -1, -1).contiguous()
+    classes = found.target.tolist()
+    return Images(lambda i, _: (images[i], classes[i]), *split(len(classes), split_seed), classes, 10)
+
+
+def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit: int | None) -> Images:
+    """ImageNet's or CIFAR-10's layout, idx files, or a folder per class, at `path`, decoded when needed.
+
+    `limit` caps the number of examples, training and held out together. Raises ValueError where
+    `image_layout` does, and for CIFAR-10 files that are not the published ones or idx files that are none.
+    """
+    layout, root = image_layout(path), Path(path)
+    if layout == "idx":
+        return _of_idx(root, image_size, split_seed, limit)
+    import_torchvision()
+    from torchvision import datasets
+
+    if layout == "cifar10":  # pickles: torchvision opens only those with the published archive's checksums
+        try:
+            parts: list[Any] = [datasets.CIFAR10(path, train=part, download=False) for part in (True, False)]
+        except RuntimeError as error:
+            raise ValueError(
+                f"--data {path}: a file of {CIFAR10} is not the published one (its checksum differs); unpack "
+                "the archive again"
+            ) from error
+    else:
+        names = ["."] if layout == "classes" else layout.split("/")
+        parts = [datasets.ImageFolder(str(root / name)) for name in names]
+    targets = [target for part in parts for target in part.targets]
+    sources = [(part, i) for part in parts for i in range(len(part.targets))]
+    if layout == "classes":
+        train, held_out = split(len(targets), split_seed, limit)
+    else:
+        train, held_out = _of_parts(len(parts[0].targets), len(parts[1].targets), split_seed, limit)
+    load = partial(_decoded, sources, image_size, augment)
+    return Images(load, train, held_out, targets, len(parts[0].classes))
+
+
+def _of_parts(
+    num_train: int, num_held_out: int, split_seed: int, limit: int | None
+) -> tuple[list[int], list[int]]:
+    """Indices for training and held out, of data that are split; held-out ones come behind."""
+    train, held_out = list(range(num_train)), list(range(num_train, num_train + num_held_out))
+    if limit is not None:
+        train = split(num_train, split_seed)[0][: round(limit * (1 - HELD_OUT_IMAGES))]
+        order = torch.randperm(num_held_out, generator=derived(split_seed, 3)).tolist()
+        held_out = [held_out[i] for i in order[: round(limit * HELD_OUT_IMAGES)]]
+    return train, held_out
+
+
+def _of_idx(root: Path, image_size: int, split_seed: int, limit: int | None) -> Images:
+    """Grey images of MNIST's format, scaled to `image_size`, in all three channels."""
+    files = idx_files(root)
+    images, labels = [], []
+    for part in ("train", "t10k"):
+        pixels, classes = read_idx(files[part, "images"], 3), read_idx(files[part, "labels"], 1)
+        if len(pixels) != len(classes):
+            raise ValueError(
+                f"{files[part, 'images']} has {len(pixels)} images and {files[part, 'labels']} "
+                f"{len(classes)} labels; they are not of one set"
+            )
+        if not pixels.size:
+            raise ValueError(f"{files[part, 'images']} has no images in it")
+        images.append(torch.tensor(pixels))
+        labels.append([int(one) for one in classes])
+    if images[0].shape[1:] != images[1].shape[1:]:
+        raise ValueError(
+            f"--data {root}: training and held-out images differ in size; they are not of one set"
+        )
+    grey, targets = torch.cat(images), labels[0] + labels[1]
+    train, held_out = _of_parts(len(labels[0]), len(labels[1]), split_seed, limit)
+
+    def load(index: int, generator: torch.Generator | None) -> tuple[Tensor, int]:
+        image = grey[index][None, None].float() / 127.5 - 1
+        scaled = F.interpolate(image, size=image_size, mode="bilinear", align_corners=False, antialias=True)
+        return scaled[0].expand(3, -1, -1), targets[index]
+
+    return Images(load, train, held_out, targets, max(targets) + 1)
+
+
+def read_idx(path: Path, axes: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    """An array of bytes with that many axes. Raises ValueError where the file is not one."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(_MOST_IDX_BYTES)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} can't be read ({error}); fetch it again") from error
+    header = 4 + 4 * axes
+    if len(content) < header or content[:4] != bytes((0, 0, 8, axes)):
+        raise ValueError(
+            f"{path} is no idx file of bytes with {axes} axes; it begins with {content[:4].hex(' ')}"
+        )
+    shape = struct.unpack(f">{axes}I", content[4:header])
+    size = math.prod(shape)
+    if len(content) - header != size:
+        raise ValueError(
+            f"{path} says that it holds {' x '.join(map(str, shape))} bytes and holds "
+            f"{len(content) - header}; fetch it again"
+        )
+    return numpy.frombuffer(content, dtype=numpy.uint8, offset=header).reshape(shape)
+
+
+def _decoded(
+    sources: Sequence[tuple[Any, int]],
+    size: int,
+    augment: bool,
+    index: int,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, int]:
+    source, place = sources[index]
+    try:
+        image, target = source[place]
+        image = image.convert("RGB")
+    except OSError as error:
+        name = source.samples[place][0] if hasattr(source, "samples") else f"example {place}"
+        raise ValueError(f"{name} can't be read as an image; remove or replace it") from error
+    if augment and generator is not None:
+        return _augmented(image, size, generator), target
+    return _central(image, size), target
+
+
+def _central(image: Any, size: int) -> Tensor:
+    """The central 87.5 % of both sides, scaled to `size`, in [-1, 1]."""
+    from torchvision.transforms import functional as T
+
+    width, height = image.size
+    side = max(1, round(0.875 * min(width, height)))
+    image = T.resize(T.center_crop(image, [side, side]), [size, size])
+    tensor: Tensor = T.to_tensor(image)
+    return tensor * 2 - 1
+
+
+def _augmented(image: Any, size: int, generator: torch.Generator) -> Tensor:
+    """A random box (10 to 100 % of the area, sides 3:4 to 4:3), flipped or not, its colours shifted."""
+    from torchvision.transforms import functional as T
+
+    def uniform(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand((), generator=generator))
+
+    width, height = image.size
+    for _ in range(100):
+        area, ratio = uniform(0.1, 1.0) * width * height, uniform(3 / 4, 4 / 3)
+        box_w, box_h = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+        if 0 < box_w <= width and 0 < box_h <= height:
+            break
+    else:
+        box_w, box_h = width, height
+    left, top = round(uniform(0, width - box_w)), round(uniform(0, height - box_h))
+    tensor = T.to_tensor(T.resized_crop(image, top, left, box_h, box_w, [size, size]))
+    if uniform(0, 1) < 0.5:
+        tensor = tensor.flip(-1)
+    tensor = tensor + uniform(-32 / 255, 32 / 255)
+    red, green, blue = tensor
+    luma = 0.299 * red + 0.587 * green + 0.114 * blue
+    blue = luma + (blue - luma) * uniform(0.9, 1.1)
+    red = luma + (red - luma) * uniform(0.9, 1.1)
+    green = (luma - 0.299 * red - 0.114 * blue) / 0.587
+    return torch.stack([red, green, blue]).clamp(0, 1) * 2 - 1
+
+
+# Text. Tokenizer, unigram model and training examples come from the training part alone.
+
+HELD_OUT_TEXT = 0.1
+BLOCK_CHARACTERS = 2000
+"""Held out are blocks of about this length, so that what is predicted has a context of its own."""
+
+
+class TextTask:
+    """Transformer-L on text: each token from the ones before it."""
+
+    metric, unit, higher_is_better = "held-out perplexity", "perplexity", False
+    average_decay: float | None = None
+
+    def __init__(self, recipe: TextRecipe, text: str, split_seed: int, what: str) -> None:
+        self._set_recipe(recipe)
+        train, held_out = split_blocks(blocks_of(text), split_seed, what)
+        self.pieces = tokenizer((line for b in train for line in b.split("\n")), recipe.vocab_size, what)
+        self.train_tokens = torch.tensor(self.pieces.encode("\n\n".join(train)))
+        held_out_tokens = torch.tensor(self.pieces.encode("\n\n".join(held_out)))
+        for tokens, name in ((self.train_tokens, "training"), (held_out_tokens, "held-out")):
+            if len(tokens) < recipe.seq_len + 1:
+                raise ValueError(
+                    f"{what} is too short: its {name} part has {len(tokens)} tokens, and one example takes "
+                    f"{recipe.seq_len + 1}; give a longer text"
+                )
+        count = (len(held_out_tokens) - 1) // recipe.seq_len
+        inputs = held_out_tokens[: count * recipe.seq_len].view(count, -1)
+        targets = held_out_tokens[1 : count * recipe.seq_len + 1].view(count, -1)
+        self.held_out_examples: tuple[Tensor, ...] = inputs, targets
+        self._set_unigram(self.train_tokens, targets)
+
+    def _set_recipe(self, recipe: TextRecipe) -> None:
+        self.recipe = recipe
+        self.batch_size, self.num_steps = recipe.batch_size, recipe.num_steps
+        self.evaluate_every = max(1, math.ceil(recipe.num_steps / 5))
+        self.options = {
+            "num_layers": recipe.num_layers, "vocab_size": recipe.vocab_size, "d_model": recipe.d_model,
+            "ffn_dim": recipe.ffn_dim, "num_heads": recipe.num_heads, "seq_len": recipe.seq_len,
+            "dropout": recipe.dropout, "deep_init": recipe.deep_init, "logit_clip": recipe.logit_clip,
+        }  # fmt: skip
+
+    def _set_unigram(self, train: Tensor, held_out: Tensor) -> None:
+        """What the model must undercut: the one that knows each token's frequency in training, with one added
+        to every count. Negative tokens are none.
+        """
+        recipe = self.recipe
+        counts = torch.bincount(train[train >= 0], minlength=recipe.vocab_size).double() + 1
+        surprise = -(counts / counts.sum()).log()
+        self.unigram = math.exp(float(surprise[held_out[held_out >= 0]].mean()))
+        self.required = self.floor = recipe.required_ratio * self.unigram
+        self.requirement = (
+            f"a held-out perplexity of at most {100 * recipe.required_ratio:g} % of the unigram model's "
+            f"{self.unigram:.4g}"
+        )
+
+    def build(self) -> nn.Sequential:
+        return MODELS["transformer-lm"](**self.options)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def optimizer(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        recipe = self.recipe
+        return torch.optim.Adam(
+            [p for _, p in named], lr=0.0, betas=(recipe.beta1, recipe.beta2), eps=recipe.epsilon
+        )
+
+    def learning_rate(self, step: int) -> float:
+        return self.recipe.rate(step)
+
+    def batch(self, step: int, seed: int) -> Batch:
+        length = self.recipe.seq_len
+        starts = torch.randint(
+            len(self.train_tokens) - length, (self.batch_size, 1), generator=derived(seed, step, 6)
+        )
+        tokens = self.train_tokens[starts + torch.arange(length + 1)]
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def held_out(self) -> Iterable[Batch]:
+        for part in even_parts(len(self.held_out_examples[0]), 2 * self.batch_size):
+            *inputs, target = (tensor[part] for tensor in self.held_out_examples)
+            yield (tuple(inputs) if len(inputs) > 1 else inputs[0]), target
+
+    def count(self, output: Any, target: Tensor) -> tuple[float, float]:
+        loss = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
+        return float(loss), float((target >= 0).sum())
+
+    def score(self, total: float, number: float) -> float:
+        return math.exp(min(total / number, 700.0))  # a diverged model's is finite, and absurd
+
+
+class TranslationTask(TextTask):
+    """T(L, H, A) on parallel lines: the same training, with a source sentence beside the target.
+
+    Sentences are cut or filled up to `seq_len` tokens. Filled-up positions do not count: the loss divides by
+    N x seq_len, the same for every micro-batch, and the perplexity by the real tokens.
+    """
+
+    def __init__(self, recipe: TextRecipe, source: str, target: str, split_seed: int, what: str) -> None:
+        self._set_recipe(recipe)
+        lines, others = source.splitlines(), target.splitlines()
+        if len(lines) != len(others):
+            raise ValueError(
+                f"{what} are not parallel: they have {len(lines)} and {len(others)} lines; "
+                "give one translation per line"
+            )
+        pairs = dict.fromkeys(
+            (a.strip(), b.strip()) for a, b in zip(lines, others, strict=True) if a.strip() and b.strip()
+        )
+        train, held_out = split_blocks(list(pairs), split_seed, what)
+        if len(train) < recipe.batch_size:
+            raise ValueError(
+                f"{what} have {len(train)} pairs of lines for training, and a mini-batch takes "
+                f"{recipe.batch_size}; give longer files"
+            )
+        self.pieces = tokenizer((line for pair in train for line in pair), recipe.vocab_size, what)
+        self.train_examples = self._encoded(train)
+        self.held_out_examples = self._encoded(held_out)
+        self._set_unigram(self.train_examples[2], self.held_out_examples[2])
+        self.options |= {
+            "num_layers": max(1, recipe.num_layers // 2), "head_dim": recipe.d_model // recipe.num_heads,
+            "num_tables": 3,
+        }  # fmt: skip
+
+    def _encoded(self, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, target input and target, each (pairs, seq_len); -1 in the target is filled up."""
+        length, end, begin = self.recipe.seq_len, self.pieces.eos_id(), self.pieces.bos_id()
+        sources, inputs, targets = [], [], []
+        for source, target in pairs:
+            first = [*self.pieces.encode(source), end][:length]
+            second = [*self.pieces.encode(target), end][:length]
+            sources.append(first + [end] * (length - len(first)))
+            inputs.append([begin, *second[:-1]] + [end] * (length - len(second)))
+            targets.append(second + [-1] * (length - len(second)))
+        return torch.tensor(sources), torch.tensor(inputs), torch.tensor(targets)
+
+    def build(self) -> nn.Sequential:
+        return MODELS["transformer-seq2seq"](**self.options)
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        total = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
+        return total / target.numel()
+
+    def batch(self, step: int, seed: int) -> Batch:
+        places = chosen(step, seed, len(self.train_examples[0]), self.batch_size)
+        source, inputs, target = (tensor[places] for tensor in self.train_examples)
+        return (source, inputs), target
+
+
+Task = ImageTask | TextTask
+"""A model, its data and its recipe."""
+
+
+def topics() -> str:
+    """The text behind Python's `help()`, without repeated paragraphs."""
+    from pydoc_data.topics import topics as found
+
+    return "\n\n".join(found[name] for name in sorted(found))
+
+
+def blocks_of(text: str) -> list[str]:
+    """Consecutive paragraphs, each kept the first time only, in blocks of about `BLOCK_CHARACTERS`."""
+    blocks: list[list[str]] = [[]]
+    size = 0
+    for paragraph in dict.fromkeys(part.strip() for part in re.split(r"\n\s*\n", text)):
+        if not paragraph:
+            continue
+        if size >= BLOCK_CHARACTERS:
+            blocks.append([])
+            size = 0
+        blocks[-1].append(paragraph)
+        size += len(paragraph)
+    return ["\n\n".join(block) for block in blocks if block]
+
+
+def split_blocks(blocks: Sequence[Any], seed: int, what: str) -> tuple[list[Any], list[Any]]:
+    """Training and held-out blocks, both in the text's order. Raises ValueError for fewer than two."""
+    if len(blocks) < 2:
+        raise ValueError(
+            f"{what} is too short: it makes {len(blocks)} block, and one has to be held out; give a "
+            f"longer text"
+        )
+    order = torch.randperm(len(blocks), generator=derived(seed, 5)).tolist()
+    held_out = set(order[: max(1, round(len(blocks) * HELD_OUT_TEXT))])
+    return (
+        [block for i, block in enumerate(blocks) if i not in held_out],
+        [block for i, block in enumerate(blocks) if i in held_out],
+    )
+
+
+def tokenizer(lines: Iterable[str], vocab_size: int, what: str) -> Any:
+    """A sentencepiece model (byte pairs) of `vocab_size` pieces. Raises ValueError if the text has fewer."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([line for line in lines if line.strip()]),
+            model_writer=model, vocab_size=vocab_size, model_type="bpe", character_coverage=1.0,
+            max_sentence_length=1 << 20, num_threads=1, minloglevel=3,
+        )  # fmt: skip
+    except RuntimeError as error:
+        largest = re.search(r"set it to a value <= (\d+)", str(error))
+        limit = f"it supports {largest.group(1)}" if largest else str(error).splitlines()[0]
+        raise ValueError(
+            f"{what} is too small for a vocabulary of {vocab_size} pieces: {limit}; give a longer text"
+        ) from error
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())

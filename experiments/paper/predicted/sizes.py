@@ -1,0 +1,458 @@
+"""Models at their published size: their steps on an accelerator, their cuts into stages, and what fits.
+
+Operations and profiles are noted once, with a prime number of examples by which every length tells whether it
+grows with them; any size of the micro-batch follows without running anything. An operation takes the longer
+of two times: its multiplications at a share of the accelerator's peak, and its bytes at the bandwidth of the
+memory. Where products run on a systolic array they are padded to it: the inner dimension and the columns to
+its side, the rows to 8; tensors are kept in tiles of 8 by 128, of which the compiler picks the direction that
+pads less, and a micro-batch of fewer than 8 images takes as long as one of 8.
+
+What the paper states of its models is taken from it (results/unknowns.toml, the stated settings); the rest is
+no setting of the predictions: attention is written out, since nothing of that time fused it; layers of the
+Transformer are cut whole, ResNet-101 between any two of its 370 operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import inf, prod
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from gpipe_bench.experiments.paper.predicted.steps import Steps
+from gpipe_bench.experiments.paper.profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
+from gpipe_bench.experiments.paper.timed.claims import CUT_BY
+from gpipe_bench.experiments.paper.timed.replay import Cuts
+from gpipe_bench.experiments.paper.timed.workloads import Workload
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.unknowns import load_unknowns
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline.memory.boundary import Boundary
+from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
+from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
+
+Array = NDArray[np.float64]
+Shape = tuple[tuple[int, ...], int, bool]
+"""A noted tensor: lengths, bytes of an element (as float32), whether it is of floating point."""
+
+RULES = {"least variance": "variance", "cumulative share": "cumulative"}
+"""Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""
+SUM_BYTES = 12
+"""Of each parameter for each micro-batch: a sum of gradients reads two numbers of float32 and writes one."""
+CUT_EXAMPLES, CUT_SHARE = 8, 0.374
+"""Of a micro-batch by whose seconds stages are cut, and the middle of the allowed shares of the peak."""
+ROWS, LANES = 8, 128
+"""Of a tile of a TPU's memory; its matrix unit takes as many rows at once."""
+
+Tiles = Literal["images", "sequences"] | None
+"""Which two dimensions of a tensor are kept in tiles: examples and channels, or the last two; None: dense."""
+
+
+class Seconds(NamedTuple):
+    """Of one layer on one micro-batch, for each of some shares of the peak."""
+
+    forward: Array
+    backward: Array
+
+
+@dataclass(frozen=True)
+class FullSize:
+    """A model of the zoo with its options, and the optimizer it is trained with."""
+
+    model: str
+    options: Mapping[str, Any]
+    optimizer: str = field(default="rmsprop", compare=False)  # which changes nothing of what is cached
+
+    def __hash__(self) -> int:
+        return hash((self.model, *sorted(self.options.items())))
+
+    @property
+    def layers(self) -> Sequence[Noted]:
+        """The operations of every layer on `EXAMPLES`, those of the loss with the last."""
+        return _noted(self)[0]
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """How many each layer has."""
+        return _noted(self)[1]
+
+    def flops(self, examples: int) -> list[int]:
+        """Multiplications and additions of every layer's forward."""
+        return [sum(_flops(each, examples) for each in layer.forward) for layer in self.layers]
+
+    def sent_bytes(self, layer: int, examples: int, activation_format: str) -> int:
+        """What a cut behind a layer sends forward: distinct tensors."""
+        outputs = _shapes(self.layers[layer].outputs)
+        return sum(num_bytes(each, examples, activation_format) for each in outputs)
+
+    def returned_bytes(self, layer: int, examples: int, activation_format: str) -> int:
+        """What a cut behind a layer sends back."""
+        outputs = _shapes(self.layers[layer].outputs)
+        return sum(num_bytes(each, examples, activation_format) for each in outputs if each[2])
+
+    def seconds(
+        self, accelerator: Accelerator, activation_format: str, examples: int, shares_of_peak: Sequence[float]
+    ) -> tuple[Seconds, ...]:
+        """Of every layer on a micro-batch. ValueError for a share that is none."""
+        return _seconds(self, accelerator, activation_format, examples, tuple(shares_of_peak))
+
+    def cut(
+        self, cost: str, rule: str, num_stages: int, accelerator: Accelerator = TPU_V2
+    ) -> Partition | None:
+        """Its layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
+
+        Seconds are those of `accelerator`: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE`
+        of the peak.
+        """
+        return _cut(self, cost, RULES[rule], num_stages, accelerator)
+
+    def steps(
+        self,
+        accelerator: Accelerator,
+        activation_format: str,
+        cut: Partition,
+        batches: Sequence[int],
+        num_microbatches: int,
+        *,
+        links: Sequence[Sequence[float]],
+        remat: str = "always",
+        setup: str = "the first accelerator",
+        host_bytes_per_s: float = inf,
+        counts_sums: bool = False,
+    ) -> Steps:
+        """Steps over (batch, share of the peak, bandwidth, latency), in these dimensions.
+
+        Args:
+            batches: mini-batches; micro-batches are of the next whole size, and a batch with fewer examples
+                than micro-batches gives NaN
+            links: shares of the peak, bandwidths and latencies
+            setup: where a mini-batch is divided: "none", "the first accelerator", "the host, then sent"; a
+                single micro-batch needs none
+            host_bytes_per_s: from a host to its accelerator
+            counts_sums: whether the update takes also what adding up the gradients of all micro-batches takes
+        """
+        shares, bandwidths, latencies = links
+        ends = [span.stop - 1 for span in cut[:-1]]
+        forward, backward = np.full((2, len(cut), len(batches), len(shares)), np.nan)
+        sent, returned = np.full((2, len(ends), len(batches)), np.nan)
+        for column, batch in enumerate(batches):
+            if batch < num_microbatches:
+                continue
+            examples = -(-batch // num_microbatches)
+            layers = self.seconds(accelerator, activation_format, examples, shares)
+            ahead, back = (
+                np.cumsum([np.zeros(len(shares)), *way], axis=0) for way in zip(*layers, strict=True)
+            )
+            for stage, span in enumerate(cut):
+                forward[stage, column] = ahead[span.stop] - ahead[span.start]
+                backward[stage, column] = back[span.stop] - back[span.start]
+            for stage, end in enumerate(ends):
+                sent[stage, column] = self.sent_bytes(end, examples, activation_format)
+                returned[stage, column] = self.returned_bytes(end, examples, activation_format)
+        where = "none" if num_microbatches == 1 else setup
+        setups = [
+            self._setup_s(accelerator, activation_format, batch, where, host_bytes_per_s) for batch in batches
+        ]
+        moved = UPDATE_BYTES[self.optimizer] + counts_sums * num_microbatches * SUM_BYTES
+        return Steps(
+            num_microbatches=num_microbatches,
+            remat=remat,
+            forward_s=[each[..., None, None] for each in forward],
+            backward_s=[each[..., None, None] for each in backward],
+            activation_bytes=[each[..., None, None, None] for each in sent],
+            gradient_bytes=[each[..., None, None, None] for each in returned],
+            bandwidth_bytes_per_s=np.array(bandwidths)[:, None],
+            latency_s=np.array(latencies),
+            setup_s=np.array(setups)[:, None, None, None],
+            update_s=[
+                np.array(
+                    sum(self.parameters[layer] for layer in span) * moved / accelerator.bytes_per_s
+                )
+                for span in cut
+            ],
+        )  # fmt: skip
+
+    def _setup_s(
+        self,
+        accelerator: Accelerator,
+        activation_format: str,
+        batch: int,
+        where: str,
+        host_bytes_per_s: float,
+    ) -> float:
+        """Dividing and reshaping a mini-batch: read and written once where it lies, or sent by the host."""
+        inputs = _noted(self)[2]
+        match where:
+            case "the first accelerator":
+                tiles = _tiles(inputs) if accelerator.matrix_unit else None
+                held = sum(num_bytes(each, batch, activation_format, tiles) for each in inputs)
+                return 2 * held / accelerator.bytes_per_s
+            case "the host, then sent":
+                return sum(num_bytes(each, batch, "float32") for each in inputs) / host_bytes_per_s
+        return 0.0
+
+    def profiles(self, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
+        """Of all layers, and of the loss as the last. A single example, and formats of 16 bits other than
+        bfloat16, are taken as what scaling gives, though kernels may take other paths there.
+        """
+        return _profiles(self, activation_format, examples)
+
+    def peak_bytes(
+        self, activation_format: str, cut: Partition, num_microbatches: int, examples: int, remat: str
+    ) -> int:
+        """Of the fullest stage under gpipe, with micro-batches of so many examples (modelled)."""
+        schedule = _gpipe(len(cut), num_microbatches, remat)
+        return max(
+            stage_memory(
+                _stage_bytes(self, activation_format, examples, stage),
+                schedule.actions[number], self.optimizer, is_first=number == 0, receive_ahead=1,
+            ).peak
+            for number, stage in enumerate(cut)
+        )  # fmt: skip
+
+    def peaks(
+        self,
+        activation_format: str,
+        cut: Partition | None,
+        batches: Sequence[int],
+        num_microbatches: int,
+        remat: str,
+        most: float,
+    ) -> list[float]:
+        """Bytes of mini-batches in rising order; infinite where there is no cut, fewer examples than micro-
+        batches, or a smaller batch takes more than `most`.
+        """
+        found = [inf] * len(batches)
+        for column, batch in enumerate(batches):
+            if cut is not None and batch >= num_microbatches:
+                examples = -(-batch // num_microbatches)
+                found[column] = self.peak_bytes(activation_format, cut, num_microbatches, examples, remat)
+                if found[column] > most:
+                    break
+        return found
+
+
+@cache
+def _noted(full: FullSize) -> tuple[list[Noted], tuple[int, ...], list[Shape]]:
+    """Operations and parameters of all layers, and the inputs."""
+    with torch.device("meta"):
+        modules: list[nn.Module] = [*MODELS[full.model](**full.options)]
+    inputs, target = map(Boundary.of, example_batch(full.model, EXAMPLES, device="meta", **full.options))
+    return (
+        layers_noted(modules, loss_fn(full.model, **full.options), inputs, target, later=True),
+        tuple(sum(p.numel() for p in module.parameters()) for module in modules),
+        _shapes(inputs),
+    )
+
+
+def _shapes(boundary: Boundary) -> list[Shape]:
+    specs = [boundary.tensors[place] for place in boundary.distinct]
+    return [(each.shape, each.dtype.itemsize, each.dtype.is_floating_point) for each in specs]
+
+
+def _tiles(inputs: Sequence[Shape]) -> Tiles:
+    """How a TPU keeps the tensors of a model with these inputs."""
+    return "images" if len(inputs[0][0]) == 4 else "sequences"
+
+
+@cache
+def _seconds(
+    full: FullSize, accelerator: Accelerator, activation_format: str, examples: int, shares: tuple[float, ...]
+) -> tuple[Seconds, ...]:
+    if not all(0 < share <= 1 for share in shares):
+        raise ValueError(f"shares_of_peak is {shares}; each is a share of the peak, such as 0.5")
+    layers, _, inputs = _noted(full)
+    tiles = _tiles(inputs) if accelerator.matrix_unit else None
+    if tiles == "images":
+        examples = padded(examples, ROWS)
+    found: dict[int, Seconds] = {}  # equal layers are one object
+    for layer in layers:
+        if id(layer) not in found:
+            ways = (layer.forward, layer.backward)
+            found[id(layer)] = Seconds(
+                *(_time(way, accelerator, activation_format, examples, shares, tiles) for way in ways)
+            )
+    return tuple(found[id(layer)] for layer in layers)
+
+
+def _time(
+    operations: Iterable[Operation], accelerator: Accelerator, activation_format: str, examples: int,
+    shares: Sequence[float], tiles: Tiles,
+) -> Array:  # fmt: skip
+    takes = [
+        (
+            _flops(each, examples, accelerator.matrix_unit) / accelerator.rate(activation_format),
+            sum(num_bytes(one, examples, activation_format, tiles) for one in each.tensors)
+            / accelerator.bytes_per_s,
+        )
+        for each in operations
+        if not (each.is_elementwise and accelerator.fuses)
+    ]
+    at_peak, moving = np.array(takes).reshape(-1, 2).T.copy()
+    return np.array([np.maximum(at_peak / share, moving).sum() for share in shares])
+
+
+def _flops(operation: Operation, examples: int, unit: int = 0) -> int:
+    """Padded to a systolic array of that side where it is not 0."""
+    if operation.flops and not operation.products:
+        raise ValueError("an operation multiplies matrices, and how is not known; add it to planner.roofline")
+    return sum(product_flops(each, examples, unit) for each in operation.products)
+
+
+def product_flops(product: Sequence[int], examples: int, unit: int = 0) -> int:
+    """Of a noted product: how many, rows, inner dimension, columns."""
+    count, rows, inner, columns = (scaled(length, examples) for length in product)
+    if unit:
+        rows, inner, columns = padded(rows, ROWS), padded(inner, unit), padded(columns, unit)
+    return 2 * count * rows * inner * columns
+
+
+def num_bytes(tensor: Shape, examples: int, activation_format: str, tiles: Tiles = None) -> int:
+    """Of a noted tensor; only what grows with the examples is an activation and has their format."""
+    lengths, itemsize, is_floating = tensor
+    if is_floating and activation_format != "float32" and any(each % EXAMPLES == 0 for each in lengths):
+        itemsize = 2
+    shape = [scaled(length, examples) for length in lengths]
+    return itemsize * (tiled_elements(shape, tiles) if tiles else prod(shape))
+
+
+def scaled(length: int, examples: int) -> int:
+    """A length that was noted with `EXAMPLES` examples."""
+    each, fixed = divmod(length, EXAMPLES)
+    return length if fixed else each * examples
+
+
+def tiled_elements(shape: Sequence[int], tiles: Tiles) -> int:
+    """Elements with the padding of tiles, in the direction that pads less; vectors are dense."""
+    if len(shape) < 2:
+        return prod(shape)
+    first, second = (shape[0], shape[1]) if tiles == "images" and len(shape) == 4 else (shape[-2], shape[-1])
+    rest = prod(shape) // (first * second) if first * second else 0
+    return rest * min(
+        padded(first, ROWS) * padded(second, LANES), padded(first, LANES) * padded(second, ROWS)
+    )
+
+
+def padded(length: int, multiple: int) -> int:
+    """The next multiple of `multiple`, a length of at least one."""
+    return -(-length // multiple) * multiple
+
+
+@cache
+def _cut(full: FullSize, cost: str, rule: str, num_stages: int, accelerator: Accelerator) -> Partition | None:
+    match cost:
+        case "operations":
+            costs: Sequence[float] = full.flops(1)
+        case "parameters":
+            costs = full.parameters
+        case "layers":
+            costs = [1] * len(full.layers)
+        case "seconds":
+            found = full.seconds(accelerator, "float32", CUT_EXAMPLES, (CUT_SHARE,))
+            costs = [float(layer.forward[0] + layer.backward[0]) for layer in found]
+        case _:
+            raise ValueError(
+                f"unknown cost {cost!r} of a layer: use operations, parameters, layers or seconds"
+            )
+    try:
+        return partition(tuple(map(float, costs)), num_stages, rule)
+    except ValueError:  # a stage without layers
+        return None
+
+
+_gpipe = cache(gpipe)
+
+
+@cache
+def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
+    reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
+    found = profiled_model(reading, full.model, EXAMPLES, **full.options)
+    at = cache(Relabel((Label(EXAMPLES, EXAMPLES, examples),)).profile)  # many layers share one profile
+    return tuple(map(at, (*found.layers, found.loss)))
+
+
+@cache
+def _stage_bytes(full: FullSize, activation_format: str, examples: int, stage: range) -> StageBytes:
+    *layers, loss = _profiles(full, activation_format, examples)
+    return stage_bytes(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
+
+
+SIZES = {
+    "table2": {"amoebanet": (18, 256), "transformer": (48,)},
+    "table3": {"amoebanet": (18, 128), "transformer": (24,)},
+    "figure3": {"amoebanet": (12, 512), "resnet101": ()},  # four normal cells in each of three stacks
+}
+"""By experiment and model, the size that the paper has: layers and filters, or layers."""
+
+
+@cache
+def of_the_paper(
+    experiment: str,
+    model: str,
+    num_classes: int = 1000,
+    *,
+    quick: bool = False,
+    d_model: int = 2048,
+    vocab_size: int = 32_000,
+) -> FullSize:
+    """A model of one of the paper's tables; `quick` ones are small and prove the path. Width and vocabulary
+    are the Transformer's.
+    """
+    size = SIZES[experiment][model]
+    images: dict[str, Any] = {"image_size": 64 if quick else 224, "num_classes": num_classes}
+    if model == "resnet101":
+        return FullSize(model, images)
+    if model == "amoebanet":
+        num_layers, num_filters = (6, 16) if quick else size
+        sizes = {"num_layers": num_layers, "num_filters": num_filters, "aux_head": not quick}
+        return FullSize("amoebanet-d", {**sizes, **images})
+    width, words, length = (32, 500, 16) if quick else (d_model, vocab_size, 1024)
+    return FullSize(
+        "transformer-lm",
+        {
+            "num_layers": 10 if quick else size[0], "attention": "explicit", "d_model": width,
+            "ffn_dim": 4 * width, "num_heads": 2 if quick else 32, "seq_len": length, "vocab_size": words,
+        },
+    )  # fmt: skip
+
+
+def paper_size(experiment: str, model: str, options: RunOptions) -> Mapping[str, Any]:
+    """The options of the paper's model; none in the smoke profile, whose models have fewer layers."""
+    return {} if options.profile == "smoke" else of_the_paper(experiment, model).options
+
+
+def cuts_of_the_paper(table: str, here: Workload, size: Mapping[str, Any], stages: Sequence[int]) -> Cuts:
+    """The cuts of the paper's size for every allowed cost and rule, and by layer what they move here.
+
+    Args:
+        table: whose unknowns they are
+        here: the model that was timed
+        size: of `paper_size`
+        stages: the numbers of stages
+    """
+    written_out = {"attention": "explicit"} if here.model == "transformer-lm" else {}
+    ours, paper = (FullSize(here.model, {**here.options, **other, **written_out}) for other in ({}, size))
+    costs, rules = (load_unknowns().find(table, name).allowed for name in CUT_BY)
+    cuts = {
+        f"{cost}, {rule}": {k: cut for k in stages if (cut := paper.cut(str(cost), str(rule), k)) is not None}
+        for cost in costs
+        for rule in rules
+    }
+    layers = range(len(ours.layers))
+    return Cuts(
+        cuts,
+        list(ours.parameters),
+        [ours.sent_bytes(layer, 1, "float32") for layer in layers],
+        [ours.returned_bytes(layer, 1, "float32") for layer in layers],
+    )

@@ -1,0 +1,346 @@
+"""The paper's tables at its own sizes and on its accelerators, under the one declared configuration.
+
+Each operation of the full model takes what the accelerator's published peaks allow, and the step is laid out;
+each layer is profiled on fake tensors, and a stage's bytes are added up to their peak (`modelled`). Whatever
+the paper leaves open comes from results/reproduction.toml, and from nowhere else. Half a minute for a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+from gpipe_bench.experiments.paper.largest import largest_size
+from gpipe_bench.experiments.paper.predicted import SENTENCES
+from gpipe_bench.experiments.paper.predicted.sizes import FullSize, of_the_paper
+from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
+from gpipe_bench.experiments.paper.stages import (
+    BYTES_PER_PARAMETER,
+    bare,
+    num_parameters,
+    stages_of,
+)
+from gpipe_bench.harness.experiment import Case, Outcome
+from gpipe_bench.harness.record import Metric
+from gpipe_bench.harness.reproduced import BASELINE, CLAIMS
+from gpipe_bench.harness.reproduction import Value, load_reproduction
+from gpipe_bench.models.paper import COLUMNS, HALVES, Column
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.planner.accelerators import P100_16, TPUS
+
+Place = tuple[str, str, str]
+"""Table, row and column, as in results/paper.csv."""
+Numbers = dict[Place, float]
+"""NaN where the paper's own run does not fit."""
+
+ACCELERATORS = {**TPUS, P100_16.name: P100_16}
+MOST_EXAMPLES = 1024
+"""Of the mini-batches that are tried for the fastest."""
+
+
+class Declared:
+    """The choices of a table, with the first of those that have several; `first` takes another."""
+
+    def __init__(self, table: str, **first: Value) -> None:
+        self.table = table
+        self.choices = load_reproduction().of(table)
+        self.first = first
+
+    def __getitem__(self, setting: str) -> Any:
+        """The value of a setting. Raises ValueError where the table has no such choice."""
+        if setting in self.first:
+            return self.first[setting]
+        if setting not in self.choices:
+            raise ValueError(f"{self.table} has no choice of {setting} in results/reproduction.toml; add one")
+        value = self.choices[setting].value
+        return value[0] if isinstance(value, tuple) else value
+
+    def several(self, setting: str) -> tuple[Value, ...]:
+        """All values of a setting, in their order."""
+        value = self.choices[setting].value
+        return value if isinstance(value, tuple) else (value,)
+
+
+# Speeds -----------------------------------------------------------------------------------------------------
+
+
+def rate(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: str = "always") -> float:
+    """Examples per second; NaN where the rule leaves a stage without a layer."""
+    cut = full.cut(declared["partition_cost"], declared["partition_rule"], k)
+    if cut is None:
+        return math.nan
+    links = [[declared[name]] for name in ("share_of_peak", "link_bytes_per_s", "link_latency_s")]
+    steps = full.steps(
+        ACCELERATORS[declared["accelerator"]], declared["activation_format"], cut, [batch], m,
+        links=links, remat=remat,
+    )  # fmt: skip
+    return batch / float(steps.makespan_s().squeeze())
+
+
+def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: str = "always") -> bool:
+    """Whether parameters, optimizer state and activations of every stage stay under the memory."""
+    cut = full.cut(declared["partition_cost"], declared["partition_rule"], k)
+    if cut is None or batch < m:
+        return False
+    *layers, loss = full.profiles(declared["activation_format"], -(-batch // m))
+    return all(
+        held_bytes(tuple(layers[span.start : span.stop]), loss if span.stop == len(layers) else None,
+                   k, m, number == 0, remat)
+        + BYTES_PER_PARAMETER * sum(full.parameters[layer] for layer in span)
+        <= declared["memory_cap_bytes"]
+        for number, span in enumerate(cut)
+    )  # fmt: skip
+
+
+@cache
+def held_bytes(
+    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
+) -> int:
+    """What comes and goes in a step of one stage at its peak, without gradients of parameters."""
+    stage = replace(
+        stage_bytes(tuple(map(bare, layers)), loss),
+        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
+    )  # fmt: skip
+    schedule = gpipe(k, m, remat)
+    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
+
+
+def table2(model: str, **given: Value) -> Numbers:
+    """Throughput over K and M, K=2 and M=1 is 1. The mini-batch is halved where it does not fit."""
+    table, grid = f"table2-{model}", [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
+
+    def rates(declared: Declared, full: FullSize) -> dict[tuple[int, int], float]:
+        found = {}
+        for k, m in grid:
+            batch = int(declared["batch_size"])
+            while batch >= m and not fits(full, declared, k, m, batch):
+                batch //= 2
+            found[k, m] = rate(full, declared, k, m, batch) if batch >= m else math.nan
+        return found
+
+    found = _first_that_fits("table2", model, rates, given)
+    values: Numbers = {(table, f"M={m}", f"K={k}"): found[k, m] / found[2, 1] for k, m in grid}
+    for (row, column), (m, divisor) in SENTENCES[table].items():
+        values["claims-text", row, column] = found[8, m] / found[2, m] / divisor
+    return values
+
+
+def table3(model: str, **given: Value) -> Numbers:
+    """Throughput over K without a fast link, K=2 is 1; one mini-batch for all."""
+    table = f"table3-{model}"
+
+    def rates(declared: Declared, full: FullSize) -> dict[int, float]:
+        m, batch = int(declared["num_microbatches"]), int(declared["batch_size"])
+        return {
+            k: rate(full, declared, k, m, batch) if fits(full, declared, k, m, batch) else math.nan
+            for k in (2, 4, 8)
+        }
+
+    found = _first_that_fits("table3", model, rates, given)
+    return {(table, "M=32", f"K={k}"): value / found[2] for k, value in found.items()}
+
+
+def _first_that_fits(
+    experiment: str,
+    model: str,
+    rates: Callable[[Declared, FullSize], dict[Any, float]],
+    given: Mapping[str, Value],
+) -> dict[Any, float]:
+    """The rates with the first width under which all of them are there, else with the last."""
+    table = f"{experiment}-{model}"
+    found: dict[Any, float] = {}
+    for width in Declared(table).several("d_model") if model == "transformer" else (0,):
+        declared = Declared(table, **given, **({"d_model": width} if width else {}))
+        found = rates(declared, _model(experiment, model, declared))
+        if all(map(math.isfinite, found.values())):
+            break
+    return found
+
+
+def _model(experiment: str, model: str, declared: Declared) -> FullSize:
+    if model == "transformer":
+        return of_the_paper(experiment, model, d_model=declared["d_model"], vocab_size=declared["vocab_size"])
+    return of_the_paper(experiment, model, declared["num_classes"])
+
+
+def figure3(model: str, **given: Value) -> Numbers:
+    """Speed over partitions, the naive split is 1. Each column has the fastest of the batches that fit."""
+    table, row = f"figure3-{model}", "normalized throughput"
+    declared = Declared(table, **given)
+    full = _model("figure3", model, declared)
+
+    def fastest(k: int, m: int, remat: str) -> float:
+        return _fastest(full, declared, k, m, remat)[0]
+
+    stages = (1, 2, 4, 8) if model == "resnet101" else (2, 4, 8)
+    base = fastest(stages[0], 1, declared["naive_remat"])
+    m = int(declared["num_microbatches"])
+    values: Numbers = {(table, row, f"naive-{stages[0]}"): base / base}
+    values |= {(table, row, f"pipeline-{k}"): fastest(k, m, "always") / base for k in stages}
+    most = values[table, row, "pipeline-8"]
+    if model == "amoebanet":
+        share = "AmoebaNet-D (4, 512): share of a linear speed-up"
+        return values | {("claims-text", share, "pipeline-8 over naive-2"): most / 4}
+    one = values[table, row, "pipeline-1"]
+    extra = ("claims-text", "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101")
+    return values | {extra: 100 * (1 / one - 1), (table, f"{row} by the text", "pipeline-8"): most}
+
+
+def _fastest(full: FullSize, declared: Declared, k: int, m: int, remat: str) -> tuple[float, int]:
+    """Examples per second and the mini-batch; NaN and 0 where none fits."""
+    best, batch, size = math.nan, m, 0
+    while batch <= MOST_EXAMPLES and fits(full, declared, k, m, batch, remat):
+        found = rate(full, declared, k, m, batch, remat)
+        if not found <= best:
+            best, size = found, batch
+        batch *= 2
+    return best, size
+
+
+def table4(model: str = "resnet101", **given: Value) -> Numbers:
+    """Shares of the step in per cent, and what the text makes of them: ResNet-101's step of Figure 3."""
+    declared = Declared("breakdown-v5", **given)
+    full, m = of_the_paper("figure3", model), int(declared["num_microbatches"])
+    shares = {}
+    for k in (2, 4):
+        _, batch = _fastest(full, declared, k, m, "always")
+        cut = full.cut(declared["partition_cost"], declared["partition_rule"], k)
+        if cut is None or not batch:
+            raise ValueError(f"ResNet-101 on {k} stages fits with no mini-batch under the declared choices")
+        links = [[declared[name]] for name in ("share_of_peak", "link_bytes_per_s", "link_latency_s")]
+        steps = full.steps(
+            ACCELERATORS[declared["accelerator"]], declared["activation_format"], cut, [batch], m,
+            links=links, setup=declared["setup_place"],
+        )  # fmt: skip
+        parts = steps.shares()[declared["averaged_over"]]
+        shares[k] = {part: 100 * float(value.squeeze()) for part, value in parts.items()}
+    two = shares[2]
+    printed = ("computation", "recompute", "bubble", "load imbalance", "setup", "weight update")
+    values: Numbers = {("breakdown-v5", part, "share of the step"): two[part] for part in printed}
+    values["breakdown-v1", "load imbalance", "K=4"] = shares[4]["load imbalance"]
+    rest = max(share for part, share in two.items() if part not in ("computation", "recompute"))
+    text = "claims-text"
+    values[text, "bubble observed over (K-1)/(M+K-1)", "ResNet-101"] = two["bubble"] / 100 * (m + 1)
+    values[text, "recomputation over the next largest overhead", "ResNet-101"] = two["recompute"] / rest
+    return values
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+def table1(half: str, **given: Value) -> Numbers:
+    """Peak activation memory of the paper's models in bytes; without `given`, which instead of the declared
+    choices some settings are, also the parameters of the largest models that fit.
+    """
+    table = HALVES[half].table
+    declared = Declared(table, **given)
+    names = ("activation_format", "kept_by", "tensor_layout", "partition_cost", "partition_rule")
+    own = ("num_classes", "auxiliary_head") if half == "amoebanet" else ()
+    settings = {name: declared[name] for name in (*names, "num_microbatches", *own)}
+    copies, twice = int(declared["gradient_copies"]), declared["boundary_tensors"] == "inputs and outputs"
+    values: Numbers = {}
+    for column in COLUMNS[half]:
+        stages = stages_of(half, column, settings)
+        values[table, "peak activation memory", column.name] = (
+            math.nan
+            if stages is None
+            else float(sum(stage.held[copies] + twice * stage.outputs for stage in stages))
+        )
+    return values if given else values | _capacities(half, declared, settings)
+
+
+def _capacities(half: str, declared: Declared, settings: dict[str, Any]) -> Numbers:
+    """Parameters of the largest models that fit, and the quotients that the paper makes of them."""
+    fits = partial(_column_fits, half, settings, declared["memory_cap_bytes"])
+    values: Numbers = {}
+    largest: dict[str, int] = {}
+    for column in COLUMNS[half]:
+        found = largest_size(
+            half,
+            partial(fits, column),
+            partial(num_parameters, half),
+            step=declared["filters_step"] if half == "amoebanet" else 1,
+            guess=(column.num_layers, column.num_filters),
+            least=max(column.num_stages - 2, 1),  # the embedding and the softmax are layers too
+        )
+        largest[column.name] = found.num_parameters if found else 0
+        values[HALVES[half].table, "maximum parameters", column.name] = largest[column.name] or math.nan
+    naive = COLUMNS[half][0]
+    fitting = fits(naive, naive.num_layers, naive.num_filters)
+    for row, of, over, under in CLAIMS:
+        if of == half:
+            fair = largest[under] and (under != naive.name or fitting)
+            quotient = largest[over] / largest[under] if fair else math.nan
+            values["claims", row, f"{over} / {under}"] = quotient
+    return values
+
+
+def _column_fits(
+    half: str, settings: dict[str, Any], cap: int, column: Column, num_layers: int, num_filters: int
+) -> bool:
+    stages = stages_of(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
+    return stages is None or all(stage.fixed + stage.held[0] <= cap for stage in stages)
+
+
+TORCHGPIPE = {
+    "pipeline-1": (18, 416, (24,)), "pipeline-2": (18, 544, (16, 8)), "pipeline-4": (36, 544, (16, 12, 7, 7)),
+    "pipeline-8": (72, 512, (23, 16, 11, 6, 6, 5, 5, 6)),
+}  # fmt: skip
+"""Its AmoebaNet-D memory by column: layers, filters and balance, at 128 images in 128 micro-batches."""
+
+
+def torchgpipe_memory(column: str) -> float:
+    """Bytes of torchgpipe's published peak activation memory of AmoebaNet-D, as Table 1 counts its own."""
+    num_layers, num_filters, balance = TORCHGPIPE[column]
+    model = amoebanet(Reading(autocast=False), num_layers, num_filters, 1, 1000, auxiliary_head=False)
+    if sum(balance) != len(model.layers):
+        raise ValueError(f"{column}'s balance has {sum(balance)} layers, the model {len(model.layers)}")
+    ends = pairwise(accumulate(balance, initial=0))
+    return float(sum(
+        held_bytes(model.layers[start:stop], model.loss if stop == len(model.layers) else None,
+                   len(balance), 128, start == 0, "except_last")
+        for start, stop in ends
+    ))  # fmt: skip
+
+
+# Cases ------------------------------------------------------------------------------------------------------
+
+COMPUTED: dict[str, dict[str, Callable[..., Numbers]]] = {
+    "table1": {"amoebanet": table1, "transformer": table1},
+    "table2": {"amoebanet": table2, "transformer": table2},
+    "table3": {"amoebanet": table3, "transformer": table3},
+    "figure3": {"resnet101": figure3, "amoebanet": figure3},
+    "table4": {"resnet101": table4},
+}
+"""By experiment and model: what computes it."""
+
+
+def run(experiment: str, case: Case) -> Outcome:
+    """Computes one model's numbers; what does not fit has none."""
+    model = str(case.key["model"])
+    return Outcome(tuple(_metrics(COMPUTED[experiment][model](model))))
+
+
+def _metrics(values: Numbers) -> Iterator[Metric]:
+    for (table, row, column), value in values.items():
+        yield Metric(
+            name="computed", key={"table": table, "row": row, "column": column},
+            value=value if math.isfinite(value) else None, unit=unit_of(table, row), provenance="modelled",
+            note="" if math.isfinite(value) else BASELINE,
+        )  # fmt: skip
+
+
+def unit_of(table: str, row: str) -> str:
+    """Of a computed number."""
+    if row == "peak activation memory":
+        return "bytes"
+    if row == "maximum parameters":
+        return "parameters"
+    return "%" if table.startswith("breakdown") or row == "extra time by recomputation" else "ratio"

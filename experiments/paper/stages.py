@@ -1,0 +1,266 @@
+"""What the accelerators of Table 1 hold under given choices of what the paper does not state.
+
+One walk over a stage's layers gives what it holds; number format, layout and micro-batches change
+the profiles that are walked, the partition where stages begin, copies of gradients and of boundary tensors
+what is added. Equal stages are walked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_bench.experiments.paper.profiles import (
+    Reading,
+    amoebanet,
+    meta_model,
+    stacked,
+    transformer,
+)
+from gpipe_bench.harness.unknowns import Value
+from gpipe_bench.models import example_batch
+from gpipe_bench.models.paper import HALVES, Column
+from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.named import gpipe, naive
+from gpipe_bench.pipeline.plan.partition import Partition, partition
+
+Combination = Mapping[str, Value]
+"""Settings by name."""
+BYTES_PER_PARAMETER = 12
+GRADIENT_BYTES = 4  # parameters are single precision, as stated, and so are the sums of their gradients
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Bytes of one accelerator.
+
+    Args:
+        held: by the number of copies of the gradients that are counted, all that comes and goes in a step
+        outputs: what its output tensors of all micro-batches would take, 0 on the last stage
+        fixed: parameters with the optimizer's state, and buffers
+    """
+
+    held: tuple[int, ...]
+    outputs: int
+    fixed: int
+
+
+def counted(stage: Stage, settings: Combination) -> int:
+    """Bytes that a report of the activation memory would count."""
+    twice = settings["boundary_tensors"] == "inputs and outputs"
+    return stage.held[int(settings["gradient_copies"])] + twice * stage.outputs
+
+
+def num_microbatches(half: str, column: Column, settings: Combination) -> int:
+    """M of a column: one without a pipeline, the stated or the chosen one with it."""
+    if column.is_naive:
+        return 1
+    return int(settings.get("num_microbatches", HALVES[half].num_microbatches))
+
+
+def stages_of(half: str, column: Column, settings: Combination) -> tuple[Stage, ...] | None:
+    """Every accelerator of a column; None where the partition would leave one without a layer."""
+    cuts = cuts_of(half, column, settings)
+    if cuts is None:
+        return None
+    count = num_microbatches(half, column, settings)
+    model = model_of(half, column.num_layers, column.num_filters, HALVES[half].batch_size // count, settings)
+    found: dict[object, Stage] = {}
+    stages = []
+    for index, cut in enumerate(cuts):
+        # All of the Transformer's layers between embedding and softmax are one.
+        like = (len(cut), index == 0, index == len(cuts) - 1) if half == "transformer" else index
+        if like not in found:
+            layers = model.layers[cut.start : cut.stop]
+            loss = model.loss if index == len(cuts) - 1 else None
+            found[like] = _stage(layers, loss, len(cuts), index == 0, count, column.is_naive)
+        stages.append(found[like])
+    return tuple(stages)
+
+
+@cache
+def _stage(
+    layers: tuple[LayerProfile, ...],
+    loss: LayerProfile | None,
+    num_stages: int,
+    is_first: bool,
+    num_microbatches: int,
+    is_naive: bool,
+) -> Stage:
+    """Equal stages are walked once. Gradients of parameters are counted apart and in single precision; the
+    traces have them in the format of the activations.
+    """
+    schedule = naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
+    ahead = 1 if num_stages > 1 else 0
+    alone = stage_bytes(tuple(map(bare, layers)), loss)
+    alone = replace(alone, parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0)
+    gradients = sum(map(gradient_bytes, layers))
+    held = []
+    for copies in range(3):
+        counted = replace(alone, gradient_bytes=copies * gradients)
+        if copies and num_microbatches == 1:
+            # A single micro-batch's gradients appear while its activations go; those of several are added
+            # to a sum that is whole from the second on.
+            growing = stage_bytes(tuple(map(_in_single_precision, layers)), loss).backward_first
+            counted = replace(counted, backward_first=growing)
+        moment = stage_memory(counted, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=ahead)
+        held.append(moment.peak)
+    return Stage(
+        held=tuple(held),
+        outputs=0 if loss is not None else num_microbatches * layers[-1].outputs.num_bytes,
+        fixed=sum(BYTES_PER_PARAMETER * layer.num_parameters + layer.buffer_bytes for layer in layers),
+    )
+
+
+@cache
+def bare(layer: LayerProfile) -> LayerProfile:
+    """The layer as if gradients of parameters took no memory, in every backward."""
+    first = layer.first
+    sizes = tuple(0 if storage in first.gradients else size for storage, size in enumerate(first.sizes))
+    first = replace(first, sizes=sizes)
+    return replace(layer, first=first, later=first)
+
+
+@cache
+def _in_single_precision(layer: LayerProfile) -> LayerProfile:
+    first = layer.first
+    sizes = list(first.sizes)
+    for storage in first.gradients:
+        sizes[storage] = sizes[storage] // first.shapes[storage][-1] * GRADIENT_BYTES
+    return replace(layer, first=replace(first, sizes=tuple(sizes)))
+
+
+@cache
+def gradient_bytes(layer: LayerProfile) -> int:
+    """Of one copy of the gradients of the layer's parameters, padded where its memory is tiled."""
+    return _in_single_precision(layer).gradient_bytes
+
+
+PLAIN: Combination = {
+    "activation_format": "float32", "kept_by": "every operation", "tensor_layout": "dense",
+}  # fmt: skip
+"""Profiles of which only parameters or the number of layers are asked."""
+
+
+def model_of(
+    half: str, num_layers: int, num_filters: int, microbatch_size: int, settings: Combination
+) -> ModelProfile:
+    """The profiles of a model under some settings, without the gradients of parameters."""
+    reading = Reading(
+        number_format=str(settings["activation_format"]),
+        autocast=False,
+        with_shapes=True,
+    )
+    pads = settings["tensor_layout"] != "dense"
+    if half == "transformer":
+        return transformer(reading, num_layers, microbatch_size, pads=pads)
+    return amoebanet(
+        reading, num_layers, num_filters, microbatch_size, int(settings["num_classes"]),
+        auxiliary_head=bool(settings["auxiliary_head"]), pads=pads,
+    )  # fmt: skip
+
+
+RULES = {"least variance": "variance", "cumulative share": "cumulative"}
+
+
+def cuts_of(half: str, column: Column, settings: Combination) -> Partition | None:
+    """Where the stages of a column begin; None where one would be empty."""
+    return _cut(
+        costs_of(half, column.num_layers, column.num_filters, settings),
+        column.num_stages,
+        RULES[str(settings["partition_rule"])],
+    )
+
+
+@cache
+def _cut(costs: tuple[float, ...], num_stages: int, rule: str) -> Partition | None:
+    try:
+        return partition(costs, num_stages, rule)
+    except ValueError:  # a stage without layers
+        return None
+
+
+def costs_of(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
+    """What each layer counts for when the model is cut."""
+    model = model_of(half, num_layers, num_filters, 2, {**settings, **PLAIN})
+    match settings["partition_cost"]:
+        case "layers":
+            return (1.0,) * len(model.layers)
+        case "parameters":
+            return tuple(float(layer.num_parameters) for layer in model.layers)
+    return _operations(half, num_layers, num_filters, bool(settings.get("auxiliary_head", False)))
+
+
+@cache
+def _operations(half: str, num_layers: int, num_filters: int, auxiliary_head: bool) -> tuple[float, ...]:
+    """Multiplications and additions of each layer's forward pass."""
+    kinds = _operations_by_kind(half, num_filters)
+    if half == "transformer":
+        embedding, layer, softmax = kinds
+        return (embedding, *[layer] * num_layers, softmax)
+    entry, middle, head, end, classifier = kinds[:3], kinds[3:10], kinds[10:11], kinds[11:15], kinds[15:]
+    return stacked(
+        entry, middle, head if auxiliary_head else (), (*end, end[-1]), classifier, num_layers=num_layers
+    )
+
+
+OPERATIONS_SAMPLED_AT = (144, 544, 1040)
+"""Widths; operations are quadratic in the width."""
+
+
+@cache
+def _operations_by_kind(half: str, num_filters: int) -> tuple[float, ...]:
+    """Of one layer each, in the order in which a model has them."""
+    if half == "transformer":
+        return tuple(map(float, _counted_operations(half, 0)))
+    samples = zip(*(_counted_operations(half, width) for width in OPERATIONS_SAMPLED_AT), strict=True)
+    return tuple(float(quadratic(OPERATIONS_SAMPLED_AT, values, num_filters)) for values in samples)
+
+
+def quadratic(places: Sequence[int], values: Sequence[int], at: int) -> Fraction:
+    """The value at a place of the polynomial through all given ones."""
+    total = Fraction(0)
+    for place, value in zip(places, values, strict=True):
+        others = [each for each in places if each != place]
+        over, under = prod(at - each for each in others), prod(place - each for each in others)
+        total += Fraction(value * over, under)
+    return total
+
+
+@cache
+def _counted_operations(half: str, num_filters: int) -> tuple[int, ...]:
+    size = {"num_layers": 9, "num_filters": num_filters} if num_filters else {"num_layers": 1}
+    layers = meta_model(half, **size)
+    value: Any = example_batch(HALVES[half].model, 2, device="meta", **HALVES[half].options)[0]
+    found = []
+    with FakeTensorMode(), torch.no_grad():
+        value = torch.empty(value.shape, dtype=value.dtype)
+        for layer in layers:
+            with FlopCounterMode(display=False) as counter:
+                value = fake_copy(layer)(value)
+            found.append(counter.get_total_flops())
+    return tuple(found)
+
+
+FIXED: dict[str, Combination] = {
+    "amoebanet": {"auxiliary_head": True, "num_classes": 1001},
+    "transformer": {},
+}
+"""Settings that hardly move a capacity, as in `HALVES`."""
+
+
+@cache
+def num_parameters(half: str, num_layers: int, num_filters: int) -> int:
+    """Of a model by its size."""
+    return model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN}).num_parameters

@@ -1,0 +1,240 @@
+"""Table 1: the largest model that fits, up to the 83.9-billion-parameter Transformer on 128 partitions.
+
+Expected: every parameter count of the paper and its parameter memory to the printed digit. Activation memory
+and the largest models are computed under one declared configuration (results/reproduction.toml). No GPU is
+needed:
+
+    python -m experiments run table1
+
+Nothing of the real size is allocated. Each distinct layer runs on fake tensors, the memory model adds the
+profiles up to the peak of every stage (`modelled`); real training steps of scaled-down models check it
+(`measured`), and on a GPU (`full`) so does every distinct stage at the paper's size under the paper's cap.
+Nothing is timed, so cases run beside each other on all cores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpipe_bench.experiments.paper.table1.cells import cells
+from gpipe_bench.experiments.paper.table1.shown import LARGEST, figures, tables
+from gpipe_bench.harness import reproduced
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
+from gpipe_bench.harness.record import Metric
+from gpipe_bench.models.paper import COLUMNS, HALVES, column
+
+PRECISIONS = ("float32", "bfloat16")
+ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}
+"""How attention is computed: its softmax in memory, as in 2019, or by torch's fused kernels."""
+
+SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
+FIRST_PARTS = (("paper", "float32"), ("largest", "bfloat16"))
+"""The first cases of a precision, in which its layers are profiled ..."""
+FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
+"""... and how long that takes."""
+PRELOAD = (
+    "torch._dynamo",
+    "gpipe_bench.experiments.paper.largest",
+    "gpipe_bench.experiments.paper.table1.real_steps",
+)
+"""Fake tensors and optimizers import the first one sooner or later."""
+
+VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
+VERIFIED_STAGES = (1, 2, 4)
+VERIFIED_REMAT = ("never", "always")
+VERIFIED_MICROBATCHES = (1, 4, 8)
+
+
+def cases(options: RunOptions) -> list[Case]:
+    """Cases of one group are about the same layers, which are profiled once."""
+    smoke = options.profile == "smoke"
+    found = []
+    for part, precisions in (("paper", PRECISIONS[:1]), ("largest", PRECISIONS[:1] if smoke else PRECISIONS)):
+        for precision in precisions:
+            for half, columns in COLUMNS.items():
+                if smoke and (part, half) == ("largest", "amoebanet"):
+                    continue
+                for attention in ATTENTIONS[half]:
+                    group = f"{half} {attention} {precision}"
+                    profiling_s = FIRST_S[half] if (part, precision) in FIRST_PARTS else 0.0
+                    for each in columns:
+                        if smoke and each.name not in SMOKE_COLUMNS[half]:
+                            continue
+                        key = {"half": half, "column": each.name, "attention": attention}
+                        estimate_s = profiling_s + (0.5 if half == "amoebanet" else 0.2)
+                        found.append(Case({"part": part, **key, "precision": precision}, estimate_s, group))
+                        profiling_s = 0.0
+    found += reproduced.cases("table1", options)
+    for model in VERIFIED_MODELS:
+        for num_stages in VERIFIED_STAGES[1:2] if smoke else VERIFIED_STAGES:
+            for remat in VERIFIED_REMAT[1:] if smoke else VERIFIED_REMAT:
+                for count in VERIFIED_MICROBATCHES[1:2] if smoke else VERIFIED_MICROBATCHES:
+                    step: dict[str, Any] = {"model": model, "num_stages": num_stages, "remat": remat}
+                    estimate_s = 0.8 if model.startswith("amoeba") else 0.2
+                    group = f"{model} in {count} micro-batches"
+                    found.append(
+                        Case({"part": "verify", **step, "num_microbatches": count}, estimate_s, group)
+                    )
+    if options.profile == "full":
+        found += _on_a_gpu()
+    return found
+
+
+def _on_a_gpu() -> list[Case]:
+    """What says most first: the model without GPipe beside the same with it, of which the paper's factors of
+    25 and 3.8 are made.
+    """
+    every = [(half, each) for half, columns in COLUMNS.items() for each in columns]
+    of_one = [(half, each) for half, each in every if each.num_stages == 1]
+    runs = [(half, each, precision) for precision in PRECISIONS for half, each in of_one]
+    runs += [(half, each, "float32") for half, each in every if each.num_stages > 1]
+    columns = [
+        Case({"part": "device", "half": half, "column": each.name, "precision": precision}, 30.0)
+        for half, each, precision in runs
+    ]
+    return columns + [
+        Case({"part": LARGEST, "half": half, "column": each.name}, 60.0)
+        for half, each in every
+        if not each.is_naive
+    ]
+
+
+def run(case: Case, options: RunOptions) -> Outcome:
+    import torch
+
+    from gpipe_bench.pipeline.memory.tracker import no_collections
+
+    torch.set_num_threads(1)
+    match case.key["part"]:
+        case "paper" | "largest":
+            with no_collections():  # profiles and footprints by the thousand, and no garbage among them
+                if case.key["part"] == "largest":
+                    return _run_largest(case.key)
+                return _run_paper(case.key, is_smoke=options.profile == "smoke")
+        case reproduced.PART:
+            from gpipe_bench.experiments.paper import reproduction
+
+            return reproduction.run("table1", case)
+        case "verify":
+            return _run_verify(case.key)
+    return _run_device(case.key, options)
+
+
+def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
+    """The paper's own configuration, at the micro-batches the texts give and at the best number of them."""
+    from gpipe_bench.experiments.paper.largest import Setting, place_anyhow, place_best
+
+    half, size = HALVES[key["half"]], column(key["half"], key["column"])
+    setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
+    given = 1 if size.is_naive else half.num_microbatches
+    placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
+    best = placed if is_smoke else place_best(setting, size.num_layers, size.num_filters)
+    return Outcome(
+        (
+            _modelled("parameters", placed.num_parameters, "parameters"),
+            _modelled(
+                "parameter memory",
+                sum(stage.parameters + stage.optimizer_state for stage in placed.stages)
+                - placed.counter_bytes,
+                "bytes",
+            ),
+            _modelled("peak activation memory", sum(stage.working_set for stage in placed.stages), "bytes"),
+            _modelled("gradients", sum(stage.gradients for stage in placed.stages), "bytes"),
+            _modelled("peak per accelerator", placed.peak_bytes, "bytes"),
+            _modelled("num_microbatches", given, "micro-batches"),
+            _modelled("best num_microbatches", best.num_microbatches, "micro-batches"),
+            _modelled("best peak per accelerator", best.peak_bytes, "bytes"),
+        ),
+        {"cap_gib": half.cap_gib, "placement": placed.describe(), "best": best.describe()},
+    )
+
+
+def _run_largest(key: dict[str, Any]) -> Outcome:
+    """The largest model of the family that fits on as many accelerators of the same memory."""
+    from gpipe_bench.experiments.paper.largest import Setting, largest
+
+    half = HALVES[key["half"]]
+    setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
+    try:
+        found = largest(setting)
+    except ValueError as error:  # nothing fits: that is the answer, not a mistake
+        return Outcome(
+            (_modelled("parameters", None, "parameters", note=str(error)),), {"cap_gib": half.cap_gib}
+        )
+    return Outcome(
+        (
+            _modelled("parameters", found.num_parameters, "parameters"),
+            _modelled("num_layers", found.num_layers, "layers"),
+            _modelled("num_filters", found.num_filters, "filters"),
+            _modelled("num_microbatches", found.num_microbatches, "micro-batches"),
+            _modelled("peak per accelerator", found.peak_bytes, "bytes"),
+        ),
+        {"cap_gib": half.cap_gib, "placement": found.describe()},
+    )
+
+
+def _run_verify(key: dict[str, Any]) -> Outcome:
+    """Real training steps of a scaled-down model on this machine, counted storage by storage."""
+    from gpipe_bench.experiments.paper.table1.real_steps import verify
+
+    found = verify(key["model"], key["num_stages"], key["remat"], key["num_microbatches"])
+    fullest = max(range(key["num_stages"]), key=lambda stage: found.tracked[stage])
+    return Outcome(
+        (
+            Metric(
+                name="tracked peak", value=found.tracked[fullest], unit="bytes", provenance="measured",
+                note="fullest stage",
+            ),
+            _modelled("modelled peak", found.modelled[fullest].peak, "bytes", note="the same stage"),
+            Metric(
+                name="largest error", value=found.largest_error, unit="ratio", provenance="measured",
+                note="relative difference, largest over the stages",
+            ),
+        ),
+        {
+            "tracked_bytes": list(found.tracked),
+            "modelled_bytes": [stage.peak for stage in found.modelled],
+            "fullest_at": [stage.when for stage in found.modelled],
+        },
+    )  # fmt: skip
+
+
+def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
+    """Stages by themselves on a real GPU, under the paper's cap: of the paper's model, or of the largest."""
+    if options.device != "cuda":
+        return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
+    from gpipe_bench.experiments.paper.table1.real_steps import run_column, run_largest
+
+    if key["part"] == LARGEST:
+        return run_largest(key["half"], key["column"])
+    return run_column(key["half"], key["column"], key["precision"])
+
+
+def _modelled(name: str, value: float | None, unit: str, note: str = "") -> Metric:
+    return Metric(name=name, value=value, unit=unit, provenance="modelled", note=note)
+
+
+EXPERIMENT = Experiment(
+    name="table1",
+    title="Table 1: maximum model size",
+    source="arXiv v5, Table 1",
+    describe=(
+        "Parameters and memory of the paper's ten models on their accelerators, the largest models that fit "
+        "there with this engine, and real training steps that check the memory model."
+    ),
+    profiles={
+        "smoke": "a few columns, two real steps",
+        "short": "all columns at the paper's full size, all real steps on small models; no GPU needed",
+        "full": "the same, and every distinct stage for real on a GPU under the paper's memory cap",
+    },
+    cases=cases,
+    run=run,
+    cells=cells,
+    reproduction=reproduced.text,
+    paper_tables=("table1-amoebanet", "table1-transformer", "claims"),
+    tables=tables,
+    figures=figures,
+    options=("device",),
+    untimed=True,
+    preload=PRELOAD,
+)

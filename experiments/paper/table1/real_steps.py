@@ -1,0 +1,444 @@
+"""Real training steps against the memory model: scaled-down models whole, Table 1's stages alone.
+
+The whole models are scaled down so that a laptop trains them in a blink; everything else is what Table 1
+models: the engine, RMSProp with momentum, every stage owning its boundary tensors as on a device of its own.
+
+K accelerators are not needed to see what one of them must hold. A stage alone gets made-up boundary tensors
+of the right shape where its neighbours would send theirs, and drops what it would send. Every distinct stage
+of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU, and
+so does the largest model that fits. What a stage would receive is made when it is used, where the memory
+model has a receive posted ahead. On a CPU the same code counts storages instead (used by tests).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gpipe_bench.experiments.paper.largest import (
+    FILTERS_STEP,
+    Placement,
+    Setting,
+    largest,
+    place_anyhow,
+)
+from gpipe_bench.experiments.paper.profiles import meta_model
+from gpipe_bench.experiments.paper.timed.workloads import materialized
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Metric, Provenance
+from gpipe_bench.harness.workers import memory_error
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.models.paper import GIB, HALVES, column
+from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
+from gpipe_bench.pipeline.memory.peaks import StageMemory
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
+from gpipe_bench.pipeline.memory.workers import pipeline_memory
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.stage.stage import Gradients, Stage
+from gpipe_bench.pipeline.stage.trees import Message, split
+from gpipe_bench.pipeline.step import prepare, run
+from gpipe_bench.pipeline.transport import InProcess
+
+MOST_SMALLER = 2  # sizes below the modelled largest that are tried
+ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
+NUM_STEPS = 2  # the optimizer's state exists from the second step on
+
+
+class MadeUp(InProcess):
+    """Stands for the neighbours of one stage: sends it random tensors and takes what it sends."""
+
+    def __init__(
+        self, inputs: Boundary, outputs: Boundary, unused: frozenset[int], device: torch.device
+    ) -> None:
+        super().__init__()
+        self._inputs, self._outputs, self._unused, self._device = inputs, outputs, unused, device
+
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive(self, edge: Edge, microbatch: int) -> Message:
+        specs = [self._inputs.tensors[index] for index in self._inputs.distinct]
+        places = {index: place for place, index in enumerate(self._inputs.distinct)}
+        structure = tuple(places[first] for first in self._inputs.same_as) if self._inputs.is_tuple else None
+        tensors = tuple(self._make(spec) for spec in specs)
+        return Message(tensors, structure, tuple(spec.requires_grad for spec in specs))
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        """Dropped at once, as if it had left."""
+
+    def receive_back(self, edge: Edge, microbatch: int) -> Gradients:
+        ends = self._outputs
+        return tuple(
+            self._make(ends.tensors[index])
+            if ends.tensors[index].requires_grad and index not in self._unused
+            else None
+            for index in ends.distinct
+        )
+
+    def _make(self, spec: TensorSpec) -> torch.Tensor:
+        if spec.dtype.is_floating_point:
+            return torch.randn(spec.shape, dtype=spec.dtype, device=self._device)
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is needed to run one stage of a placement."""
+
+    index: int
+    layers: range
+    memory: StageMemory
+    profiles: tuple[LayerProfile, ...]
+
+
+def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
+    """The stages that differ in their layers or in being first or last."""
+    profile = setting.profile(placement.num_layers, placement.num_filters, placement.num_microbatches)
+    found: dict[object, Part] = {}
+    last = len(placement.partition) - 1
+    for index, (layers, memory) in enumerate(zip(placement.partition, placement.stages, strict=True)):
+        profiles = profile.layers[layers.start : layers.stop]
+        key = (tuple(map(id, profiles)), index == 0, index == last)
+        found.setdefault(key, Part(index, layers, memory, profiles))
+    return list(found.values())
+
+
+class Peak(NamedTuple):
+    """Bytes of a stage at its fullest moment, and what the device's libraries keep for themselves beside
+    it.
+    """
+
+    num_bytes: int
+    workspace_bytes: int
+
+
+class Storages:
+    """On a CPU: the storages of tensors, from their birth to their death.
+
+    `counting` is what the step runs in, `peak` the most since `reset`.
+    """
+
+    def __init__(self) -> None:
+        self._memory = LiveMemory()
+
+    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
+        self._memory.watch(held)
+        return self._memory
+
+    def reset(self) -> None:
+        self._memory.reset_peaks()
+
+    def peak(self) -> Peak:
+        return Peak(self._memory.peak_bytes[""], 0)
+
+
+class Allocator:
+    """On an accelerator: what its allocator has given out, beyond what it had when this was made.
+
+    Libraries take workspaces of tens of MiB when they are first used, which belong to no stage; so they are
+    used once before counting begins, by the thread of the forward and by that of the backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        before = self._now()
+        warm_up(device)
+        self._baseline = self._now()
+        self.workspace_bytes = self._baseline - before
+
+    def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def reset(self) -> None:
+        devices.reset_peak(self._device)
+
+    def peak(self) -> Peak:
+        devices.synchronize(self._device)
+        return Peak(devices.peak_bytes(self._device) - self._baseline, self.workspace_bytes)
+
+    def _now(self) -> int:
+        gc.collect()
+        devices.reset_peak(self._device)
+        return devices.peak_bytes(self._device)
+
+
+def warm_up(device: torch.device) -> None:
+    """Makes the libraries of matrix products and convolutions take their workspaces."""
+    linear, convolution = nn.Linear(64, 64, device=device), nn.Conv2d(4, 4, 3, device=device)
+    linear(torch.ones(64, 64, device=device)).sum().backward()
+    convolution(torch.ones(1, 4, 16, 16, device=device)).sum().backward()
+    devices.synchronize(device)
+
+
+def measure(
+    part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
+    device: torch.device, counter: Storages | Allocator | None = None, precision: str = "float32",
+) -> Peak:  # fmt: skip
+    """A steady training step of one stage with RMSProp, one parameter updated at a time. In bfloat16 the
+    activations are, by autocast.
+    """
+    device = devices.exact(device)
+    if counter is None:
+        counter = Allocator(device) if devices.is_accelerator(device) else Storages()
+    layers = [materialized(model[layer], device) for layer in part.layers]
+    is_last = part.index == schedule.num_stages - 1
+    stage = Stage(part.index, layers, part.layers.start, device=device, is_last=is_last)
+    inputs, target = example_batch(HALVES[half].model, batch_size, device=device, **options)
+    first, final = part.profiles[0], part.profiles[-1]
+    transport = MadeUp(first.inputs, final.outputs, final.unused, device)
+    program = prepare(schedule, {part.index: stage})
+    clock = Clock([step.action for step in program], [torch.device("cpu")] * schedule.num_stages)
+    parameters = _parameters(layers)
+    optimizer = torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9, foreach=False)
+    compute_loss, count = loss_fn(HALVES[half].model, **options), schedule.num_microbatches
+    feed = split(inputs, count) if stage.is_first else ()
+    targets = split(target, count) if is_last else ()
+    held = [*parameters, *(buffer for layer in layers for buffer in layer.buffers())]
+    held += _tensors(inputs) if stage.is_first else ()
+    held += _tensors(target) if is_last else ()
+    del inputs, target  # what a stage does not need, no stage holds
+    with counter.counting(held):
+        del held
+        for step in range(NUM_STEPS):
+            if step == NUM_STEPS - 1:
+                counter.reset()
+            stage.begin(
+                step, count, training=True, feed=feed, targets=targets,
+                loss_fn=compute_loss if is_last else None, shares=(1 / count,) * count if is_last else (),
+            )  # fmt: skip
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                run(program, transport, clock)
+            stage.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+    return counter.peak()
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+
+
+def run_column(half: str, name: str, precision: str = "float32") -> Outcome:
+    """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap.
+
+    That a stage finds no room is a result: with the models without GPipe it is what the table is about.
+    """
+    size, setting = column(half, name), Setting.of(half, name, precision, ATTENTION[half])
+    placement = place_anyhow(setting, size.num_layers, size.num_filters, setting.microbatch_counts()[-1])
+    found = under_cap(setting, placement)
+    return Outcome(_peaks_of(found["stages"]), found)
+
+
+def run_largest(half: str, name: str) -> Outcome:
+    """The largest model of a column's family that fits on this GPU under the paper's cap.
+
+    The modelled largest should fit, and one that is a layer deeper (AmoebaNet: a step wider) should not.
+    What is larger is tried first. ValueError where no model fits by the memory model.
+    """
+    setting = Setting.of(half, name, "float32", ATTENTION[half])
+    modelled, microbatches = largest(setting), setting.microbatch_counts()[-1]
+    # A layer less leaves the fullest of several stages as it is; one less in each does not.
+    less = setting.num_stages if half == "transformer" else 1
+    tried: list[dict[str, Any]] = []
+    for more in (1, 0, *(-less * number for number in range(1, MOST_SMALLER + 1))):
+        layers, filters = modelled.num_layers, modelled.num_filters
+        if half == "transformer":
+            layers += more
+        else:
+            filters += more * FILTERS_STEP
+        placement = place_anyhow(setting, layers, filters, microbatches)
+        tried.append({"more": more, **under_cap(setting, placement, until_full=True)})
+        if tried[-1]["fits"]:
+            break
+    last = tried[-1]
+    counts: dict[Provenance, int | None] = {
+        "measured": last["num_parameters"] if last["fits"] else None, "modelled": modelled.num_parameters,
+    }  # fmt: skip
+    metrics = [
+        Metric(
+            name=f"{how} parameters", value=count, unit="parameters", provenance=how,
+            note="" if count is not None else f"not even {MOST_SMALLER} sizes below the modelled largest",
+        )
+        for how, count in counts.items()
+    ]  # fmt: skip
+    return Outcome((*metrics, *_peaks_of(last["stages"])), {**last, "tried": tried})
+
+
+def under_cap(setting: Setting, placement: Placement, *, until_full: bool = False) -> dict[str, Any]:
+    """Each distinct stage of a placement by itself on this GPU, under the setting's cap: for a record.
+
+    The cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
+    stage by the memory model comes first; with `until_full` it ends with the first stage that finds no room.
+    """
+    data = HALVES[setting.half]
+    schedule = setting.schedule(placement.num_microbatches)
+    shape = {"num_layers": placement.num_layers}
+    if placement.num_filters:
+        shape["num_filters"] = placement.num_filters
+    device = devices.current(devices.default_type())
+    limit = torch.get_device_module(device).set_per_process_memory_fraction
+    limit(min(1.0, setting.cap_bytes / devices.total_memory_bytes(device)), device)
+    stages: list[dict[str, Any]] = []
+    try:
+        parts = distinct_parts(setting, placement)
+        for part in sorted(parts, key=lambda part: -part.memory.peak):
+            model, found, ran_out = meta_model(setting.half, **shape), None, ""
+            options = dict(data.options)
+            try:
+                found = measure(
+                    part, model, setting.half, schedule, options, data.batch_size, device,
+                    precision=setting.precision,
+                )  # fmt: skip
+            except RuntimeError as error:
+                if (memory := memory_error(error)) is None:
+                    raise
+                ran_out = (str(memory).splitlines() or [type(memory).__name__])[0]
+            stages.append(
+                {
+                    "stage": part.index,
+                    "measured": None if found is None else found.num_bytes,
+                    "workspace": None if found is None else found.workspace_bytes,
+                    "modelled": part.memory.peak,
+                    "at_most": devices.peak_bytes(device),
+                    "ran_out": ran_out,
+                }
+            )
+            del model
+            gc.collect()
+            devices.empty_cache(device)
+            if ran_out and until_full:
+                break
+    finally:
+        limit(1.0, device)
+    return {
+        "fits": not any(stage["ran_out"] for stage in stages), "cap_gib": setting.cap_bytes / GIB,
+        "num_layers": placement.num_layers, "num_filters": placement.num_filters,
+        "num_parameters": placement.num_parameters, "num_microbatches": placement.num_microbatches,
+        "precision": setting.precision, "stages": stages, "device": devices.name(device),
+    }  # fmt: skip
+
+
+def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Metric, ...]:
+    """Of the fullest stage, as it was measured and modelled; no measured one where a stage found no room."""
+
+    def most(name: str) -> int | None:
+        known = [stage[name] for stage in stages]
+        return None if None in known else max(known)
+
+    out = "; ".join(f"stage {stage['stage']}: {stage['ran_out']}" for stage in stages if stage["ran_out"])
+    return (
+        Metric(name="measured peak", value=most("measured"), unit="bytes", provenance="measured", note=out),
+        Metric(
+            name="workspace", value=most("workspace"), unit="bytes", provenance="measured",
+            note="taken by the device's libraries at their first use; not part of the measured peak",
+        ),
+        Metric(name="modelled peak", value=most("modelled"), unit="bytes", provenance="modelled"),
+    )  # fmt: skip
+
+
+BATCH_SIZE = 8  # divisible by every number of micro-batches below
+SCALED_DOWN: dict[str, dict[str, Any]] = {
+    "amoebanet-d": {
+        "num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True,
+    },
+    "transformer-lm": {
+        "num_layers": 6, "vocab_size": 512, "d_model": 64, "ffn_dim": 256, "num_heads": 4, "seq_len": 64,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Peak bytes of each stage: counted in a real step, and modelled."""
+
+    tracked: tuple[int, ...]
+    modelled: tuple[StageMemory, ...]
+
+    @property
+    def largest_error(self) -> float:
+        """Largest relative difference over the stages."""
+        return max(
+            abs(model.peak - peak) / peak for model, peak in zip(self.modelled, self.tracked, strict=True)
+        )
+
+
+def verify(name: str, num_stages: int, remat: str, num_microbatches: int, seed: int = 0) -> Verification:
+    """Train a scaled-down model for two steps and compare the second one's peaks with the model's."""
+    options = SCALED_DOWN[name]
+    torch.manual_seed(seed)
+    model, compute_loss = MODELS[name](**options), loss_fn(name, **options)
+    memory = LiveMemory()
+    pipeline = Pipeline(
+        model,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        schedule="gpipe",
+        remat=remat,
+        transport=InProcess(copy=True, observe_transfer=memory.owned_by),
+    )
+    tracked = _train(pipeline, name, options, compute_loss, memory)
+    microbatch = example_batch(name, BATCH_SIZE // num_microbatches, device="meta", **options)
+    profiler = _profiler()
+    layers, loss = profiler.model(model, compute_loss, *map(Boundary.of, microbatch))
+    modelled = pipeline_memory(layers, loss, pipeline.partition, pipeline.schedule, "rmsprop")
+    return Verification(tracked, modelled)
+
+
+@cache
+def _profiler() -> Profiler:
+    """Shared by all cases: they differ in the cut and in the micro-batches, not in the layers."""
+    return Profiler()
+
+
+def _train(
+    pipeline: Pipeline, name: str, options: dict[str, Any], compute_loss: Any, memory: LiveMemory
+) -> tuple[int, ...]:
+    """Peak bytes owned by each stage in its second step: the optimizer's state exists from then on.
+
+    The first one is not followed operation by operation, which takes longer than the step itself. What it
+    left behind is counted all the same: whatever tensor a stage still refers to, for what reason ever.
+    """
+    stages = pipeline.stages
+    optimizers = [
+        torch.optim.RMSprop(_parameters(stage.layers), lr=1e-3, momentum=0.9, foreach=False)
+        for stage in stages
+    ]
+    inputs, target = example_batch(name, BATCH_SIZE, **options)
+
+    def step() -> None:
+        pipeline.step(inputs, target, compute_loss, observe=lambda action: memory.owned_by(action.stage))
+        for stage, optimizer in zip(stages, optimizers, strict=True):
+            with memory.owned_by(stage.index):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    step()
+    with memory:
+        for stage, optimizer in zip(stages, optimizers, strict=True):
+            with memory.owned_by(stage.index):
+                memory.watch(tensors_behind(stage, optimizer))
+        memory.reset_peaks()
+        step()
+    # The mini-batch is the first stage's, its targets the last one's; both are the user's.
+    data = {0: inputs, len(stages) - 1: target} if len(stages) > 1 else {0: (inputs, target)}
+    return tuple(memory.peak_bytes[stage.index] + _num_bytes(data.get(stage.index, ())) for stage in stages)
+
+
+def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in layer.parameters()]
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(value))

@@ -1,0 +1,243 @@
+"""The one way to time things in turns: variants of a step, in the same processes, judged under a control.
+
+Processes live through all rounds, so that neither start-up nor a cold allocator is measured, and every round
+runs all variants there and back in an order drawn anew (`harness/rounds.py`); only numbers of one
+round are set against each other.
+
+A case's control is one variant against itself, its first sample of each round over its second. Where the
+interval excludes 1 the machine did not hold still, and whatever else the case found is void. It is measured
+once more with more rounds; void again, it is contaminated, and nothing of it is judged. The control's reach
+is the noise floor: a ratio that is no further from its bound than identical code was from 1 is within the
+noise, whatever its own interval says, because an interval of rounds does not see what differs between
+variants for as long as they live. (The guard keeps the same rule, `harness/guard.py`.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Metric, Record, from_samples
+from gpipe_bench.harness.rounds import (
+    Times,
+    Usage,
+    against_itself,
+    repeats_for,
+    slowest,
+    turns,
+    used_by_others,
+)
+from gpipe_bench.harness.units import show
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MORE_ROUNDS = 2
+"""Times the rounds when a case is measured again."""
+CALIBRATION_STEPS = 2
+
+Sign = Literal[">=", "<="]
+Steps = Mapping[str, Callable[[], object] | None]
+"""By variant: one training step, or None in a process that has no part in it."""
+
+
+class Found(NamedTuple):
+    """What one process of a case found: seconds per step by variant, two samples per round; what the process
+    used meanwhile and how it was set up; and what else there is to tell.
+    """
+
+    times: dict[str, list[float]]
+    usage: Usage
+    conditions: dict[str, str]
+    details: dict[str, Any]
+
+
+def take_turns(
+    steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed: int, device: torch.device | None = None
+) -> Found:
+    """In each process of a case: times all variants, which train the same `layers` on `device`, by default
+    the CPU.
+
+    All processes must call; each begins every turn with the others and keeps its own times, of which the
+    slowest process's count. Every variant has warmed up.
+    """
+    import torch
+    from torch import distributed as dist
+
+    from gpipe_bench.pipeline.clock import conditions
+    from gpipe_bench.planner.timing import CPU, settle
+    from gpipe_bench.planner.timing import time_step as time_on
+
+    time_step = partial(time_on, device=device or CPU)
+
+    def repeats(step: Callable[[], object] | None) -> int:
+        """Steps per sample, in every process as many as the slowest needs to fill a sample."""
+        step_s = torch.tensor([time_step(step, layers, repeats=CALIBRATION_STEPS)], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(step_s, dist.ReduceOp.MAX)
+        return repeats_for([float(step_s)])
+
+    num_steps = {variant: repeats(step) for variant, step in steps.items()}
+    settle()
+    times: dict[str, list[float]] = {variant: [] for variant in steps}
+    start = Usage.now()
+    for variant in turns(list(steps), num_rounds, seed):
+        times[variant].append(time_step(steps[variant], layers, repeats=num_steps[variant]))
+    return Found(times, Usage.now().since(start), conditions(), {})
+
+
+def side_by_side(
+    take: Callable[[int], Sequence[Found]],
+    numbers: Callable[[Times, Sequence[Found]], Outcome],
+    rounds: int,
+    *,
+    control: str = "ours",
+    again: bool = True,
+) -> Outcome:
+    """A case in which variants take turns.
+
+    Args:
+        take: what its processes find in so many rounds (`take_turns`)
+        numbers: what that says, given the seconds of the slowest process
+        rounds: of two samples of every variant
+        control: the variant that is set against itself
+        again: measure once more, in `MORE_ROUNDS` as many rounds, where the control voids the case. The
+            second outcome stands, whatever its control says; `details["before"]` says what voided the first
+    """
+
+    def measured(rounds: int) -> Outcome:
+        found = take(rounds)
+        times = slowest([each.times for each in found])
+        outcome = numbers(times, found)
+        ratios = against_itself(times, control)
+        metrics = (
+            *outcome.metrics,
+            *conditions_of(found, ratios, "our first sample of a round / second"),
+        )
+        details = {
+            "rounds": rounds,
+            **outcome.details,
+            **facts_of(found),
+            "cpu_s": [each.usage.cpu_s for each in found],
+            **void_of(metrics),
+        }
+        return replace(outcome, metrics=metrics, details=details)
+
+    first = measured(rounds)
+    if not again or first.status != "done" or "void" not in first.details:
+        return first
+    second = measured(MORE_ROUNDS * rounds)
+    return replace(second, details={**second.details, "before": first.details["void"]})
+
+
+def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) -> list[Metric]:
+    """What the numbers of a case can be trusted for: the control's ratios, and what else ran meanwhile."""
+    return [
+        from_samples("control", ratios, "ratio", note=note),
+        Metric(
+            "used by others", used_by_others([each.usage for each in found]), "ratio", "measured",
+            note="share of the machine's cores that other programs used meanwhile",
+        ),
+    ]  # fmt: skip
+
+
+def facts_of(found: Sequence[Found]) -> dict[str, Any]:
+    """For a record's details: how the processes were set up."""
+    return {name: [each.conditions[name] for each in found] for name in ("pinned_cores", "threads")}
+
+
+def steps_of(times: Times) -> list[Metric]:
+    """Milliseconds of a step of each variant."""
+    return [
+        from_samples(f"step of {name}", [1e3 * sample for sample in samples], "ms")
+        for name, samples in times.items()
+    ]
+
+
+def lacks_gpus(device: str, count: int) -> str:
+    """Why there is no GPU for each of so many processes, where they are to have one; or nothing."""
+    from gpipe_bench.pipeline import devices
+
+    found = count if device == "cpu" else devices.count(device)
+    return f"needs {count} GPUs; torch sees {found}" if found < count else ""
+
+
+# What may be said of the numbers
+
+
+def void_by(control: Metric | None) -> str:
+    """Why a case's numbers can't be judged, or nothing: the interval of the control excludes 1."""
+    if control is None or control.low is None or control.high is None or control.low <= 1 <= control.high:
+        return ""
+    return f"the control is {measured(control)}, not 1"
+
+
+def void_of(metrics: Sequence[Metric]) -> dict[str, str]:
+    """For a record's details: `void`, why none of its numbers may be judged, where the control says so."""
+    void = void_by(next(metric for metric in metrics if metric.name == "control"))
+    return {"void": void} if void else {}
+
+
+def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
+    """Whether a case's numbers may be judged, in a word, and a sentence about it; both empty where all was
+    well at once.
+    """
+    void, before = void_by(record.metric("control")), str(record.details.get("before", ""))
+    if void and before:
+        return "contaminated", f"contaminated: {void}, and before, in half the rounds: {before}"
+    if void:
+        return "void", f"void: {void}: the machine changed while it measured; measure again"
+    if before:
+        return "", f"measured again with {MORE_ROUNDS} times the rounds, because at first {before}"
+    return "", ""
+
+
+def trust_of(record: Record) -> list[str]:
+    """What its numbers can be trusted for: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
+    found = [record.metric(name) for name in ("control", "used by others")]
+    return [f"{each.name} {measured(each)}" for each in found if each is not None]
+
+
+def verdict(metric: Metric, sign: Sign, bound: float, control: Metric | None) -> str:
+    """Whether the median meets its bound, in the metric's unit, and whether that is certain: the whole
+    interval says so and, of a ratio, the median lies beyond the noise floor, which is the further end of the
+    control's interval.
+    """
+    assert metric.value is not None, "measured metrics have a value"
+
+    def holds(value: float) -> bool:
+        return value >= bound if sign == ">=" else value <= bound
+
+    said, low, high = holds(metric.value), metric.low, metric.high
+    sure = low is not None and high is not None and holds(low) == holds(high) == said
+    if sure and metric.unit == "ratio" and control is not None and control.low and control.high:
+        floor = max(abs(math.log(control.low)), abs(math.log(control.high)))
+        sure = abs(math.log(metric.value / bound)) >= floor
+    return ("yes" if said else "NO") + ("" if sure else ", within the noise")
+
+
+def is_faster(ratio: Metric, control: Metric | None) -> bool | None:
+    """Whether the first of two variants is the faster one by the ratio of their speeds; None where that is
+    within the noise.
+    """
+    assert ratio.value is not None, "measured metrics have a value"
+    faster = ratio.value >= 1
+    said = verdict(ratio, ">=" if faster else "<=", 1.0, control)
+    return None if "within the noise" in said else faster
+
+
+def measured(metric: Metric) -> str:
+    """`0.951 [0.947, 0.956]`."""
+
+    def text(value: float) -> str:
+        return f"{value:.3f}" if metric.unit == "ratio" else show(value, metric.unit, 3)
+
+    assert metric.value is not None, "measured metrics have a value"
+    if metric.low is None or metric.high is None:
+        return text(metric.value)
+    return f"{text(metric.value)} [{text(metric.low)}, {text(metric.high)}]"

@@ -1,0 +1,423 @@
+"""Whole steps, taken in turns by the processes of a case, and what every action of them took.
+
+As many processes as there are devices to measure on take the steps of all configurations round by round,
+there and back within each, so that the numbers of one round can be set against each other on a machine that
+does other things too. All stages of a configuration run in each process, at the same time in every process: a
+stage's action times are those it has beside busy neighbours, which is how it would run in a pipeline. A
+configuration with as many stages as processes is also run for real, one stage per process, and that is what
+the replay must reproduce.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
+from gpipe_bench.experiments.paper.timed.layers import alone
+from gpipe_bench.experiments.paper.timed.replay import TimedActions
+from gpipe_bench.experiments.paper.timed.results import Found, Steps, check_ran, results, samples_of
+from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
+from gpipe_bench.harness.environment import usable_cores
+from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.harness.rounds import Usage, turns
+from gpipe_bench.harness.workers import memory_error
+from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline.clock import conditions
+from gpipe_bench.pipeline.plan.links import Link
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.stage.trees import flatten, split
+from gpipe_bench.planner.timing import CPU, boundary_bytes, copy_bandwidth, settle, time_step
+
+LEARNING_RATE = 1e-6  # updates are timed, not wanted
+MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
+ALONE, SHARED = "all stages in one process", "one stage per process"
+REAL_STAGES = 2
+REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
+"""There and back, two steps each."""
+PINGS = 20
+BULK_BYTES = 2**26  # of a transfer that measures the bandwidth: half a millisecond over NVLink
+TRANSFERS = 5
+
+
+def measure(job: Job) -> list[Found]:
+    """Runs the processes of a case, one thread each and, on CPUs, pinned. `MemoryError` where no
+    configuration fits.
+    """
+    found: list[Found] = run_processes(work, num_devices(job.device), job, device=job.device)
+    steps = found[0].steps  # processes give up together
+    if all(each.out_of_memory and not (each.turns or each.in_process_s or each.real_s) for each in steps):
+        raise MemoryError(steps[0].out_of_memory)
+    return found
+
+
+def run_real(
+    workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
+) -> Outcome:
+    """Takes the steps, with each of `counts` micro-batches.
+
+    Without `microbatch_size` all have the workload's mini-batch. Skipped where there is one device alone.
+    """
+    if num_devices(options.device) < REAL_STAGES:
+        return Outcome(
+            status="skipped", reason=f"two stages need {REAL_STAGES} devices or cores of their own"
+        )
+    counts = counts[:2] if options.profile == "smoke" else counts
+    sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
+    plan = tuple(
+        Configuration(REAL_STAGES, m, size, runs_for_real=True) for m, size in zip(counts, sizes, strict=True)
+    )
+    job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
+    metrics, details = results(job, measure(job))
+    return Outcome(tuple(metrics), details)
+
+
+def num_devices(device: str) -> int:
+    """Processes that time side by side: one per device, two cores of a CPU, at most two."""
+    return min(devices.count("cuda") if device == "cuda" else usable_cores(), 2)
+
+
+def run_processes(
+    function: Callable[..., Any], num_processes: int, *arguments: Any, device: str = "cpu"
+) -> list[Any]:
+    """`gpipe_bench.pipeline.ranks.launch.launch`; RuntimeError with the first failure's own message, where
+    torch's launcher has a page of text, which stays the cause.
+
+    A machine with fewer GPUs than processes runs them on its CPU unless `device` asks for GPUs.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from gpipe_bench.pipeline.ranks.launch import launch
+
+    try:
+        return launch(function, num_processes, *arguments, device=device)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message: Any = failure.message
+        while isinstance(message, dict) and "message" in message:
+            message = message["message"]
+        lines = [line for line in str(message).splitlines() if line.strip()] or ["no message"]
+        raise RuntimeError(f"process {rank}: {lines[-1]}") from error
+
+
+def work(job: Job) -> Found:
+    """Takes all steps of a case. Runs in every process at once, or in one alone."""
+    training = Training(job)
+    apart = devices.is_accelerator(training.device) and dist.is_initialized() and dist.get_world_size() > 1
+    link = measured_link(training.device) if apart else None
+    settle()
+    layers_s: dict[int, tuple[float, ...]] = {}
+    too_large: dict[int, str] = {}  # errors, by the size of micro-batches of which no layer can be timed
+
+    def time_layers(size: int) -> None:
+        largest = max(each.batch_size for each in job.configurations if each.microbatch_size == size)
+        most = 1 if devices.is_accelerator(training.device) else MOST_LAYER_MICROBATCHES
+        count = max(1, min(most, largest // size))
+        example = training.example(size * count)
+        layers_s[size] = layer_seconds(training.layers, count, training.loss, *example, remat="always")
+
+    for size in sorted({each.microbatch_size for each in job.configurations}):
+        ran_out = attempt(partial(time_layers, size))
+        if ran_out:
+            layers_s.pop(size, None)
+            too_large[size] = f"one layer at a time: {ran_out}"
+            training.forget()
+    timed = {
+        index: TimedConfiguration(each, training, partition(layers_s[each.microbatch_size], each.num_stages))
+        for index, each in enumerate(job.configurations)
+        if each.microbatch_size in layers_s
+    }
+    for each in timed.values():
+        each.take_turn(keep=False)  # warms up
+    start = Usage.now()
+    for each in turns(list(timed.values()), job.rounds, job.seed):
+        each.take_turn()
+    used = Usage.now().since(start)
+    return Found(
+        tuple(
+            timed[index].found if index in timed else Steps(out_of_memory=too_large[each.microbatch_size])
+            for index, each in enumerate(job.configurations)
+        ),
+        layers_s,
+        training.num_parameters,
+        copy_bandwidth(training.device),
+        conditions(),
+        used,
+        link,
+        memory_of(training.device),
+    )
+
+
+def memory_of(device: torch.device) -> dict[str, int]:
+    """What the allocator of an accelerator has given out at most in this process, and what it took from the
+    device for that; nothing for a CPU.
+    """
+    if not devices.is_accelerator(device):
+        return {}
+    return {
+        "peak_bytes": devices.peak_bytes(device),
+        "reserved_bytes": torch.accelerator.max_memory_reserved(device),
+        "alloc_retries": torch.accelerator.memory_stats(device).get("num_alloc_retries", 0),
+    }
+
+
+class Training:
+    """What all configurations of a case train in this process, each on its own mini-batch."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.device = job, devices.current(job.device)
+        model = job.workload.build(self.device, seed=job.seed)
+        self.layers: Sequence[nn.Module] = list(model)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.loss = job.workload.loss()
+        self._optimizers = [optimizer_of(layer) for layer in self.layers]
+
+    def example(self, batch_size: int) -> tuple[Any, Any]:
+        return self.job.workload.example(batch_size, self.device, seed=self.job.seed)
+
+    def update_s(self, span: range) -> float:
+        """Seconds of the optimizer's step on a stage."""
+        devices.synchronize(self.device)
+        start_s = perf_counter()
+        for layer in span:
+            if self._optimizers[layer] is not None:
+                self._optimizers[layer].step()
+        devices.synchronize(self.device)
+        return perf_counter() - start_s
+
+    def forget(self) -> None:
+        """Gives back what a step that ran out of memory has left: gradients, and what the error held."""
+        clear(self.layers)
+        gc.collect()
+        devices.empty_cache(self.device)
+
+
+def optimizer_of(layer: nn.Module) -> Any:
+    """RMSProp with momentum, the paper's 12 bytes per parameter; none without parameters."""
+    parameters = list(layer.parameters())
+    return torch.optim.RMSprop(parameters, lr=LEARNING_RATE, momentum=0.9) if parameters else None
+
+
+class TimedConfiguration:
+    """A configuration cut into `stages`, ready to take its turns; `found` is what those kept have found."""
+
+    def __init__(self, configuration: Configuration, training: Training, stages: Partition) -> None:
+        self._configuration, self._training = configuration, training
+        self._batch, self._target = training.example(configuration.batch_size)
+        num_microbatches, remat = configuration.num_microbatches, configuration.remat
+        self._program = gpipe(len(stages), num_microbatches, remat)
+        self._boundary_bytes = sent_bytes(training.layers, stages, split(self._batch, num_microbatches)[0])
+        self.found = Steps(stages)
+        groups = {ALONE: None} | ({SHARED: dist.group.WORLD} if configuration.runs_for_real else {})
+        self._engines: dict[str, Engine] = {}
+        reasons = []
+        for where, group in groups.items():
+            setup = Setup(training.layers, stages, num_microbatches, remat, training.device, group)
+            try:
+                self._engines[where] = resolve(training.job.engine)(setup)
+            except ValueError as error:  # what the engine can't do
+                reasons.append(f"{where}: {error}")
+        self.found.why = "; ".join(reasons)
+
+    def take_turn(self, *, keep: bool = True) -> None:
+        """A step with all stages in this process, then one with a stage per process where that is asked for.
+
+        All processes must call; what is not kept warms up. Where the memory of one of them does not suffice,
+        all take no more such steps, and those that were kept are dropped. RuntimeError for a step with other
+        actions than its schedule's.
+        """
+        found, take = self.found, {ALONE: self._take_alone, SHARED: self._take_shared}
+        for where in list(self._engines):
+            ran_out = attempt(partial(take[where], keep))
+            if not ran_out:
+                continue
+            del self._engines[where]
+            if where == ALONE:
+                found.turns, found.in_process_s, found.counts = [], [], {}
+            else:
+                found.real_s, found.real_timeline = [], None
+            found.out_of_memory = "; ".join(filter(None, [found.out_of_memory, f"{where}: {ran_out}"]))
+            self._training.forget()
+
+    def _take_alone(self, keep: bool) -> None:
+        found = self.found
+        step_s, timeline = self._step(self._engines[ALONE])
+        update_s = tuple(self._training.update_s(span) for span in found.partition)
+        if keep:
+            found.in_process_s.append(step_s)
+        if timeline is not None:
+            found.counts = check_ran(timeline, self._program)
+            if keep:
+                found.turns.append(self._timed(timeline, update_s))
+        elif not found.why:
+            engine = self._training.job.engine
+            found.why = f"engine {engine} keeps no timeline, so its steps cannot be laid out"
+
+    def _take_shared(self, keep: bool) -> None:
+        step_s, timeline = self._step(self._engines[SHARED])
+        stage = dist.get_rank()
+        step_s += self._training.update_s(self.found.partition[stage])
+        if timeline is not None:
+            check_ran(timeline, self._program, stage)
+        if keep:
+            self.found.real_s.append(step_s)
+            self.found.real_timeline = timeline
+
+    def _step(self, engine: Engine) -> tuple[float, Timeline | None]:
+        training = self._training
+        step = partial(engine.step, self._batch, self._target, training.loss)
+        step_s = time_step(step, training.layers, device=training.device)
+        return step_s, getattr(engine, "timeline", None)
+
+    def _timed(self, timeline: Timeline, update_s: tuple[float, ...]) -> TimedActions:
+        configuration = self._configuration
+        start_s = perf_counter()
+        split(self._batch, configuration.num_microbatches)
+        setup_s = perf_counter() - start_s
+        return TimedActions(
+            self.found.partition,
+            configuration.num_microbatches,
+            configuration.remat,
+            samples_of([timeline]),
+            update_s,
+            setup_s,
+            *self._boundary_bytes,
+        )
+
+
+def sent_bytes(
+    layers: Sequence[nn.Module], stages: Partition, microbatch: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of a micro-batch over each boundary between stages, forward and back."""
+    ends = [span.stop - 1 for span in stages[:-1]]
+    ahead, back = boundary_bytes(layers, microbatch)
+    return tuple(ahead[end] for end in ends), tuple(back[end] for end in ends)
+
+
+def attempt(call: Callable[[], object]) -> str:
+    """Calls, and returns "" or which process ran out of memory with which error. All processes must call.
+
+    A configuration that is too large for the device is a result; the others of the case go on. So that no
+    process waits for one that gave up, all learn of it at once.
+    """
+    mine = ""
+    try:
+        call()
+    except Exception as error:
+        memory = memory_error(error)
+        if memory is None:
+            raise
+        mine = f"{type(memory).__name__}: {(str(memory).splitlines() or [''])[0]}"
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return mine
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(found) if text)
+
+
+def layer_seconds(
+    layers: Sequence[nn.Module],
+    num_microbatches: int,
+    compute_loss: Callable[..., Tensor],
+    batch: Any,
+    target: Any,
+    remat: str,
+) -> tuple[float, ...]:
+    """Seconds of every layer, by which processes cut a model into stages: forward, backward and, as `remat`
+    says, recomputation of one micro-batch. On processors the layers are stages of their own in a pipeline of
+    single layers; an accelerator, whose memory that would fill, takes one layer after another.
+
+    Each process finds its own, but all must cut at the same places, since a stage's neighbour is in another
+    process; so the mean over processes counts, and all must call.
+    """
+    device = flatten(batch)[0][0].device
+    found = [0.0] * len(layers)
+    if devices.is_accelerator(device):
+        first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
+        for layer, seconds in enumerate(alone(layers, compute_loss, first, wanted, device)):
+            found[layer] = sum(s for kind, s in seconds.items() if kind is not Kind.R or remat != "never")
+    else:
+        pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat=remat)
+        for _ in range(2):  # the first warms up
+            time_step(partial(pipeline.step, batch, target, compute_loss), layers)
+        clear(layers)
+        for (stage, _), samples in samples_of([pipeline.timeline]).items():
+            found[stage] += median(samples)
+    return mean_over_processes(found)
+
+
+def mean_over_processes(found: Sequence[float]) -> tuple[float, ...]:
+    """Of numbers that every process has found; all must call."""
+    seconds = torch.tensor(found, dtype=torch.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(seconds)
+        seconds /= dist.get_world_size()
+    return tuple(seconds.tolist())
+
+
+# What joins the processes of a pipeline: between the GPUs of a machine it may be NVLink, a switch or the
+# host's memory, which differ by a factor of thirty, and nothing else says which.
+
+
+def measured_link(device: torch.device) -> Link:
+    """The slowest of the links between neighbouring ranks of the default group. All ranks must call."""
+    latencies_s, bandwidths = [], []
+    for rank in range(dist.get_world_size() - 1):
+        pair = rank, rank + 1
+        bandwidth(pair, BULK_BYTES, device)  # connects, and warms up
+        latencies_s.append(latency_s(pair, device))
+        bandwidths.append(median([bandwidth(pair, BULK_BYTES, device) for _ in range(TRANSFERS)]))
+    each = ", ".join(f"{one / 1e9:.1f} GB/s" for one in bandwidths)
+    return Link(
+        "between neighbours", max(latencies_s), min(bandwidths),
+        source=f"measured between neighbouring ranks over {dist.get_backend()}, one at a time: {each}",
+    )  # fmt: skip
+
+
+def bandwidth(pair: tuple[int, int], num_bytes: int, device: torch.device = CPU) -> float:
+    """Bytes per second of one transfer between two ranks, the slower direction; all ranks must call."""
+    bulk, answer = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (num_bytes, 4))
+    found = []
+    for source, target in (pair, pair[::-1]):
+        dist.barrier()
+        start_s = perf_counter()
+        _pass(bulk, source, target)
+        _pass(answer, target, source)  # says that it has arrived
+        devices.synchronize(device)
+        found.append(num_bytes / (perf_counter() - start_s) if dist.get_rank() in pair else torch.inf)
+    slowest = torch.tensor(found)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    return float(slowest.min())
+
+
+def latency_s(pair: tuple[int, int], device: torch.device = CPU) -> float:
+    """Seconds one way of a message of four bytes, the median of several round trips; all ranks must call."""
+    ball = torch.zeros(4, dtype=torch.uint8, device=device)
+    found = []
+    for _ in range(PINGS):
+        start_s = perf_counter()
+        _pass(ball, *pair)
+        _pass(ball, *pair[::-1])
+        devices.synchronize(device)
+        found.append((perf_counter() - start_s) / 2)
+    latency = torch.tensor([median(found)])
+    dist.broadcast(latency, src=pair[0])
+    return float(latency)
+
+
+def _pass(tensor: Tensor, source: int, target: int) -> None:
+    if dist.get_rank() == source:
+        dist.send(tensor, target)
+    elif dist.get_rank() == target:
+        dist.recv(tensor, source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import sys
 import tempfile
 import threading
 import time
@@ -60,6 +61,7 @@ def run_all(cases: Cases) -> dict[str, Outcome]:
             trace = None
         except Exception:
             trace = traceback.format_exc()
+            print(f"{name}, rank {dist.get_rank()}: {trace}", file=sys.stderr, flush=True)  # others may wait
         outcomes[name] = Outcome(trace, time.monotonic() - start_s)
         dist.barrier()
     return outcomes

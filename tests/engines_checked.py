@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.engines.cases import CANNOT, CASES, OK, Row, examination
+from gpipe_bench.experiments.engines.cases import CASES, PLACES, Row, in_place
+from gpipe_bench.experiments.engines.judging import CANNOT, OK
 from gpipe_bench.harness.environment import environment
 from gpipe_bench.harness.report.grid import between
 
@@ -83,4 +84,9 @@ if __name__ == "__main__":
     if "--write-docs" in sys.argv:
         PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        write([record(name, examination(engine, 60.0)) for name, engine in ENGINES.items()])
+        write(
+            [
+                record(name, [row for place in PLACES for row in in_place(engine, place, 60.0)])
+                for name, engine in ENGINES.items()
+            ]
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -17,10 +16,8 @@ from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.utils.data import DataLoader, Dataset
 
 from gpipe_bench.pipeline import ActionError, checkpoint, gpipe
-from gpipe_bench.pipeline.ranks import launch
 from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
@@ -81,45 +78,85 @@ def failures_of_every_kind_on_every_rank() -> None:
         fails_everywhere(action, error, cause)
 
 
-def mapped() -> int:
-    """How many memories of messages this process maps."""
-    return Path("/proc/self/maps").read_text().count("memfd:pipeline")
+def a_wrong_name_in_shared() -> None:
+    """The first rank's error, before any action, is told to the others."""
+    for of in ("step", "forward"):
+        ranks = Ranks()
+        pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
+        kind = ValueError if ranks.is_first else ActionError
+        batch, target = ranks.own(*mlp_batch(8))
+        with raises(kind, "typo"):
+            if of == "step":
+                pipeline.step(batch, target, mse_loss, shared={"typo": 1})
+            else:
+                pipeline(batch, shared={"typo": 1})
 
 
-class Held(Dataset):
-    """What the worker that is asked has of its rank's: its sockets, messages' memory, and all cores."""
+def an_interrupt_of_a_save() -> None:
+    """Whoever has written its part does not take the checkpoint for saved."""
+    ranks, folder = Ranks(), shared_folder()
+    pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    kind = KeyboardInterrupt if ranks.is_first else ActionError
+    with (
+        mock.patch.object(FileSystemWriter, "finish", side_effect=KeyboardInterrupt),
+        raises(kind, "" if ranks.is_first else "on rank 0 failed: KeyboardInterrupt"),
+    ):
+        checkpoint.save(folder, pipeline, optimizer)
+    assert not (folder / ".metadata").exists()
 
-    def __len__(self) -> int:
-        return 4
 
-    def __getitem__(self, index: int) -> tuple[set[int], int, set[int]]:
-        return set(launch._open_sockets().values()), mapped(), os.sched_getaffinity(0)
+class TooLarge(nn.Linear):
+    """Does not fit where one rank moves it."""
+
+    def _apply(self, *arguments, **options):
+        if dist.get_rank() == 2:
+            raise torch.OutOfMemoryError("2 GiB")
+        return super()._apply(*arguments, **options)
 
 
-def failure_beside_workers_of_a_loader() -> None:
-    """They were forked while the pipeline ran, and hold nothing open that its ranks close."""
-    broken = ZeroDivisionError("broken")
-    for share_memory in (True, False):
-        ranks = Ranks(share_memory=share_memory)
-        gc.collect()  # what steps that failed hold would go in between
-        before, earlier = set(launch._open_sockets().values()), mapped()
-        layers = [Fuse("2B0", broken) for _ in range(4)]
-        pipeline = ranks.pipeline(layers, 4, timeout_s=PATIENCE_S)
-        sockets = set(launch._open_sockets().values()) - before
-        pipeline.eval()(mlp_batch(8)[0] if ranks.is_first else None)
-        layers[ranks.rank].forwards = 0
-        workers = iter(
-            DataLoader(Held(), None, num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
-        )
-        held, still, cores = next(workers)
-        assert sockets
-        assert not held & sockets
-        assert not share_memory or still <= earlier < mapped()
-        assert cores == os.sched_getaffinity(os.getppid())
-        with raises(ActionError, "action 2B0 on rank 2 failed: ZeroDivisionError: broken"):
-            for _ in range(2):
-                pipeline.train().step(*ranks.own(*mlp_batch(8)), mse_loss)
-        next(workers)
+def a_build_that_fails_on_one_rank() -> None:
+    """The others don't wait for it, and the next build succeeds. Where it never began, it hears how that
+    ended when it begins at last.
+    """
+    ranks = Ranks()
+    too_large = [TooLarge(6, 6, dtype=torch.float64) for _ in range(4)]
+    for _ in range(2):
+        kind = torch.OutOfMemoryError if ranks.rank == 2 else ActionError
+        with raises(kind, "2 GiB" if ranks.rank == 2 else "on rank 2 failed: OutOfMemoryError: 2 GiB"):
+            ranks.pipeline(too_large, devices="cpu", timeout_s=PATIENCE_S)
+    if ranks.rank == 2:
+        dist.barrier()
+    with raises(ActionError, " did not answer: timed out after"):
+        ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S if ranks.rank == 2 else 2.0)
+    if ranks.rank != 2:
+        dist.barrier()
+    pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
+    pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def ranks_on_devices_of_different_types() -> None:
+    ranks = Ranks()
+    layers = [nn.Linear(6, 6, device="meta" if ranks.rank == 1 else "cpu") for _ in range(4)]
+    with raises(ValueError, "the stages of rank 0 are on cpu and those of rank 1 on meta"):
+        ranks.pipeline(layers, timeout_s=PATIENCE_S)
+
+
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+
+class Dense(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_dense()
+
+
+def a_sparse_tensor_between_processes() -> None:
+    ranks = Ranks()
+    pipeline = ranks.pipeline([Sparse(), Dense(), *seeded(mlp)[:2]], timeout_s=PATIENCE_S)
+    with raises((ValueError, ActionError), "is a tensor of the layout torch.sparse_coo, and processes send"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
 
 def failure_before_the_first_action() -> None:
@@ -147,22 +184,22 @@ def a_rank_that_does_not_answer() -> None:
 
     layers = [(Slow if index == 2 else nn.Linear)(6, 6) for index in range(4)]
     pipeline = ranks.pipeline([layer.double() for layer in layers], 1, timeout_s=0.5)
-    with raises(ActionError, "on rank 2 failed: rank 2 did not answer: "):
+    with raises(ActionError, " did not answer: timed out"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
 
-def a_failure_that_only_the_board_tells() -> None:
+def a_failure_that_only_the_store_tells() -> None:
     """What a GPU's host relies on, because its waits are the device's: here no connection is closed."""
     ranks = Ranks()
     pipeline = ranks.pipeline(seeded(mlp))
     pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-    job = pipeline._transport._ties.job
-    job.watch(TIMEOUT_S, TIMEOUT_S)
+    detector = pipeline._transport._ties.detector
+    detector.watch(TIMEOUT_S, TIMEOUT_S)
     dist.barrier()
-    assert not job.noticed
+    assert not detector.noticed
     if ranks.rank == 2:
-        job.board.report(ActionError(None, "told", 2))
-    while not job.noticed:
+        detector.report(ActionError(None, "told", 2))
+    while not detector.noticed:
         time.sleep(0.01)
     with raises(ActionError, "a step on rank 2 failed: told"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
@@ -180,9 +217,9 @@ def a_failure_that_is_noticed_after_the_last_receive() -> None:
         transport, last = pipeline._transport, pipeline.schedule.actions[ranks.rank][-1]
 
         def notice(transport=transport) -> None:
-            transport._ties.job.board.report(ActionError(None, "told", 2))
+            transport._ties.detector.report(ActionError(None, "told", 2))
             with mock.patch.object(Connection, "cut"):
-                transport._ties.job.notice()
+                transport._ties.detector.notice()
 
         @contextmanager
         def observe(action, when=when, last=last, notice=notice):
@@ -262,10 +299,14 @@ def raise_one(schedule_name: str) -> None:
 
 CASES = (
     failures_of_every_kind_on_every_rank,
-    failure_beside_workers_of_a_loader,
     failure_before_the_first_action,
     a_rank_that_does_not_answer,
-    a_failure_that_only_the_board_tells,
+    a_failure_that_only_the_store_tells,
     a_failure_that_is_noticed_after_the_last_receive,
     a_rank_that_cannot_write,
+    a_wrong_name_in_shared,
+    an_interrupt_of_a_save,
+    a_build_that_fails_on_one_rank,
+    ranks_on_devices_of_different_types,
+    a_sparse_tensor_between_processes,
 )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Quantity, Record
-from gpipe_bench.harness.verdict import Answer
+from gpipe_bench.harness.record import Metric, Record
+from gpipe_bench.harness.verdict import Result
 
 TABLE = "table1-amoebanet"
 COLUMNS = {1: "naive-1", 2: "pipeline-1", 3: "pipeline-2", 4: "pipeline-4", 5: "pipeline-8"}
@@ -77,7 +77,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         case "print":
             print("é")
     return Outcome(
-        (Quantity(name="parameters", value=PARAMETERS[step], unit="parameters", provenance="modelled"),),
+        (Metric(name="parameters", value=PARAMETERS[step], unit="parameters", provenance="modelled"),),
         details={"step": step},
     )
 
@@ -92,14 +92,14 @@ def processes(log: Path) -> dict[int, int]:
     return {int(step): int(process) for step, process in map(str.split, log.read_text().splitlines())}
 
 
-def cells(records: Sequence[Record]) -> list[Answer]:
+def cells(records: Sequence[Record]) -> list[Result]:
     """One cell per record."""
     return [
-        Answer(
+        Result(
             table=TABLE,
             row="parameters",
             column=COLUMNS[int(record.case["step"] or 0)],
-            quantity=record.quantity("parameters"),
+            metric=record.metric("parameters"),
             record=record,
         )
         for record in records

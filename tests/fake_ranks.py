@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.record import Metric
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -22,10 +22,10 @@ def cases(options: RunOptions) -> list[Case]:
 
 def run(case: Case, options: RunOptions) -> Outcome:
     if case.key["step"] == 2:
-        from gpipe_bench.experiments.timed.steps import run_processes
+        from gpipe_bench.experiments.paper.timed.steps import run_processes
 
         run_processes(wait_for_ever, 1)
-    return Outcome((Quantity(name="one", value=1, unit="ratio", provenance="modelled"),))
+    return Outcome((Metric(name="one", value=1, unit="ratio", provenance="modelled"),))
 
 
 def wait_for_ever() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.pipeline import Action, Kind, Pipeline, Schedule, checkpoint, named, start_process
-from gpipe_bench.pipeline.mesh.reduce import Joint
+from gpipe_bench.pipeline.mesh.reduce import DataParallel
 from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.store import Store
 
@@ -126,7 +126,7 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         bomb.at("before construction")
         inside = {
             "before the store": bomb.inside(Store, "connect", "before the store"),
-            "while meeting": bomb.inside(Store, "await_from", "while meeting"),
+            "while meeting": bomb.inside(Store, "await_all", "while meeting"),
             "in construction": bomb.inside(
                 connect, "backend", "in construction", lambda *_, name, **__: name == "gradients"
             ),
@@ -146,7 +146,7 @@ def take_part(fault: Fault, folder: Path, timeout_s: float) -> None:
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         x, target = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
         for bomb.step in range(3):  # a late rank learns of a failure only in the next step
-            with _patched(fault, REDUCING, bomb.inside(Joint, "finish", REDUCING)):
+            with _patched(fault, REDUCING, bomb.inside(DataParallel, "finish", REDUCING)):
                 pipeline.step(x, target, nn.functional.mse_loss, observe=bomb.observe)
             bomb.at("between steps")
             bomb.at("before clipping")

@@ -31,7 +31,7 @@ DIGESTS = Path(__file__).with_suffix(".txt")
 REFERENCE = "results/reference/cpu-2-cores"
 
 VERBS = (
-    "list", "doctor", "run", "compare", "hypotheses", "report", "plan", "size", "schedule", "check-engine",
+    "list", "run", "compare", "report", "plan", "size", "schedule", "check-engine",
     "guard", "export", "check",
 )  # fmt: skip
 SCHEDULES = (
@@ -65,7 +65,6 @@ def commands(page: Path) -> dict[str, list[str]]:
     lines += [f"list --json --results {page / 'empty'}"]
     for name in EXPERIMENTS:
         lines += [f"compare {name} --results {REFERENCE}{way}" for way in ("", " --json", " --markdown")]
-        lines += [f"hypotheses {name} --all --json --results {REFERENCE}"]
     for name in SCHEDULES:
         lines += [
             f"schedule {name} --workers 4 --microbatches 8{way}" for way in ("", " --json", " --remat always")

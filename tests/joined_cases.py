@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import random
 from typing import Any
-from unittest import mock
 
 import torch
 from joined_models import Asking, Change, change_of, joined_layers, shared_of
@@ -80,15 +79,13 @@ class Example:
         self.steps = [Step(generator, self.layers, fewest, most) for _ in range(NUM_STEPS)]
 
     def _schedule(self, generator: random.Random) -> Schedule | str:
-        way = generator.choice(["named", "named", "random", "auto"])
+        way = generator.choice(["named", "named", "random"])
         if way == "named":
             name = generator.choice(sorted(NAMED))
             made = named(name, self.num_workers, self.num_microbatches, remat=self.remat)
             self.num_stages = made.num_stages
             return name
         self.num_stages = self.num_workers * generator.choice([1, 2])
-        if way == "auto":
-            return "auto"
         placement: tuple[int, ...] = ()
         while not placement or max(placement) + 1 != self.num_workers:
             placement = random_placement(generator, self.num_stages)
@@ -105,12 +102,6 @@ class Example:
 
     def problems(self, group: dist.ProcessGroup | None) -> list[str]:
         """What is wrong in this process."""
-        with mock.patch.multiple(
-            "gpipe_bench.pipeline.plan.generate", WARM_UP_STEPS=0, TIMED_STEPS=1
-        ):  # rows change after each step
-            return self._problems(group)
-
-    def _problems(self, group: dist.ProcessGroup | None) -> list[str]:
         plain, layers = copy.deepcopy(self.layers), self.layers
         pipeline = Pipeline(
             layers,

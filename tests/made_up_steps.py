@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpipe_bench.experiments.timed.replay import Cuts, TimedActions
-from gpipe_bench.experiments.timed.results import Found, Steps
-from gpipe_bench.experiments.timed.workloads import Configuration, Job, Workload
+from gpipe_bench.experiments.paper.timed.replay import Cuts, TimedActions
+from gpipe_bench.experiments.paper.timed.results import Found, Steps
+from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind
 
@@ -66,7 +66,7 @@ def job_of(*configurations: Configuration, **more: Any) -> Job:
     return Job(TINY, configurations, 2, **more)
 
 
-def value(quantities: Any, name: str, **key: Any) -> float:
-    """Of the one quantity of that name and key."""
-    (quantity,) = [each for each in quantities if (each.name, each.key) == (name, key)]
-    return float(quantity.value)
+def value(metrics: Any, name: str, **key: Any) -> float:
+    """Of the one metric of that name and key."""
+    (metric,) = [each for each in metrics if (each.name, each.key) == (name, key)]
+    return float(metric.value)

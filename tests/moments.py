@@ -114,10 +114,12 @@ if __name__ == "__main__":
     from gpipe_bench.experiments.__main__ import command
     from gpipe_bench.harness import signals as stopping
 
-    if MODULE != "gpipe_bench.experiments.peers":  # whose import is a moment, too
-        from gpipe_bench.experiments.peers import MODELS
+    if MODULE != "gpipe_bench.experiments.beyond.engines":  # whose import is a moment, too
+        from gpipe_bench.experiments.beyond.engines import WORKLOADS
 
         tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
-        MODELS["transformer"] = ("transformer-lm", tiny, 2, "a tiny Transformer")  # as this is not about time
+        WORKLOADS["transformer"] = WORKLOADS["transformer"]._replace(
+            options=tiny
+        )  # as this is not about time
     stopping.GRACE_S = 600.0  # on a busy machine, too, the way out is to be the good one
     command()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.plan import exact
-from gpipe_bench.experiments.plan.steps import Planned
+from gpipe_bench.experiments.beyond.plan import exact
+from gpipe_bench.experiments.beyond.plan.steps import Planned
 from gpipe_bench.planner import Candidate
 
 Built = tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]

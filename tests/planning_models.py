@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,7 +124,8 @@ def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:
             "I": [1.25 * each for each in forward], "W": list(forward),
         }  # fmt: skip
         sent = [64.0 * size] * (number - 1)
-        return SizeCosts(layers_s=kinds, action_s={"F": 0.001}, activation_bytes=sent, gradient_bytes=sent)
+        costs = SizeCosts(layers_s=kinds, action_s={"F": 0.001}, activation_bytes=sent, gradient_bytes=sent)
+        return costs.with_blocks(model.blocks)
 
     return Costs(
         sizes={size: at(size) for size in sizes},
@@ -132,7 +134,7 @@ def costs_of(model: Model, sizes: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Costs:
         low=0.9,
         high=1.2,
         provenance={"layers": "made up"},
-        profiles=lambda size, split, tp: model.profile_of(size, "float32", split_backward=split, tp=tp),
+        profiles=partial(model.profile_of, precision="float32"),
     )
 
 
@@ -162,6 +164,7 @@ def weights_after(scripts: list[tuple[str, str]]) -> list[dict[str, Tensor]]:
                 for stage in made["stages"]
                 for name, parameter in stage.submod.named_parameters()
             }
+        own = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in own.items()}
         own = {name: own[name] for name in {id(p): name for name, p in reversed(own.items())}.values()}
         found.append({name: _whole(parameter) for name, parameter in own.items()})
     return found

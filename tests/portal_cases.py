@@ -99,25 +99,7 @@ def portals_and_bits() -> None:
             assert torch.equal(value, wanted[name]), name
 
 
-def portals_under_a_schedule_that_is_measured() -> None:
-    """Its rows change between two steps, and with them the order of the receives."""
-    ranks = Ranks()
-    inputs, target = images()
-    plain = unet()
-    mse_loss(plain(inputs), target).backward()
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    with ranks.pipeline(unet(), schedule="auto", remat="never", share_memory=False) as pipeline:
-        names = set()
-        for _ in range(9):
-            pipeline.zero_grad()
-            pipeline.step(*ranks.own(inputs, target), mse_loss)
-            assert_own_gradients(pipeline, wanted, rtol=1e-10, atol=1e-14)
-            names.add(pipeline.schedule.actions)
-        assert len(names) > 1, pipeline.schedule.name
-
-
 CASES: tuple[Callable[[], None], ...] = (
     portals_between_processes,
     portals_and_bits,
-    portals_under_a_schedule_that_is_measured,
 )

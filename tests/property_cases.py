@@ -30,7 +30,7 @@ class Example:
         generator = random.Random(f"{seed} {number}")
         self.num_stages = self.num_workers = generator.choice([2, 3])
         self.num_microbatches = generator.randint(1, 7)
-        self.remat = random_remat(generator, self.num_stages, self.num_microbatches)
+        self.remat = random_remat(generator, self.num_stages)
         self.schedule = self._schedule(generator)
         self.share_memory = generator.random() < 0.5
         self.small_bytes = generator.choice(SMALL_BYTES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from gpipe_bench.pipeline import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Choice, Remat, of_stages
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, of_stages
 
 
 def _of(name: str, num_microbatches: int, *rows: str) -> Schedule:
@@ -39,17 +39,6 @@ HELD_UP = _of(
     f"{_run('F', 0, 7)} {_run('I', 0, 7)} {_run('W', 0, 7)} {_run('FIW', 8, 10)}",
 )
 
-# Stage 1 takes activation 3 from stage 0 before it turns to gradient 0, stage 2 gradient 1 from stage 3
-# before it turns to activation 2: neither may make what it has sent the other a condition for waiting.
-BOTH_LOOK_AWAY = _of(
-    "both look away",
-    4,
-    f"{_run('F', 0, 3)} {_run('B', 0, 3)}",
-    f"{_run('F', 0, 3)} {_run('B', 0, 3)}",
-    f"{_run('F', 0, 1)} {_run('B', 0, 1)} {_run('FB', 2, 3)}",
-    _run("FB", 0, 3),
-)
-
 
 def random_placement(generator: random.Random, num_stages: int) -> tuple[int, ...]:
     """Any stages on any workers, none of which is without a stage."""
@@ -58,17 +47,11 @@ def random_placement(generator: random.Random, num_stages: int) -> tuple[int, ..
     return tuple(generator.sample([*range(num_workers), *rest], num_stages))
 
 
-def random_remat(generator: random.Random, num_stages: int, num_microbatches: int) -> Remat:
-    """A name for all stages, or for each one a name or any of its micro-batches."""
+def random_remat(generator: random.Random, num_stages: int) -> Remat:
+    """A name for all stages, or one for each."""
     if generator.random() < 0.4:
         return generator.choice(REMAT_MODES)
-
-    def choice() -> Choice:
-        if generator.random() < 0.4:
-            return generator.choice(REMAT_MODES)
-        return generator.sample(range(num_microbatches), generator.randint(0, num_microbatches))
-
-    return [choice() for _ in range(num_stages)]
+    return generator.choices(REMAT_MODES, k=num_stages)
 
 
 def random_schedule(
@@ -82,7 +65,7 @@ def random_schedule(
 
     What a worker takes of another one's messages of a direction it takes in the order in which they leave.
     """
-    remat = remat or random_remat(generator, num_stages, num_microbatches)
+    remat = remat or random_remat(generator, num_stages)
     again = of_stages(remat, num_stages, num_microbatches)
     stages, microbatches = range(num_stages), range(num_microbatches)
     forwards = list(microbatches)

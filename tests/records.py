@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
-from gpipe_bench.harness.record import SCHEMA, Quantity, Record, Scalar
+from gpipe_bench.harness.record import SCHEMA, Metric, Record, Scalar
 
 
 def record(step: Scalar = 1, **changes: Any) -> Record:
@@ -19,7 +18,7 @@ def record(step: Scalar = 1, **changes: Any) -> Record:
         "case": {"step": step},
         "status": "done",
         "reason": "",
-        "quantities": (quantity(),),
+        "metrics": (metric(),),
         "details": {"stages": [1, 2]},
         "environment": {"cpu_model": "a processor"},
         "command": "python -m experiments run fake",
@@ -36,31 +35,30 @@ def ran(experiment: Experiment, key: dict[str, Scalar], profile: str = "short") 
         experiment=experiment.name,
         profile=profile,
         case=key,
-        quantities=found.quantities,
+        metrics=found.metrics,
         details=found.details,
     )
 
 
 def of_first_schema(*names: str, **changes: Any) -> bytes:
-    """A line as the first version wrote it: quantities without a key, whose names say everything.
+    """A line as the first version wrote it: metrics without a key, whose names say everything.
 
     The value of each is its place, counted from 1, and a half.
     """
-    quantities = [
+    metrics = [
         {"name": name, "value": place + 0.5, "unit": "ms", "provenance": "replayed", "low": None,
          "high": None, "samples": [place + 0.5], "higher_is_better": None, "note": ""}
         for place, name in enumerate(names, start=1)
     ]  # fmt: skip
     fields: dict[str, Any] = {
         "schema": 1, "experiment": "fake", "profile": "short", "case": {"step": 1}, "status": "done",
-        "reason": "", "quantities": quantities, "details": {}, "environment": {}, "command": "run fake",
+        "reason": "", "metrics": metrics, "details": {}, "environment": {}, "command": "run fake",
         "started_at": "2026-01-01T00:00:00+00:00", "duration_s": 0.5, "revision": 1, "options": {},
     }  # fmt: skip
-    body = json.dumps({**fields, **changes}, separators=(",", ":")).encode()
-    return body[:-1] + b',"digest":"' + hashlib.sha256(body).hexdigest()[:16].encode() + b'"}'
+    return json.dumps({**fields, **changes}, separators=(",", ":")).encode()
 
 
-def quantity(value: float | int | None = 1.5, **changes: Any) -> Quantity:
+def metric(value: float | int | None = 1.5, **changes: Any) -> Metric:
     """A measured time, with whatever is to differ."""
     fields: dict[str, Any] = {"name": "time", "value": value, "unit": "s", "provenance": "measured"}
-    return Quantity(**{**fields, **changes})
+    return Metric(**{**fields, **changes})

@@ -1,64 +1,50 @@
-"""Runs every experiment's smoke profile, as many at a time as there are cores.
+"""Runs every experiment's smoke profile by the command that a user types, some at a time.
 
-    python -m tests.smoke --results DIR --cores 2 [more arguments of `experiments run`]
+    python -m tests.smoke --cores 2 --results DIR [arguments of `nox -s NAME -- ...`]
 
-Each of its processes runs one experiment after the other, and what these start is forked: a fresh process for
-each command and for all that it starts would spend most of the time importing torch. That fresh ones do as
-well is what `tests/test_distributed.py`, `tests/test_packaging.py` and `tests/test_examples.py` say.
-
-Exit status: the highest of the experiments'.
+Needs nox and nothing else. Exit status: 1 where one of them fails, or where one that ends well has put
+nothing on record.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import runpy
+import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
-from gpipe_bench.experiments.registry import EXPERIMENTS
-
-_open = ExitStack()  # for as long as a process lives
-
-
-def begin() -> None:
-    """Before the first experiment of a process."""
-    from tests.forked import fork_server, forking
-
-    _open.enter_context(forking())
-    fork_server()  # now, so that what its processes say on standard error is not lost with an experiment's
+ROOT = Path(__file__).resolve().parent.parent
+EXPERIMENTS = runpy.run_path(str(ROOT / "experiments" / "registry.py"))["EXPERIMENTS"]
 
 
-def run(name: str, arguments: list[str]) -> tuple[int, str]:
-    """Exit status and output of one experiment."""
-    from tests.command_line import call
-
+def run(name: str, results: Path, arguments: list[str]) -> tuple[bool, str]:
+    """Whether it went well, and what it says."""
+    command = ["-s", name, "--", "--profile", "smoke", "--results", str(results), *arguments]
     start_s = time.monotonic()
-
-    # Cores are busy with other experiments; `--jobs` would start processes for cases beside each other.
-    status, out, err = call("run", name, "--profile", "smoke", "--jobs", 1, *arguments)
-    head = f"run {name}: exit status {status} after {time.monotonic() - start_s:.0f} s"
-    return status, f"{head}\n{err}{out}"
+    done = subprocess.run(
+        [sys.executable, "-m", "nox", *command], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    kept = (results / f"{name}.jsonl").exists()
+    head = f"nox {' '.join(command)}: exit status {done.returncode} after {time.monotonic() - start_s:.0f} s"
+    return done.returncode == 0 and kept, f"{head}{'' if kept else ', nothing on record'}\n{done.stdout}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="smoke", description=__doc__.splitlines()[0])
     parser.add_argument("--cores", type=int, default=1, metavar="N", help="experiments at a time")
+    parser.add_argument("--results", type=Path, required=True, metavar="DIR")
     options, more = parser.parse_known_args()
-    worst = 0
-    with ProcessPoolExecutor(options.cores, multiprocessing.get_context("spawn"), begin) as pool:
-        try:
-            runs = [pool.submit(run, name, more) for name in EXPERIMENTS]
-            for each in as_completed(runs):
-                status, said = each.result()
-                print(said, flush=True)
-                worst = max(worst, status)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return worst
+    failed = False
+    with ThreadPoolExecutor(options.cores) as pool:
+        for each in as_completed([pool.submit(run, name, options.results, more) for name in EXPERIMENTS]):
+            went_well, said = each.result()
+            print(said, flush=True)
+            failed |= not went_well
+    return int(failed)
 
 
 if __name__ == "__main__":

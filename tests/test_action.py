@@ -86,7 +86,7 @@ def test_everything_arrives_as_it_was_said(tmp_path: Path, odd: str) -> None:
     }
     (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
     for name, option in {"base": "--base", "engine": "--engine", "benchmarks": "--benchmarks",
-                         "command": "--command", "setup": "--setup", "pattern": "--pattern",
+                         "command": "--command", "setup": "--setup", "number": "--number",
                          "repository": "--repo", "path": "--path", "build": "--build",
                          "budget-s": "--budget-s", "history": "--history"}.items():  # fmt: skip
         assert guard[guard.index(option) + 1] == f"{name} {odd}"
@@ -103,14 +103,14 @@ def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> No
         "history": "h",
         "command": "./bench",
         "setup": "make",
-        "pattern": "x",
+        "number": "x",
         "higher-is-better": "true",
     }
     (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
     options = parser().parse_args(guard[1:])
     assert (options.repo, options.base, options.engine) == (Path("."), "b", "m:e")
     assert (options.path, options.build, options.require_conclusive) == (["src"], "make", True)
-    assert (options.command, options.setup, options.pattern) == ("./bench", "make", "x")
+    assert (options.command, options.setup, options.number) == ("./bench", "make", "x")
     assert options.higher_is_better
 
 

@@ -82,8 +82,8 @@ def saved_bytes(block: str, precision: str, attention: str, tp: int) -> int:
     with ranks(tp) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         layers = nn.Sequential(fake_copy(layer))
         if mesh is not None:
-            tensor_parallel(layers, mesh)
-        inputs = torch.empty(1, options["seq_len"], options["d_model"], requires_grad=True)
+            tensor_parallel(layers, mesh, sequence=True)  # as in a plan
+        inputs = torch.empty(1, options["seq_len"] // tp, options["d_model"], requires_grad=True)
         with (
             attention_of(attention),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),

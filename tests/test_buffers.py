@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 from covering import pairwise
-from refused import refused
 from tiny_models import EXACT, assert_own_gradients, assert_trains_as_plain, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -30,8 +29,6 @@ mse_loss = nn.functional.mse_loss
 
 class Changing(nn.Module):
     """A linear layer times what `change` makes of the buffer `seen` in every call."""
-
-    calls = 0
 
     def __init__(
         self, change: Callable[[Changing, Tensor], None], numbers: int = WIDTH, *, persistent: bool = True
@@ -60,12 +57,6 @@ def assigned(layer: Changing, mean: Tensor) -> None:
 
 def behind_torchs_back(layer: Changing, mean: Tensor) -> None:
     layer.seen.data.mul_(0.7).add_(mean, alpha=0.3)
-
-
-def counts_beside(layer: Changing, mean: Tensor) -> None:
-    """In an attribute, which decides what the buffer becomes."""
-    layer.calls += 1
-    layer.seen = layer.seen + layer.calls * mean
 
 
 def late(layer: Changing, mean: Tensor) -> None:
@@ -176,7 +167,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "assigned": lambda: Changing(assigned),
     "behind torch's back": lambda: Changing(behind_torchs_back),
     "every third call": with_a_count,
-    "counts beside": lambda: Changing(counts_beside),
     "registered": lambda: Registered(WIDTH, WIDTH),
     "unset": Unset,
     "two names": two_names,
@@ -224,7 +214,7 @@ def test_a_buffer_may_begin_to_change_later(kind: Callable[[], nn.Module]) -> No
 
 
 def test_a_large_buffer_that_begins_to_change_in_place_is_refused() -> None:
-    with refused(ActionError):
+    with pytest.raises(ActionError, match="action 0F0 failed: RuntimeError: buffer 'seen'"):
         trains(lambda: Changing(late, LARGE), between=begin)
     layers = seeded(lambda: model(lambda: Changing(late, LARGE)))
     pipeline = Pipeline(layers, num_stages=3, num_microbatches=4)
@@ -251,7 +241,7 @@ def test_a_layer_that_changes_when_it_is_trained_again() -> None:
 
 def test_a_layer_that_asks_for_gradients_is_refused() -> None:
     pipeline = Pipeline(seeded(lambda: model(lambda: Changing(with_graph))), num_stages=3, num_microbatches=4)
-    with refused(ActionError):
+    with pytest.raises(ActionError, match="action 2R3 failed: RuntimeError: buffer 'seen'"):
         pipeline.step(*mlp_batch(8), mse_loss)
 
 
@@ -383,7 +373,7 @@ def test_a_layer_that_begins_to_overwrite_the_stage_input_is_refused_not_silentl
     pipeline = Pipeline(layers, num_stages=1, num_microbatches=2, remat="always")
     pipeline.step(batch, target, mse_loss)
     layers[0].late = True
-    with refused(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"it cannot be recomputed; call Pipeline\.refresh\(\)"):
         pipeline.step(batch.clone(), target, mse_loss)
     pipeline.refresh()
     pipeline.step(batch, target, mse_loss)
@@ -449,9 +439,9 @@ def test_an_input_that_shares_memory_is_not_silently_overwritten(kind: str, rema
         assert_trains_as_plain(build, lambda step: mlp_batch(4), loss_fn, num_stages=2, **options)
         return
     pipeline = Pipeline(seeded(build), num_stages=2, cost=[1, 1], **options)
-    with refused(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"out-of-place form of the operation \(inplace=False\),"):
         pipeline.step(*mlp_batch(4), loss_fn)
-    with refused(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"out-of-place form of the operation \(inplace=False\),"):
         pipeline(mlp_batch(4)[0])
 
 
@@ -465,5 +455,5 @@ def test_tensors_of_the_mini_batch_may_share_memory() -> None:
     pipeline.step(views(), target, mse_loss)
     assert_own_gradients(pipeline, plain.gradients, **EXACT)
     pipeline = Pipeline(seeded(build), num_stages=2, num_microbatches=2, remat="always")
-    with refused(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"out-of-place form of the operation \(inplace=False\),"):
         pipeline.step(views(), target, mse_loss)

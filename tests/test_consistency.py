@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.experiments.consistency import experiment as consistency
-from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
-from gpipe_bench.experiments.consistency.judging import (
+from gpipe_bench.experiments.paper.consistency import experiment as consistency
+from gpipe_bench.experiments.paper.consistency.experiment import EXPERIMENT
+from gpipe_bench.experiments.paper.consistency.judging import (
     METRICS,
     PATH,
     Finding,
@@ -21,11 +21,11 @@ from gpipe_bench.experiments.consistency.judging import (
     load_protocol,
     statistical,
 )
-from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS
-from gpipe_bench.experiments.consistency.tables import tables
+from gpipe_bench.experiments.paper.consistency.recipes import DAWNBENCH, DIGITS
+from gpipe_bench.experiments.paper.consistency.tables import tables
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.record import SCHEMA, Quantity, Record
+from gpipe_bench.harness.record import SCHEMA, Metric, Record
 from gpipe_bench.harness.report.table import text_table
 from gpipe_bench.harness.verdict import Comparison
 
@@ -35,8 +35,8 @@ BASE = (0.976, 0.984) * 5
 DEVIATION = 0.004 * (10 / 9) ** 0.5
 
 
-def quantity(name: str, value: float | None, unit: str = "number") -> Quantity:
-    return Quantity(name=name, value=value, unit=unit, provenance="measured")
+def metric(name: str, value: float | None, unit: str = "number") -> Metric:
+    return Metric(name=name, value=value, unit=unit, provenance="measured")
 
 
 def record(part: str, score: float | None, *, model: str = "images", **more: Any) -> Record:
@@ -44,20 +44,20 @@ def record(part: str, score: float | None, *, model: str = "images", **more: Any
     key = {"num_stages": 1, "num_microbatches": 2, "seed": 0, "processes": 1, "engine": "pipeline"}
     key["protocol"] = PROTOCOL.digest
     given = {name: more.pop(name) for name in list(more) if name in {*key, "stash", "rate"}}
-    quantities = [quantity(METRICS[model], score, "ratio" if model == "images" else "perplexity")]
+    metrics = [metric(METRICS[model], score, "ratio" if model == "images" else "perplexity")]
     if part in ("same seed", "micro-batches"):
         gap = more.pop("gap", 0.0)
-        quantities += [
-            quantity("reference " + METRICS[model], score),
-            quantity("largest weight difference", gap),
-            quantity("relative weight difference", gap),
-            quantity("numbers that differ", more.pop("different", 1 if gap else 0), "parameters"),
-            quantity("numbers compared", 1000, "parameters"),
+        metrics += [
+            metric("reference " + METRICS[model], score),
+            metric("largest weight difference", gap),
+            metric("relative weight difference", gap),
+            metric("numbers that differ", more.pop("different", 1 if gap else 0), "parameters"),
+            metric("numbers compared", 1000, "parameters"),
         ]
     if part == "asynchronous":
-        quantities += [
-            quantity("weights kept", 20.0, "bytes"),
-            quantity("weights of the model", 8.0, "bytes"),
+        metrics += [
+            metric("weights kept", 20.0, "bytes"),
+            metric("weights of the model", 8.0, "bytes"),
         ]
     better = model == "images"
     details = {
@@ -69,7 +69,7 @@ def record(part: str, score: float | None, *, model: str = "images", **more: Any
     return Record(
         schema=SCHEMA, experiment="consistency", profile="short",
         case={"part": part, "model": model, **key, **given},
-        status=more.pop("status", "done"), reason=more.pop("reason", ""), quantities=tuple(quantities),
+        status=more.pop("status", "done"), reason=more.pop("reason", ""), metrics=tuple(metrics),
         details=details, environment={}, command="", started_at="", duration_s=0.0,
         options=more.pop("options", {"seed": 0, "data": None}),
     )  # fmt: skip
@@ -180,7 +180,7 @@ def test_records_under_another_protocol_are_not_judged(
         PATH.read_text().replace("\n# Ranges", "\n#  Ranges")
     ) else PATH)  # fmt: skip
     for place in ("judging", "tables", "experiment"):
-        monkeypatch.setattr(f"gpipe_bench.experiments.consistency.{place}.load_protocol", lambda: other)
+        monkeypatch.setattr(f"gpipe_bench.experiments.paper.consistency.{place}.load_protocol", lambda: other)
     finding = found(records)
     assert finding.word == "not comparable"
     assert "under another protocol" in finding.reason

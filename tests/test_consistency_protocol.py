@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from gpipe_bench.experiments.consistency.judging import (
+from gpipe_bench.experiments.paper.consistency.judging import (
     PATH,
     Plan,
     farthest,

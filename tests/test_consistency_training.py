@@ -24,17 +24,22 @@ import torch
 from forked import free_port
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refused
 from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.commands import cli
-from gpipe_bench.experiments.consistency import experiment as consistency
-from gpipe_bench.experiments.consistency import training as consistency_training
-from gpipe_bench.experiments.consistency.asynchronous import train_asynchronously
-from gpipe_bench.experiments.consistency.experiment import EXPERIMENT
-from gpipe_bench.experiments.consistency.judging import load_protocol
-from gpipe_bench.experiments.consistency.recipes import DAWNBENCH, DIGITS, TOPICS, image_layout, subject_of
-from gpipe_bench.experiments.consistency.tasks import (
+from gpipe_bench.experiments.paper.consistency import experiment as consistency
+from gpipe_bench.experiments.paper.consistency import training as consistency_training
+from gpipe_bench.experiments.paper.consistency.asynchronous import train_asynchronously
+from gpipe_bench.experiments.paper.consistency.experiment import EXPERIMENT
+from gpipe_bench.experiments.paper.consistency.judging import load_protocol
+from gpipe_bench.experiments.paper.consistency.recipes import (
+    DAWNBENCH,
+    DIGITS,
+    TOPICS,
+    image_layout,
+    subject_of,
+)
+from gpipe_bench.experiments.paper.consistency.tasks import (
     Images,
     ImageTask,
     RMSPropTF,
@@ -48,7 +53,7 @@ from gpipe_bench.experiments.consistency.tasks import (
     task_of,
     topics,
 )
-from gpipe_bench.experiments.consistency.training import (
+from gpipe_bench.experiments.paper.consistency.training import (
     Setting,
     Trained,
     WeightAverage,
@@ -240,7 +245,7 @@ def test_own_images_of_any_layout(tmp_path: Path) -> None:
     still, _ = parts.batch(parts.held_out, None)
     assert not torch.equal(images[:1], still[:1])
     (tmp_path / "flat" / "a" / "0.png").write_bytes(b"no image")
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="can't be read as an image;"):
         own_images(str(tmp_path / "flat"), 9, False, 0, None).batch(range(12), None)
 
 
@@ -329,7 +334,7 @@ def test_a_changed_cifar10_file_is_not_opened(tmp_path: Path, monkeypatch: pytes
             return Path.touch, (trap,)
 
     (path / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Trap()))
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="of cifar-10-batches-py is not the published"):
         own_images(str(path), 28, False, 0, None)
     assert not trap.exists()
 
@@ -525,7 +530,7 @@ def run_killed(event: str, arguments: list[str]) -> None:
 
 
 def without_times(record: Record) -> dict[str, Any]:
-    found = {name: getattr(record, name) for name in ("case", "status", "quantities", "details", "options")}
+    found = {name: getattr(record, name) for name in ("case", "status", "metrics", "details", "options")}
     return json.loads(json.dumps(found, default=repr, sort_keys=True))
 
 
@@ -533,7 +538,7 @@ def test_only_the_sources_that_a_training_uses_begin_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it finds what it left depends on them, and on no others."""
-    others = ["harness/one.py", "planner/one.py", "experiments/consistency/tables.py"]
+    others = ["harness/one.py", "planner/one.py", "experiments/paper/consistency/tables.py"]
     used = [each if each.endswith(".py") else f"{each}/one.py" for each in consistency_training.TRAINED_BY]
     for name in (*others, *used):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -571,7 +576,7 @@ def test_a_killed_run_ends_with_the_same_record(tmp_path: Path, monkeypatch: pyt
     case = next(c for c in consistency.cases(options) if c.key == record.case)
     undisturbed = consistency.run(case, options)
     fields = {"case": record.case, "status": "done", "options": record.options}
-    wanted = {**fields, "quantities": undisturbed.quantities, "details": undisturbed.details}
+    wanted = {**fields, "metrics": undisturbed.metrics, "details": undisturbed.details}
     assert without_times(record) == json.loads(json.dumps(wanted, default=repr, sort_keys=True))
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.figure2 import EXPERIMENT, Shape, peak, peak_activations, shape, traffic
-from gpipe_bench.experiments.figure2_shown import VARIANTS
+from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, Shape, peak, peak_activations, shape, traffic
+from gpipe_bench.experiments.paper.figure2_shown import VARIANTS
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import Record
@@ -27,7 +27,7 @@ def finished(**wanted: object) -> list[Record]:
                 record(
                     experiment="figure2",
                     case=case.key,
-                    quantities=outcome.quantities,
+                    metrics=outcome.metrics,
                     details=outcome.details,
                 )
             )
@@ -72,7 +72,7 @@ def test_every_formula_of_the_paper_is_met() -> None:
     assert len(verdicts) == 15, "and early recomputation leaves less of the bubble"
     assert set(verdicts.values()) == {"identity"}
     for each in records[:4]:
-        assert each.quantity("fractions that differ from the closed form").value == 0
+        assert each.metric("fractions that differ from the closed form").value == 0
         assert all(pair["replay"] == pair["closed form"] for pair in each.details["fractions"].values())
 
 
@@ -138,10 +138,10 @@ def test_a_tensor_that_stands_twice_is_sent_once() -> None:
 
 def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
     found = {
-        (cell.table, cell.row): cell.quantity.value
+        (cell.table, cell.row): cell.metric.value
         for cell in EXPERIMENT.cells(
             finished(part="traffic", model="transformer-seq2seq", size="T(6, 8192, 16)")
         )
-        if cell.quantity is not None
+        if cell.metric is not None
     }
     assert found == {("nmt-models", "T(6,8192,16)"): 408_205_824}

@@ -37,6 +37,7 @@ NONE = {**ONE, "gpus": [], "gib": 0.0}
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for results, on a machine with one GPU."""
     monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(gpu, "STATE", tmp_path)
     monkeypatch.setattr(gpu, "ask_torch", lambda: ONE)
     return tmp_path
 
@@ -178,11 +179,11 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path:
     assert memory["baseline"] == max(half.cap_gib for half in HALVES.values())
 
 
-def test_the_doctor_says_what_would_run_and_what_it_takes(
+def test_the_list_says_what_would_run_and_what_it_takes(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "ask_torch", lambda: {**ONE, "gib": 24.0})
-    assert cli(["doctor", "--device", "cuda", "--results", str(out), "--json"]) == 0
+    assert cli(["list", "--machine", "--device", "cuda", "--results", str(out), "--json"]) == 0
     checks = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
     steps = [name.removeprefix("step ") for name in checks if name.startswith("step ")]
     assert steps == [step.name for step in STEPS]
@@ -194,5 +195,5 @@ def test_the_doctor_says_what_would_run_and_what_it_takes(
     assert (does_not["status"], does_not["remedy"]) == ("optional", "needs 75 GiB (estimated)")
     assert (alone["status"], alone["remedy"]) == ("optional", "needs 2 GPUs")
     monkeypatch.setattr(gpu, "ask_torch", lambda: NONE)
-    assert cli(["doctor", "--device", "cuda", "--results", str(out)]) == 1
+    assert cli(["list", "--machine", "--device", "cuda", "--results", str(out)]) == 1
     assert "missing: gpus" in capsys.readouterr().out

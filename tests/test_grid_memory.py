@@ -116,9 +116,9 @@ def test_after_its_passes_a_stage_holds_graphs_and_gradients() -> None:
     layers, loss = profiled(4)
     for parts, last in ((layers, loss), (layers[:5], None), (layers[3:], loss)):
         whole = stage_bytes(parts, last)
-        assert whole.played is not None
-        assert whole.played.with_graph[-1].after == whole.saved_bytes
-        assert whole.played.first[0].after >= whole.gradient_bytes
+        assert whole.trace is not None
+        assert whole.trace.with_graph[-1].after == whole.saved_bytes
+        assert whole.trace.first[0].after >= whole.gradient_bytes
 
 
 def test_alone_it_is_the_same_model() -> None:

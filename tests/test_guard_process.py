@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from refused import refused
 
 from gpipe_bench.experiments.guard.arms import Worker, WorkerError
 
@@ -39,16 +38,16 @@ def test_it_answers_line_by_line(start) -> None:
 
 def test_one_that_dies_shows_its_last_words(start) -> None:
     worker = start("import sys; sys.exit('no such layer')")
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="the process of arm ended with"):
         worker.receive(10)
 
 
 def test_one_that_was_killed_says_how(start) -> None:
     worker = start(ECHO)
     os.kill(worker.pid, signal.SIGKILL)
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="the process of arm ended with"):
         worker.receive(10)
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="the process of arm ended with"):
         worker.send({})
 
 
@@ -61,19 +60,19 @@ def test_one_that_hangs_is_not_waited_for(start, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(select, "select", nothing_yet)
     worker = start(ECHO)
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="the process of arm has not"):
         worker.receive(7.0)
     assert [0 < each <= 7.0 for each in asked_s] == [True]
 
 
 @pytest.mark.parametrize("text", ["hello", "[1]", "{"])
 def test_one_that_talks_nonsense_is_quoted(start, text: str) -> None:
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="the process of arm answered"):
         start(f"print({text!r}, flush=True); input()").receive(10)
 
 
 def test_an_error_it_reports_is_raised(start) -> None:
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="arm: out of memory"):
         start("""print('{"error": "out of memory"}', flush=True); input()""").receive(10)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,15 +13,15 @@ from typing import Any
 
 import pytest
 import their_repository
-from refused import refused
 
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard import run as guard_run
 from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of, repository
-from gpipe_bench.experiments.guard.command import Command
+from gpipe_bench.experiments.guard.command import Command, check_changes, check_unit
 from gpipe_bench.experiments.guard.run import Finding, measure
+from gpipe_bench.experiments.guard.worker import check_origins
 from gpipe_bench.harness.guard import Change, Judgement, Sample
 
 SAME = Judgement("same", 12, 0.975, *[Change(0.0, -0.01, 0.01)] * 3, 0.01, 0.01)
@@ -148,13 +151,13 @@ def test_their_functions_are_named_without_being_run_here(theirs: Path) -> None:
 @pytest.mark.parametrize("text", ["BENCHMARKS = {}", "import nothing_of_that_name"])
 def test_a_file_without_benchmarks_says_so(theirs: Path, text: str) -> None:
     (theirs / "benchmarks.py").write_text(text)
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="can't be used: head"):
         subject_of(theirs, with_file=True)
 
 
 def test_a_function_that_builds_nothing_says_so(theirs: Path, start: Callable[..., Arm]) -> None:
     (theirs / "benchmarks.py").write_text("BENCHMARKS = {'once': lambda: 3}")
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="TypeError: once returned int; it must"):
         start(with_file=True).build("once")
 
 
@@ -261,13 +264,16 @@ def test_a_command_of_any_language_is_guarded_against_its_base(
         ("4 threads on cpu0\n12.5ms", "", [12.5]),
         ("1,234,567 instructions:u", "", [1234567.0]),
         ("rate=3e-4/s v1.2", "", [3e-4]),
+        ("15,16 s", "", [15.16]),
+        ("took 12.5 ms\x1b[39m", "", [12.5]),
+        ("1,23,4", "", ValueError("printed '1,23,4', which is no number; --number REGEX names it")),
         ("a: 1 s\nb: 4 s", r"(\d+) s$", [1.0, 4.0]),
-        ("total 7", r"total \d+", ValueError("printed 'total 7' where --pattern wants a number")),
+        ("total 7", r"total \d+", ValueError("printed 'total 7', which is no number")),
         ("done", "", ValueError("printed no number on standard output, but done")),
         (
             "",
             r"\d+",
-            ValueError("nothing that --pattern '.*' matches on standard output, but nothing at all"),
+            ValueError("nothing that --number '.*' matches on standard output, but nothing at all"),
         ),
         ("0", "", ValueError("printed 0; ratios are compared, so print numbers above 0")),
     ],
@@ -293,13 +299,13 @@ def test_the_number_of_an_output(said: str, pattern: str, numbers: list[float] |
             "has not ended for 0.2 s; --timeout-s gives",
         ),
         (["--command", "echo none"], "of base (.*) printed no number on standard output, but none"),
-        (["--command", "cat work.sh", "--pattern", "(4|110)"], "base 1, head 2, control 1; give a --pattern"),
+        (["--command", "cat work.sh", "--number", "(4|110)"], "base 1, head 2, control 1; give a --number"),
         (
             ["--command", "sleep 0.2; echo 1", "--budget-s", "2"],
             "the first look needs 72 of them in .*--budget-s",
         ),
-        (["--command", "echo 1", "--pattern", "("], "--pattern '(' is no regular expression"),
-        (["--command", "echo 1", "--pattern", "(a)(b)"], "has 2 groups; put one around the number"),
+        (["--command", "echo 1", "--number", "("], "--number '(' is no regular expression"),
+        (["--command", "echo 1", "--number", "(a)(b)"], "has 2 groups; put one around the number"),
         (["--command", " "], "--command is empty; give what prints a number"),
         (["--command", "echo 1", "--timeout-s", "-1"], "--timeout-s is -1; give the seconds that one run"),
         (["--command", "echo 1", "--build", "make"], "a command's checkouts take --setup"),
@@ -315,6 +321,43 @@ def test_a_command_that_can_not_be_measured_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     for part in message.split(".*"):
         assert part in line
+
+
+def test_a_number_that_is_no_time_or_changes_its_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match="printed 1000 last in every run of every revision"):
+        check_changes([1000.0] * 6, Command("true"))
+    check_changes([1000.0] * 6, Command("true", r"(\d+) items"))
+    check_changes([1000.0, 1001.0], Command("true"))
+    with pytest.raises(ValueError, match="its unit changes"):
+        check_unit({"base": 890.0, "head": 1.01, "control": 900.0})
+    check_unit({"base": 890.0, "head": 89.0, "control": 900.0})
+
+
+def test_a_module_from_elsewhere_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head's own in the base's arm, and an installed copy of what the tree holds."""
+    head, base = tmp_path / "head", tmp_path / "base"
+    for tree in (head, base):
+        (tree / "python" / "guarded_package").mkdir(parents=True)
+        (tree / "python" / "guarded_package" / "__init__.py").touch()
+    for place in (head / "python", tmp_path / "site-packages"):
+        module = types.ModuleType("guarded_package")
+        module.__file__ = str(place / "guarded_package" / "__init__.py")
+        monkeypatch.setitem(sys.modules, "guarded_package", module)
+        with pytest.raises(RuntimeError, match="module guarded_package comes from"):
+            check_origins(base, head, head / "benchmarks.py")
+    module.__file__ = str(base / "python" / "guarded_package" / "__init__.py")
+    check_origins(base, head, head / "benchmarks.py")
+
+
+def test_processor_time_decides_where_wall_time_is_contaminated_twice() -> None:
+    away = Change(0.1, 0.02, 0.2)
+    slower = Judgement("contaminated", 48, 0.984, away, away, Change(0.2, 0.15, 0.25), 1, 1.2)
+    assert Finding("x", [slower, slower], cpu_noise=[0.02, 0.02]).confirmed
+    assert "in processor time" in Finding("x", [slower, slower], cpu_noise=[0.02, 0.02]).conclusion()
+    assert not Finding("x", [slower], cpu_noise=[0.02]).confirmed, "two runs must agree"
+    assert not Finding("x", [slower, slower], cpu_noise=[0.02, 0.2]).confirmed, "the base differs as much"
+    same = dataclasses.replace(slower, verdict="same", control=Change(0.0, -0.01, 0.01))
+    assert not Finding("x", [slower, same], cpu_noise=[0.02, 0.02]).confirmed, "wall time has told"
 
 
 # What a run amounts to
@@ -357,5 +400,5 @@ def test_a_head_that_computes_something_else_is_noted_and_one_that_unlearnt_it_f
     what = "what it returns"
     _, finding = measured(monkeypatch, Built(7999.0, what=what), Built(9198.0, what=what))
     assert finding.notes == ["computes something else: what it returns was 7999 and is 9198"]
-    with refused(WorkerError):
+    with pytest.raises(WorkerError, match="transformer: the base runs it, the"):
         measured(monkeypatch, Built(1.0), Built(None, "too deep"))

@@ -55,7 +55,7 @@ def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatc
 def test_the_records_are_those_of_one_after_the_other(store, tmp_path, log):
     beside, alone = go(store, 3).records, go(Store(tmp_path / "alone"), 1).records
     for one, other in zip(beside, alone, strict=True):
-        same = ("case", "status", "quantities", "details", "options", "identity")
+        same = ("case", "status", "metrics", "details", "options", "identity")
         assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
         assert one.environment["versions"] == other.environment["versions"]
 
@@ -155,4 +155,4 @@ def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, co
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_only_what_is_not_timed_runs_beside_itself(name):
-    assert load(name).untimed == (name in ("computed", "consistency", "directions", "predictions", "table1"))
+    assert load(name).untimed == (name in ("computed", "consistency", "predictions", "table1"))

@@ -16,11 +16,11 @@ samples = st.lists(st.floats(0.001, 1000), min_size=2, max_size=20)
 @settings(max_examples=40)
 @given(samples)
 def test_the_interval_holds_the_median_lies_within_the_samples_and_repeats(values):
-    quantity = from_samples("time", values, "s")
-    assert min(values) <= quantity.low <= quantity.value <= quantity.high <= max(values)
-    assert quantity.value == numpy.median(values)
-    assert quantity.samples == tuple(values)
-    assert from_samples("time", values, "s") == quantity
+    metric = from_samples("time", values, "s")
+    assert min(values) <= metric.low <= metric.value <= metric.high <= max(values)
+    assert metric.value == numpy.median(values)
+    assert metric.samples == tuple(values)
+    assert from_samples("time", values, "s") == metric
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.95])

@@ -58,23 +58,6 @@ def test_a_torn_tail_never_reaches_the_next_record(tmp_path_factory, data):
     assert [problem.line for problem in loaded.problems] == ([] if whole or keep == first else [2])
 
 
-@settings(max_examples=150)
-@given(st.data())
-def test_no_altered_byte_goes_unnoticed(tmp_path_factory, data):
-    store = Store(tmp_path_factory.mktemp("store"))
-    for step in (1, 2, 3):
-        store.append(record(step))
-    lines = store.path("fake").read_bytes().splitlines()
-    place = data.draw(st.integers(0, len(lines[1]) - 1))
-    byte = data.draw(st.integers(0, 255).filter(lambda byte: byte != lines[1][place] and byte != ord("\n")))
-    lines[1] = lines[1][:place] + bytes([byte]) + lines[1][place + 1 :]
-    store.path("fake").write_bytes(b"\n".join(lines) + b"\n")
-    loaded = store.load("fake")
-    assert [each.case["step"] for each in loaded.records] == [1, 3]
-    assert [(problem.path, problem.line) for problem in loaded.problems] == [(store.path("fake"), 2)]
-    assert str(loaded.problems[0]).startswith(f"{store.path('fake')}:2: ")
-
-
 def test_every_kind_of_bad_line_is_reported_and_the_rest_used(store):
     store.append(record(1))
     good = encode(record(2))

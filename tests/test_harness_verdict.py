@@ -8,14 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import refused
 
 from gpipe_bench.harness.compare import judge, narrow, printed, worded
 from gpipe_bench.harness.paper import PaperNumber
-from gpipe_bench.harness.record import Quantity
+from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.units import parse_printed, show_with_interval
 from gpipe_bench.harness.unknowns import Unknown
-from gpipe_bench.harness.verdict import NARROW, VERDICTS, Answer, Part, Spread
+from gpipe_bench.harness.verdict import NARROW, VERDICTS, Part, Result, Spread
 
 
 def paper(printed="3.5x", unit="ratio", **changes):
@@ -25,8 +24,8 @@ def paper(printed="3.5x", unit="ratio", **changes):
 
 
 def ours(value, unit="ratio", low=None, high=None, **changes):
-    quantity = Quantity("x", value, unit, "measured", low=low, high=high)
-    return Answer(table="t", row="r", column="c", quantity=quantity, **changes)
+    metric = Metric("x", value, unit, "measured", low=low, high=high)
+    return Result(table="t", row="r", column="c", metric=metric, **changes)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 4))
@@ -84,19 +83,6 @@ def test_a_range_that_meets_the_printed_interval_has_to_be_narrow_to_reproduce_i
         assert judge(cell, ours((low + high) / 2, low=low, high=high)).verdict == verdict
 
 
-def test_a_range_that_meets_a_number_under_a_sliver_of_its_settings_decides_nothing():
-    """Nine of ten settings give 9.0, one gives 10; an eleventh of them is less than a tenth."""
-
-    def judged(others: int, **error):
-        spread = Spread(low=9.0, high=10.0, combinations=99, values=(10.0, *[9.0] * others), **error)
-        return judge(paper("10"), ours(9.0, spread=spread))
-
-    assert (judged(9).verdict, judged(9).met) == ("reproduced", 0.1)
-    assert judged(10).verdict == "undecided"
-    assert "9.1 % of the settings do, and it takes a tenth" in judged(10).reason
-    assert judged(10, error=(0.95, 1.06)).verdict == "reproduced", "9.0 may be 9.54"
-
-
 @given(st.floats(0.1, 100), st.floats(0, 2))
 def test_narrow_is_a_fifth_to_either_side(middle, reach):
     if abs(reach - NARROW) > 1e-9:
@@ -151,18 +137,12 @@ def test_every_verdict_has_a_reason(value, not_comparable, status, known):
 def test_arithmetic_that_does_not_come_out_is_no_identity():
     judgement = judge(paper("542M", "parameters", kind="identity"), ours(540_986_433, "parameters"))
     assert judgement.verdict == "below"
-    assert "nothing was tried" in judgement.reason
 
 
-def test_a_difference_gives_its_factor_and_only_a_reason_that_was_tested():
+def test_a_difference_gives_its_factor():
     unexplained = judge(paper("10"), ours(21.0))
     assert "lies above 9.5" in unexplained.reason
     assert "a factor of 2 away" in unexplained.reason
-    assert unexplained.reason.endswith("nothing was tried that might account for it")
-    tried = judge(paper("10"), ours(21.0, others_tried=1234))
-    assert tried.reason.endswith("no setting accounts for it, of 1,234 tried")
-    explained = judge(paper("10"), ours(21.0, explained_by="all gradients", others_tried=2))
-    assert explained.reason.endswith("accounted for by all gradients, of 2 settings tried")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +227,7 @@ def test_about_is_as_near_as_the_word_may_mean_and_never_nearer_than_the_digit()
     assert (coarse.low, coarse.high) == (printed(paper("3", "ratio")).low, 3.5)
     assert judge(cell, ours(27.0, "%", allowed=found)).verdict == "undecided"
     assert judge(cell, ours(36.7, "%", allowed=found)).verdict == "above"
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="how near has no range"):
         worded(cell, "about", msgspec.structs.replace(unknown(0.04, 0.1), range=None, allowed=(1,)))
 
 
@@ -276,20 +256,5 @@ def test_an_erratum_without_a_correction_may_leave_nothing_to_compare():
     ],
 )
 def test_a_case_without_a_number_says_what_became_of_it(status, reason, verdict, words):
-    judgement = judge(paper(), Answer(table="t", row="r", column="c", status=status, reason=reason))
+    judgement = judge(paper(), Result(table="t", row="r", column="c", status=status, reason=reason))
     assert (judgement.verdict, judgement.reason) == (verdict, words)
-
-
-def test_the_tolerance_scales_our_range_and_the_rounding():
-    cell, number = paper("3.5x"), ours(3.62, low=3.58, high=3.66)
-    one, half = judge(cell, number), judge(cell, number, 0.5)
-    assert (one.verdict, half.verdict) == ("above", "above")
-    assert (half.range_low, half.range_high) == pytest.approx((3.60, 3.64))
-    assert judge(cell, number, 2).verdict == "reproduced"
-    assert (half.fails_below, half.fails_above) == pytest.approx((3.575, 3.665))
-
-
-@pytest.mark.parametrize("tolerance", [0, -1, float("nan"), float("inf")])
-def test_a_tolerance_without_a_width_is_refused(tolerance):
-    with refused(ValueError):
-        judge(paper("3.5x"), ours(3.5), tolerance)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper_profiles import (
+from gpipe_bench.experiments.paper.profiles import (
     Label,
     Reading,
     Relabel,
@@ -25,10 +25,10 @@ from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 
 
-def block(width: int, examples: int, *, compiled: bool = False) -> LayerProfile:
+def block(width: int, examples: int) -> LayerProfile:
     layer = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
     inputs = Boundary.of(torch.empty(examples, width, 5, 7, requires_grad=True))
-    return Profiler(compiled=compiled, with_shapes=True).layer(layer, inputs)
+    return Profiler(with_shapes=True).layer(layer, inputs)
 
 
 def fields(profile: LayerProfile) -> list[object]:
@@ -38,12 +38,9 @@ def fields(profile: LayerProfile) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_relabelled_profile_is_that_of_the_other_size(compiled: bool) -> None:
+def test_a_relabelled_profile_is_that_of_the_other_size() -> None:
     relabel = Relabel((Label(61, 61, 12), Label(43, 43, 6)))
-    assert fields(relabel.profile(block(61, 43, compiled=compiled))) == fields(
-        block(12, 6, compiled=compiled)
-    )
+    assert fields(relabel.profile(block(61, 43))) == fields(block(12, 6))
 
 
 def test_tiles_pad_the_two_dimensions_that_cost_least() -> None:
@@ -95,11 +92,3 @@ def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer(monkeypat
 def test_the_transformer_at_another_micro_batch(examples: int, attention: str) -> None:
     made = transformer(Reading(), 2, examples, attention)
     check_equal(made, profiled(Reading(), "transformer", examples, num_layers=2, attention=attention))
-
-
-@pytest.mark.parametrize("model", ["transformer", "amoebanet"])
-def test_a_compiler_that_keeps_as_little_as_it_can_keeps_less(model: str) -> None:
-    make, size = {"transformer": (transformer, (1, 2)), "amoebanet": (amoebanet, (9, 48, 2))}[model]
-    readings = (Reading(compiled=True, keeps_least=each, with_shapes=True) for each in (False, True))
-    plain, least = (sum(layer.first.kept_inside for layer in make(each, *size).layers) for each in readings)
-    assert least < 0.95 * plain

@@ -5,26 +5,21 @@ accelerators, since what is tested is decided before any of them is touched.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import sys
-import threading
 import types
-from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from refused import refused
 from torch import distributed as dist
 
-from gpipe_bench.experiments.consistency import training as consistency
-from gpipe_bench.experiments.consistency.recipes import subject_of
-from gpipe_bench.experiments.consistency.training import Setting
+from gpipe_bench.experiments.paper.consistency import training as consistency
+from gpipe_bench.experiments.paper.consistency.recipes import subject_of
+from gpipe_bench.experiments.paper.consistency.training import Setting
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.ranks import launch
-
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -44,7 +39,7 @@ def test_windows_is_refused_with_what_to_do_instead(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(launch.signal, "pthread_sigmask")
     monkeypatch.delattr(launch.signal, "SIGHUP")
     monkeypatch.setattr(launch.sys, "platform", "win32")
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="launch needs the signals of Linux"):
         launch.launch(nothing, 2)
 
 
@@ -53,7 +48,7 @@ def test_a_function_of_a_notebook_is_refused_with_what_to_do_instead(monkeypatch
     notebook = types.ModuleType("__main__")
     exec("def train(): pass", notebook.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="the processes of launch import the"):
         launch.launch(notebook.train, 2, device="cpu")
 
 
@@ -64,14 +59,14 @@ def test_more_processes_than_gpus_are_refused_before_any_starts(
 ) -> None:
     started: list[object] = []
     monkeypatch.setattr(launch, "elastic_launch", lambda *arguments: started.append(arguments))
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="2 processes, 1 GPU: each process"):
         launch.launch(nothing, 2, device=device)
     assert not started
 
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)
 def test_a_gpu_that_is_asked_for_must_be_there(gpus: int) -> None:
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="1 process, 0 GPUs: each process"):
         launch.launch(nothing, 1, device="cuda")
 
 
@@ -95,11 +90,11 @@ def test_a_process_of_torchrun_says_it_before_it_joins_the_others(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with refused(ValueError), launch.start_process():
+    with pytest.raises(ValueError, match="2 processes, 1 GPU: each process"), launch.start_process():
         pass
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with refused(ValueError), launch.start_process():
+    with pytest.raises(ValueError, match="2 processes, 1 GPU: each process"), launch.start_process():
         pass
     assert not dist.is_initialized()
 
@@ -135,6 +130,24 @@ def test_a_process_in_front_of_a_gpu_keeps_all_cores(
         assert (own, selected, backends) == (first, [first], ["cpu:gloo,cuda:nccl"])
 
 
+def test_nobody_else_reaches_what_is_launched() -> None:
+    """The launcher's store and the connections of the processes listen on this host alone."""
+    found = launch.launch(_listening, 2, device="cpu")
+    assert all(addresses for addresses in found)
+    assert {address for addresses in found for address in addresses} == {"127.0.0.1"}
+
+
+def _listening() -> list[str]:
+    """The addresses at which this process or its launcher listens, once a connection is there."""
+    dist.all_reduce(torch.ones(1))
+    processes = [psutil.Process(), psutil.Process().parent()]
+    listening = [
+        each for of in processes if of for each in of.net_connections("tcp") if each.status == "LISTEN"
+    ]
+    dist.barrier()
+    return [each.laddr.ip for each in listening]
+
+
 def test_a_real_process_is_held_to_one_core() -> None:
     if not hasattr(os, "sched_getaffinity"):
         pytest.skip("this system holds no process to a core")
@@ -143,34 +156,6 @@ def test_a_real_process_is_held_to_one_core() -> None:
 
 def _cores() -> set[int]:
     return set(os.sched_getaffinity(0))
-
-
-def test_a_worker_ends_with_the_rank_that_has_forked_it() -> None:
-    """Though nobody tells it, when the rank is killed: it would keep open what the others wait for."""
-    reader, writer = FORK.Pipe(duplex=False)
-    rank = FORK.Process(target=_rank_with_a_worker, args=(writer,))
-    rank.start()
-    writer.close()
-    assert reader.recv() == "working"
-    rank.kill()
-    rank.join()
-    assert reader.poll(60)
-    with pytest.raises(EOFError):
-        reader.recv()
-
-
-def _rank_with_a_worker(writer: Connection) -> None:
-    with launch.not_inherited():
-        pass
-    worker = FORK.Process(target=_work, args=(writer,), daemon=True)
-    worker.start()
-    writer.close()
-    worker.join()
-
-
-def _work(writer: Connection) -> None:
-    writer.send("working")
-    threading.Event().wait(90)  # rather than for ever, should the test fail
 
 
 class Ranks:

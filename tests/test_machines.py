@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from records import quantity, record
-from refused import refused
+from records import metric, record
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli
@@ -19,7 +18,7 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import Answer
+from gpipe_bench.harness.verdict import Result
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +28,8 @@ def fake(monkeypatch):
 
 def put(folder, values, **changes):
     for step, value in values.items():
-        number = quantity(value, name="parameters", unit="parameters", provenance="modelled")
-        Store(folder).append(record(step, quantities=(number,), **changes))
+        number = metric(value, name="parameters", unit="parameters", provenance="modelled")
+        Store(folder).append(record(step, metrics=(number,), **changes))
     return folder
 
 
@@ -110,7 +109,7 @@ def test_profiles_that_differ_are_a_warning(machines, tmp_path, capsys):
     assert "laptop has short, full has full" in capsys.readouterr().err
 
 
-def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
+def test_an_experiment_without_cells_of_the_paper_compares_its_metrics():
     experiment = Experiment(
         name="speed", title="", source="", describe="", profiles={}, cases=lambda options: [],
         run=lambda case, options: pytest.fail("never run"), cells=lambda records: [],
@@ -121,22 +120,22 @@ def test_an_experiment_without_cells_of_the_paper_compares_its_quantities():
 
 def test_a_screen_asks_for_verdicts_and_neither_for_reasons_nor_for_text():
     known = registry.load("fake")
-    records = [record(1, quantities=(quantity(41e6, name="parameters", unit="parameters"),))]
+    records = [record(1, metrics=(metric(41e6, name="parameters", unit="parameters"),))]
     whole = shown_of(known, records)
 
     def never(records):
         pytest.fail("a screen does not show it")
 
-    brief = shown_of(replace(known, tables=never, hypotheses=never, walks=never), records, brief=True)
+    brief = shown_of(replace(known, tables=never), records, brief=True)
     assert [(c.key, c.verdict, c.ours) for c in brief.comparisons] == [
         (c.key, c.verdict, c.ours) for c in whole.comparisons
     ]
     assert brief.has_numbers
-    assert (brief.text, brief.joint) == ("", ())
+    assert brief.text == ""
     assert "parameters" in whole.text
 
 
 def test_fewer_than_two_machines_are_refused():
-    cells = compare([Answer(table="t", row="r", column="c", quantity=quantity(1))], [])
-    with refused(ValueError):
+    cells = compare([Result(table="t", row="r", column="c", metric=metric(1))], [])
+    with pytest.raises(ValueError, match="side by side takes at least"):
         side_by_side({"a": cells}, {"a": []})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from real_steps import Call, Counted, Step, compare
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.table1.real_steps import verify
+from gpipe_bench.experiments.paper.table1.real_steps import verify
 from gpipe_bench.pipeline import (
     Kind,
     Schedule,

@@ -10,7 +10,7 @@ import mmap
 import over_processes_cases as cases
 import pytest
 
-from gpipe_bench.experiments.plan import exact
+from gpipe_bench.experiments.beyond.plan import exact
 from gpipe_bench.pipeline import launch
 
 PAGES = 2 * mmap.PAGESIZE + 64
@@ -25,11 +25,14 @@ def counted() -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("name", cases.MODELS)
 def test_peaks_are_those_of_real_steps(name: str, counted: list[dict[str, list[int]]]) -> None:
-    """Every worker, under every schedule of the experiment."""
-    ways = cases.ways()
+    """Every worker, under every schedule of the experiment. What is sent counts whole, also where a sender's
+    graph holds it: without recomputation that is an upper estimate.
+    """
+    ways, most = cases.ways(), 1.15 if name.endswith("kept") else 1.01
     for place, modelled in enumerate(exact.peaks_of(cases.planned(name), ways)):
-        real = [found[name][place] for found in counted]
-        assert modelled == pytest.approx(real, rel=0.01, abs=PAGES), exact.title(ways[place])
+        for found, peak in zip(counted, modelled, strict=True):
+            real = found[name][place]
+            assert 0.99 * real - PAGES <= peak <= most * real + PAGES, exact.title(ways[place])
 
 
 @pytest.mark.parametrize("name", ["small", "large"])

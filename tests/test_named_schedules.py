@@ -23,7 +23,7 @@ from gpipe_bench.pipeline import (
     validate,
 )
 from gpipe_bench.pipeline.plan import list_scheduler
-from gpipe_bench.pipeline.plan.named import breadth_first, interleaved, loop, seq1f1b, zb_h1, zb_h2
+from gpipe_bench.pipeline.plan.named import breadth_first, interleaved, loop, zb_h1, zb_h2
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import recomputed
 from gpipe_bench.pipeline.plan.vee import dualpipe_v, v_half, vee, zb_v
@@ -146,24 +146,6 @@ def test_controllable_memory_as_published(num_workers: int) -> None:
         assert bubble <= share * num_workers / size + 2 / size
 
 
-def test_chunks_of_sequences_as_published() -> None:
-    """Bubble and chunks alive in closed form, and on each stage the orders that causal attention asks for."""
-    f, b = 3, 5
-    for num_stages, size, chunks in itertools.product(range(1, 6), range(1, 7), (1, 2, 3, 5)):
-        schedule = seq1f1b(num_stages, size, chunks)
-        validate(schedule)
-        if chunks == 1:
-            assert schedule.actions == named("1f1b", num_stages, size).actions
-        for stage in range(num_stages):
-            for first in range(0, size * chunks, chunks):
-                mine = [a for a in schedule.row(stage) if first <= a.microbatch < first + chunks]
-                forwards, backwards = ([a.microbatch for a in mine if a.kind == kind] for kind in "FB")
-                assert forwards == backwards[::-1] == [*range(first, first + chunks)]
-        step_s = replay(schedule, {Kind.F: f, Kind.B: b}).makespan_s
-        assert most_alive(schedule)[0] == min(size * chunks, num_stages - 1 + chunks)
-        assert step_s == (size * chunks + num_stages - 1) * (f + b)
-
-
 # num_workers, num_microbatches, F, I, W, message (ms), rates of ZB-H1 and ZB-H2 as published
 PUBLISHED = [
     (8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585, 0.1083),
@@ -231,7 +213,6 @@ def _pictures(text: str) -> list[str]:
         (zb_h1.__doc__, named("zb-h1", 3, 4)),
         (zb_h2.__doc__, named("zb-h2", 3, 5)),
         (zb_v.__doc__, named("zb-v", 2, 3)),
-        (seq1f1b.__doc__, seq1f1b(2, 2, 2)),
         (dualpipe_v.__doc__, named("dualpipe-v", 2, 3)),
         (v_half.__doc__, named("v-half", 2, 3)),
         (recomputed.__doc__, named("zb-h1", 3, 3, remat="always")),

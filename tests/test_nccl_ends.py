@@ -10,12 +10,12 @@ import pytest
 import torch
 from test_failure import Keys
 
-from gpipe_bench.pipeline import Action, ActionError
+from gpipe_bench.pipeline import Action
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks.connect import in_turn
-from gpipe_bench.pipeline.ranks.failure import Board
+from gpipe_bench.pipeline.ranks.failure import Heartbeat
 from gpipe_bench.pipeline.ranks.store import bounded
-from gpipe_bench.pipeline.ranks.wire import Awaited, Connection, Form, nccl_options, unreachable
+from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, Form, nccl_options, unreachable
 
 DUPLICATE = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)
@@ -107,9 +107,9 @@ class Device:
 
     def __init__(self) -> None:
         self.now_s, self.reached = 0.0, 0
-        self.awaited = Awaited(lambda: self.now_s)
+        self.waits = DeviceWaits(lambda: self.now_s)
         self.given = 0
-        self.awaited.begin(self._mark)
+        self.waits.begin(self._mark)
 
     def _mark(self) -> object:
         self.given += 1
@@ -119,15 +119,15 @@ class Device:
         found = []
         for _ in range(times):
             self.now_s += 0.5
-            found.append(self.awaited.overdue(10.0))
+            found.append(self.waits.overdue(10.0))
         return found
 
 
 def test_a_device_that_stands_still_is_told_from_one_that_is_slow() -> None:
     device = Device()
-    with device.awaited.waiting(Action.parse("1F2"), 1):
+    with device.waits.waiting(Action.parse("1F2"), 1):
         pass
-    device.awaited.note()
+    device.waits.note()
     assert device.look(20) == [None] * 20
     device.reached = 1  # the next mark has its own time
     assert device.look(20) == [None] * 20
@@ -140,7 +140,7 @@ def test_a_device_that_stands_still_is_told_from_one_that_is_slow() -> None:
 
 def test_who_did_not_run_has_not_waited() -> None:
     device = Device()
-    with device.awaited.waiting(Action.parse("1F2"), 1):
+    with device.waits.waiting(Action.parse("1F2"), 1):
         pass
     device.now_s += 1000.0
     assert device.look(18) == [None] * 18
@@ -157,11 +157,11 @@ class Life:
 
     def __init__(self, size: int) -> None:
         self.now_s, keys = 0.0, Keys()
-        self.of_rank = [Board(keys, rank, range(size), now=lambda: self.now_s) for rank in range(size)]
+        self.of_rank = [Heartbeat(keys, rank, range(size), now=lambda: self.now_s) for rank in range(size)]
 
-    def pass_time(self, seconds: int, alive: set[int]) -> dict[int, ActionError]:
+    def pass_time(self, seconds: int, alive: set[int]) -> dict[int, PeerError]:
         """What the living find out, looking once a second."""
-        found: dict[int, ActionError] = {}
+        found: dict[int, PeerError] = {}
         for _ in range(seconds):
             self.now_s += 1.0
             for rank in sorted(alive):
@@ -182,7 +182,7 @@ def test_a_silent_rank_is_missed_by_the_one_before_it(first_s: int) -> None:
     assert life.pass_time(first_s, {0, 1, 2}) == {}
     assert life.pass_time(10, {0, 2}) == {}
     found = life.pass_time(2, {0, 2})
-    assert {rank: (error.rank, error.cause) for rank, error in found.items()} == {
+    assert {rank: (error.peer, error.cause) for rank, error in found.items()} == {
         0: (1, "rank 1 disappeared: no sign of life for 10 s")
     }
 
@@ -194,7 +194,7 @@ def test_nobody_is_missed_for_a_time_in_which_all_were_stopped() -> None:
     life.now_s += 1000.0
     assert life.pass_time(1, {0}) == {}  # and has time to look again before rank 1 has to beat
     assert life.pass_time(5, {0, 1, 2}) == {}
-    assert {rank: error.rank for rank, error in life.pass_time(12, {0, 2}).items()} == {0: 1}
+    assert {rank: error.peer for rank, error in life.pass_time(12, {0, 2}).items()} == {0: 1}
 
 
 def test_who_left_after_fewer_steps_is_named_by_those_that_take_one_more() -> None:
@@ -207,7 +207,7 @@ def test_who_left_after_fewer_steps_is_named_by_those_that_take_one_more() -> No
     life.of_rank[3].leave()
     found = life.pass_time(3, {0, 1})
     cause = "rank 3 left after 1 training step, and others go on; give all replicas equally many mini-batches"
-    assert {rank: (error.rank, error.cause) for rank, error in found.items()} == {1: (3, cause)}
+    assert {rank: (error.peer, error.cause) for rank, error in found.items()} == {1: (3, cause)}
 
 
 def test_who_took_leave_is_not_missed_and_whoever_it_watched_is() -> None:
@@ -215,4 +215,4 @@ def test_who_took_leave_is_not_missed_and_whoever_it_watched_is() -> None:
     assert life.pass_time(5, {0, 1, 2}) == {}
     life.of_rank[1].leave()
     assert life.pass_time(20, {0, 2}) == {}
-    assert {rank: error.rank for rank, error in life.pass_time(12, {0}).items()} == {0: 2}
+    assert {rank: error.peer for rank, error in life.pass_time(12, {0}).items()} == {0: 2}

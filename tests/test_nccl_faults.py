@@ -33,7 +33,7 @@ from gpipe_bench.pipeline import Action, ActionError, Schedule, gpipe, named, on
 from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.control import Control
 from gpipe_bench.pipeline.ranks.ends import Outline, Progress, Receiver, Sender
-from gpipe_bench.pipeline.ranks.failure import Job
+from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.shared_memory import Holders
 
 Case = Callable[[], None]
@@ -204,7 +204,7 @@ PLANTED = {
     ),
     "activations and gradients in one queue": Planted(
         trains(one_f_one_b(3, 5), lambda: layers(3)),
-        patched((connect, "names_of_ways", lambda s: {(False, True): "all", (True, False): "all"})),
+        patched((connect, "connection_names", lambda s: {(False, True): "all", (True, False): "all"})),
         (*STUCK, AssertionError),
     ),
     "a receive of gpipe is posted before its producer's needs": Planted(
@@ -260,7 +260,7 @@ def test_a_step_that_ignores_the_notice_returns_garbage() -> None:
         return gradient
 
     assert isinstance(run(2, take)[0], ActionError)
-    with mock.patch.object(Job, "refuse_after_notice"):
+    with mock.patch.object(FailureDetector, "refuse_after_notice"):
         found = run(2, take)[0]
     assert isinstance(found, ActionError) or not torch.isfinite(found).all()
 

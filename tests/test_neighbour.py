@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -22,8 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.connect import neighbours
-from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 
 TIMEOUT_S = 10.0
@@ -127,7 +128,7 @@ def test_both_write_more_than_a_socket_holds(descriptors_from_1024: None) -> Non
             end.send(0, number, torch.tensor([float(number)]))
         for arrival in arrivals:
             arrival.wait()
-        end.wait_until(lambda: not end.is_busy)
+        end.wait_until(lambda: not end._pending)
         posted[name] = [tensor for _, tensor in memory]
 
     threads = [threading.Thread(target=exchange, args=(n, e)) for n, e in zip("ab", ends, strict=True)]
@@ -259,113 +260,69 @@ def test_waiting_for_one_neighbour_moves_the_other_along() -> None:
     assert received == [1.0]
 
 
-class Store(dict[str, bytes]):
-    """The part of a process group's store that is needed; in one thread nobody can wait, so order matters."""
+def meeting(num_ranks: int, peers: list[list[int]], **of_rank: list[Any]) -> list[Any]:
+    """What `neighbours` gives to or raises for each rank, in threads that exchange what they say."""
+    said: dict[str, dict[int, str]] = {}
+    barrier = threading.Barrier(num_ranks)
 
-    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
-        self[key] = value.encode()
+    def meet(rank: int) -> Any:
+        def exchange(what: str, mine: str) -> list[str]:
+            said.setdefault(what, {})[rank] = mine
+            barrier.wait(TIMEOUT_S)
+            return [said[what][other] for other in range(num_ranks)]
 
-    def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
-        return self[key]
+        options = {"device_type": "cpu", "willing": True, **{key: of[rank] for key, of in of_rank.items()}}
+        try:
+            return neighbours(exchange, rank, peers[rank], timeout_s=TIMEOUT_S, **options)
+        except ValueError as error:
+            return str(error)
 
-
-def test_ranks_on_other_machines_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store()
-    store.set("address of rank 0", '{"machine": "elsewhere", "token": "00"}')
-    assert neighbours(store, 1, [0], willing=True, timeout_s=1.0) == {}
-    assert store["answer of rank 1 to rank 0"] == b"no"
-    # On this machine, but out of reach, as in another network namespace.
-    store.set("address of rank 0", f'{{"machine": "{machine_id()}", "token": "00"}}')
-    assert neighbours(store, 1, [0], willing=True, timeout_s=1.0) == {}
-    store.set("address of rank 0", "{}")
-    assert neighbours(store, 1, [0], willing=True, timeout_s=1.0) == {}
-    assert neighbours(store, 0, [1], willing=True, timeout_s=1.0) == {}
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(meet, range(num_ranks)))
 
 
-class SharedStore(Store):
-    """Between threads."""
+@pytest.mark.parametrize("why", ["another machine", "another network namespace", "unwilling"])
+def test_where_one_rank_is_out_of_reach_all_take_the_network(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    machines = itertools.count()
+    if why == "another machine":
+        monkeypatch.setattr(connect, "machine_id", lambda: str(next(machines)))
+    if why == "another network namespace":
+        reached = connect._reached
+        monkeypatch.setattr(
+            connect, "_reached", lambda token, rank: None if rank == 2 else reached(token, rank)
+        )
+    found = meeting(3, [[1, 2], [0, 2], [0, 1]], willing=[True, why != "unwilling", True])
+    assert found == [{}, {}, {}]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.changed = threading.Condition()
 
-    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
-        with self.changed:
-            super().set(key, value)
-            self.changed.notify_all()
-
-    def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
-        with self.changed:
-            assert self.changed.wait_for(lambda: key in self, timeout_s), key
-            return self[key]
+def test_ranks_on_devices_of_different_types_are_refused() -> None:
+    found = meeting(2, [[1], [0]], device_type=["cuda", "cpu"])
+    assert all(
+        text.startswith("the stages of rank 0 are on cuda and those of rank 1 on cpu") for text in found
+    )
 
 
 def test_any_two_ranks_of_a_host_meet() -> None:
     """Ranks 0 to 2 with each other, rank 3 with 0 alone; everybody reaches whom it means."""
     peers = [[1, 2, 3], [0, 2], [0, 1], [0]]
-    store, received = SharedStore(), dict[tuple[int, int], float]()
-
-    def take_part(rank: int) -> None:
-        found = neighbours(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-        assert sorted(found) == peers[rank]
-        posted = {}
-        for peer, neighbour in found.items():
+    found, received = meeting(4, peers), dict[tuple[int, int], float]()
+    posted = {}
+    for rank, of_rank in enumerate(found):
+        assert sorted(of_rank) == peers[rank]
+        for peer, neighbour in of_rank.items():
             memory, tensor = buffer_for(neighbour, torch.zeros(1))
-            posted[peer] = (neighbour.post(0, 0, memory), tensor)
+            posted[rank, peer] = (neighbour.post(0, 0, memory), tensor)
             neighbour.flush()
-        departures = [found[peer].send(0, 0, torch.full((1,), 10.0 * rank + peer)) for peer in peers[rank]]
-        for peer, (arrival, tensor) in posted.items():
-            arrival.wait()
-            received[rank, peer] = float(tensor)
-        for departure in departures:
-            departure.wait()
-
-    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for rank, of_rank in enumerate(found):
+        for peer, neighbour in of_rank.items():
+            neighbour.progress()
+            assert neighbour.send(0, 0, torch.full((1,), 10.0 * rank + peer)).gone
+    for (rank, peer), (arrival, tensor) in posted.items():
+        arrival.wait()
+        received[rank, peer] = float(tensor)
     assert received == {(rank, peer): 10.0 * peer + rank for rank in range(4) for peer in peers[rank]}
-
-
-def test_a_rank_that_has_connected_and_not_gone_on_yet_is_nobody_elses_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 2 connects to rank 0 first, and has no time to do more before rank 1 has answered."""
-    connected, answer_is_asked_for = threading.Event(), threading.Event()
-    found: dict[int, list[int]] = {}
-
-    class Slow(socket.socket):
-        def connect(self, address: object) -> None:
-            if threading.current_thread().name == "rank 1":
-                connected.wait()
-            super().connect(address)  # type: ignore[arg-type]
-            if threading.current_thread().name == "rank 2":
-                connected.set()
-                answer_is_asked_for.wait()
-
-    class Store(SharedStore):
-        def await_from(self, rank: int, key: str, timeout_s: float) -> bytes:
-            if rank == 2:
-                answer_is_asked_for.set()
-            return super().await_from(rank, key, timeout_s)
-
-    store, peers = Store(), [[1, 2], [0], [0]]
-
-    def take_part(rank: int) -> None:
-        try:
-            met = neighbours(store, rank, peers[rank], willing=True, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-            found[rank] = sorted(met)
-        finally:
-            answer_is_asked_for.set()
-
-    monkeypatch.setattr(socket, "socket", Slow)
-    threads = [threading.Thread(target=take_part, args=(rank,), name=f"rank {rank}") for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == dict(enumerate(peers))
 
 
 def echo_until_killed(link: socket.socket) -> None:

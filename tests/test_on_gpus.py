@@ -13,13 +13,13 @@ import torch
 from made_up_steps import TINY
 from records import record
 
-from gpipe_bench.experiments import on_gpus, table2
-from gpipe_bench.experiments.side_by_side import Found
-from gpipe_bench.experiments.timed import layers
-from gpipe_bench.experiments.timed import steps as timed_steps
+from gpipe_bench.experiments.paper import on_gpus, table2
+from gpipe_bench.experiments.paper.timed import layers
+from gpipe_bench.experiments.paper.timed import steps as timed_steps
+from gpipe_bench.experiments.paper.timed.side_by_side import Found
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
-from gpipe_bench.harness.record import Quantity, Record
+from gpipe_bench.harness.record import Metric, Record
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind, Link, gpipe
 from gpipe_bench.pipeline.plan.simulate import replay as laid_out
@@ -31,7 +31,7 @@ def kept(outcome: Outcome, case: dict[str, Any]) -> Record:
     details = json.loads(json.dumps(outcome.details))
     return record(
         experiment="table2", profile="full", case=case, status=outcome.status, reason=outcome.reason,
-        quantities=outcome.quantities, details=details,
+        metrics=outcome.metrics, details=details,
     )  # fmt: skip
 
 
@@ -47,11 +47,11 @@ def test_engines_take_turns_on_stages_whose_other_layers_have_no_memory() -> Non
             ran = checks[engine]
             assert (ran["forwards"], ran["backwards"], ran["examples"]) == (8, 4, 2)
     assert made.details["num_parameters"] == sum(p.numel() for p in SMOKE.build().parameters())
-    values = {quantity.label: quantity.value for quantity in made.quantities}
+    values = {metric.label: metric.value for metric in made.metrics}
     assert values["bandwidth"] > 0
     assert values["latency"] > 0
     assert values["real step"] == pytest.approx(values["step of ours"] + values["update"])
-    rate, step = made.quantity("throughput"), made.quantity("real step")
+    rate, step = made.metric("throughput"), made.metric("real step")
     assert rate is not None
     assert step is not None
     assert rate.samples == pytest.approx([8e3 / each for each in step.samples])
@@ -85,12 +85,12 @@ def made_up(k: int, m: int, step_s: float, **more: Any) -> Record:
 
 def test_a_row_for_each_k_and_m_beside_the_paper_and_torchs() -> None:
     one, four = made_up(2, 1, 0.17), made_up(2, 4, 0.07)
-    assert one.quantity("real step").value == pytest.approx(200)  # type: ignore[union-attr]  # the slower update
+    assert one.metric("real step").value == pytest.approx(200)  # type: ignore[union-attr]  # the slower update
     assert on_gpus.relative([one, four], four).value == pytest.approx(2.0)  # type: ignore[union-attr]
     assert on_gpus.relative([four], four) is None
     lost = record(
         experiment="table2", case={"part": on_gpus.PART, "model": "transformer", "K": 4, "M": 1},
-        status="skipped", reason="needs 4 GPUs; torch sees 2", quantities=(), details={},
+        status="skipped", reason="needs 4 GPUs; torch sees 2", metrics=(), details={},
     )  # fmt: skip
     text = on_gpus.text([one, four, lost], table2.TABLES)
     row = next(line for line in text.splitlines() if line.startswith("K=2 M=4"))
@@ -172,22 +172,22 @@ def test_accelerators_time_layers_alone_and_leave_out_what_is_not_recomputed(
 
 def test_what_a_micro_batch_is_worth_by_its_size() -> None:
     def of_size(examples: int, ms: float) -> Record:
-        quantities = [
-            Quantity(name=name, value=value, unit=unit, provenance="measured")
+        metrics = [
+            Metric(name=name, value=value, unit=unit, provenance="measured")
             for name, value, unit in (
                 ("seconds of all layers", ms * examples, "ms"), ("seconds of an example", ms, "ms"),
                 ("peak memory", 2**31, "bytes"),
             )
         ]  # fmt: skip
-        quantities += [
-            Quantity(name="balance", key={"K": k}, value=0.9, unit="ratio", provenance="measured")
+        metrics += [
+            Metric(name="balance", key={"K": k}, value=0.9, unit="ratio", provenance="measured")
             for k in layers.STAGES
         ]
         case = {"part": layers.PART, "model": "amoebanet", "examples": examples}
-        return record(case=case, quantities=tuple(quantities), details={"title": "A model"})
+        return record(case=case, metrics=tuple(metrics), details={"title": "A model"})
 
     case = layers.cases("amoebanet")[-1].key
-    lost = record(case=case, status="out_of_memory", reason="no room", quantities=(), details={})
+    lost = record(case=case, status="out_of_memory", reason="no room", metrics=(), details={})
     text = layers.text([lost, of_size(4, 10.0), of_size(1, 20.0)])
     rows = [line.split() for line in text.splitlines() if line[:2].strip().isdigit()]
     assert rows[0][:5] == ["1", "20.0", "20.00", "0.50", "2.0"]
@@ -195,7 +195,7 @@ def test_what_a_micro_batch_is_worth_by_its_size() -> None:
     assert rows[2] == ["64", "out", "of", "memory"]
     assert layers.text([]) == ""
     made = layers.run(SMOKE, 2, "cpu")
-    assert {quantity.name for quantity in made.quantities} >= {"seconds of an example", "balance"}
+    assert {metric.name for metric in made.metrics} >= {"seconds of an example", "balance"}
     assert set(made.details["layers_ms"]) == {"F", "R", "B"}
 
 

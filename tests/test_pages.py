@@ -99,7 +99,7 @@ def test_the_page_has_its_snippets() -> None:
     assert titles == [
         "A sequence of layers",
         *["A model of Hugging Face"] * 2,
-        "Any module",
+        "A model that is not known",
         "Portals: skips past stages",
     ]
 

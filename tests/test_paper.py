@@ -1,7 +1,5 @@
 """results/paper.csv is whole, and its numbers are the paper's; results/unknowns.toml: what it does not state.
 
-What is said of damaged files is in refusals.txt.
-
 The literals below were copied from the paper once more, by hand and not from the file.
 """
 
@@ -365,11 +363,3 @@ def test_stated_values_are_those_of_the_papers_numbers(settings):
     for row, setting in (("batch size", "batch_size"), ("micro-batches", "num_microbatches"),
                          ("image size", "image_size")):  # fmt: skip
         assert stated[setting] == published[row]
-
-
-def test_what_was_thought_of_later_is_a_reason_and_in_no_range(settings):
-    width = settings.find("table2-transformer", "d_model")
-    assert width.later
-    assert not set(width.later) & set(width.ends)
-    names = [each.name for each in settings.reasons("table2-transformer")]
-    assert "the Transformer is half as wide as in Table 1" in names

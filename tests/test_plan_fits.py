@@ -51,8 +51,9 @@ def test_the_smallest_peak_is_not_above_any_cut_that_the_search_finds() -> None:
         least = smallest(model, REQUEST, space)
         assert least is not None
         search = Search(costs_of(model), REQUEST, space)
+        search.cap = least.peak - 1
         for way in (each for each in ways(REQUEST, space, 6) if each.microbatch_size == 1):
-            found = search.best_of(way, 1000, least.peak - 1)
+            found = search.best_of(way)
             assert found is None, (name, way, found.peak, least.peak)
 
 
@@ -175,21 +176,21 @@ def kept_bytes(model: torch.nn.Sequential, tokens: torch.Tensor, precision: str)
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_rank_of_divided_layers_holds_what_real_tensors_say(precision: str) -> None:
-    """Norms, residuals, casts of inputs and logits are whole on each of four ranks."""
+    """What lies between blocks is divided by tokens; norms, casts and logits are whole on each of four."""
     model = built("small", "llama", SMALL, 2)
     profile = model.profile_of(2, precision, tp=4)
     whole = model.profile_of(2, precision)
     torch.manual_seed(0)
     with ranks(4):
         real = MODELS["llama"](**SMALL)
-        tensor_parallel(real, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+        tensor_parallel(real, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), sequence=True)
         found = kept_bytes(real, torch.zeros(2, 40, dtype=torch.int64), precision)
     for layer, (saved, weights) in zip(profile.layers, found, strict=True):
         kept = sum(layer.first.sizes[number] for number in layer.first.kept)
         assert kept == saved, layer.name
         assert layer.parameter_bytes == weights, layer.name
     block, undivided = profile.layers[1], whole.layers[1]
-    assert block.first.kept_inside > 1.5 * undivided.first.kept_inside / 4
+    assert block.first.kept_inside > 1.25 * undivided.first.kept_inside / 4
     assert profile.layers[-1].outputs == whole.layers[-1].outputs
     assert not dist.is_initialized()
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from planning_models import weights_after
-from refused import refused
 from tiny_models import EXACT
 from torch.distributed.pipelining import PipelineStage
 
@@ -131,11 +130,9 @@ def test_megatron_gets_a_layout_and_flags() -> None:
     assert flags | {
         "num-layers": "7", "pipeline-model-parallel-size": "2", "tensor-model-parallel-size": "1",
         "micro-batch-size": "1", "global-batch-size": "16", "recompute-granularity": "full",
-        "recompute-num-layers": "3", "data-parallel-sharding-strategy": "optim_grads_params",
+        "recompute-num-layers": "1", "data-parallel-sharding-strategy": "optim_grads_params",
         "num-distributed-optimizer-instances": "2", "bf16": "", "untie-embeddings-and-output-weights": "",
     } == flags  # fmt: skip
-    assert "all stages recompute; planned were all but 2" in made.differs
-    assert "the last micro-batch is recomputed too" in made.differs
     assert all(f"# - {each}" in made.text for each in made.differs)
     assert made.command.startswith("source mine.py; torchrun --nproc-per-node 8 pretrain_gpt.py")
     tied = of("megatron", model_of("planning_models:tied", 16), planned(cut="5 3"))
@@ -210,7 +207,6 @@ def test_torchtitan_gets_names_of_modules_and_a_schedule(monkeypatch: pytest.Mon
     )  # fmt: skip
     assert found.training == Training(8, 16, 8, "float32", True)
     assert (found.activation_checkpoint, found.compile.enable) == ("full", False)
-    assert "all stages recompute; planned were all but 3" in made.text
     assert (
         made.command
         == "PYTHONPATH=. torchrun --nproc-per-node 4 -m torchtitan.train --module mine --config planned"
@@ -240,9 +236,9 @@ def test_torchtitan_gets_names_of_modules_and_a_schedule(monkeypatch: pytest.Mon
 def test_a_plan_that_can_not_be_said_is_refused_with_the_remedy(
     form: str, model: str, candidate: Candidate
 ) -> None:
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="--format"):
         of(form, model_of(f"planning_models:{model}", 4 * candidate.num_microbatches), candidate)
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="--format torchtitan knows the optimizers adam,"):
         written("torchtitan", llama(), planned(cut="4 5"), REQUEST)
 
 

@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.experiments.plan.rules import RULES, Compared, Peaks, Rule, found, rank_correlation, regret
-from gpipe_bench.experiments.plan.steps import to_run
+from gpipe_bench.experiments.beyond.plan.rules import (
+    RULES,
+    Compared,
+    Peaks,
+    Rule,
+    found,
+    rank_correlation,
+    regret,
+)
+from gpipe_bench.experiments.beyond.plan.steps import to_run
 
 SOME = [
     Compared("one", "a", 1.0, 1.1, chosen=True),

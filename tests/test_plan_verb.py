@@ -81,11 +81,11 @@ def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     two: tuple[dict[str, Any], Path, str],
 ) -> None:
     found, folder, text = two
-    assert "planning_models:tied: 2,272 parameters on 2 x 2.5 GiB\n1.5 GiB of each held back" in text
-    assert re.search(r"^pp 2, (1f1b|zb-v x 2) +4 +never ", text, re.MULTILINE)
+    assert "tied, 2,272 parameters, float32, sgd, mini-batch 8, on 2 x a10, 2.5 GiB each, 1.5" in text
+    assert re.search(r"^pp 2, (1f1b|zb-v x 2), 4 micro-batches, recomputing nothing: ", text, re.MULTILINE)
     assert re.search(r"^0 +0( 3)? +0-\d", text, re.MULTILINE)
-    assert "its schedule in slots" in text
-    assert re.search(r"^(stage|worker) 1 \| \. ", text, re.MULTILINE)
+    assert "its schedule in slots" not in text
+    assert max(map(len, text.splitlines()[:-1])) <= verb.WIDTH
     assert text.rstrip().endswith(f"run_plan.py trains so; start it with\n\n{found['command']}")
     assert found["command"] == f"torchrun --nproc-per-node 2 {folder / 'run_plan.py'}"
     assert (folder / "run_plan.py").read_text() == found["script"]
@@ -99,7 +99,6 @@ def test_plans_that_predictions_cannot_tell_apart_are_marked(
     (other,) = found["plans"][1:]
     close = other["slower"] < verb.TOO_CLOSE
     assert (f"~ +{other['slower']:.1%}" in text) == ("~ less than 3% slower" in text) == close
-    assert "it says nothing about their order" in text
     for share, shown in ((0.029, "~ +2.9%"), (0.031, "+3.1%")):
         assert verb._slower(SimpleNamespace(step_s=1 + share), SimpleNamespace(step_s=1.0)) == shown
 
@@ -178,7 +177,9 @@ def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
 ) -> None:
     options = ("--accelerators", 2, "--pp", 2, "--optimizer", "adam")
     status, out, err = plan(capsys, *options, "--memory-gib", "2e-5", "--reserve-gib", 0)
-    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    *progress, err = err.strip().splitlines()
+    assert (status, out) == (2, "")
+    assert all(line.startswith(("ways", "layers")) for line in progress)
     assert "planning_models:tied does not fit: the smallest peak is 0.00 GiB, on stage " in err
     assert re.search(r"with pp 2, [\w-]+, 8 micro-batches and ", err)
     assert "What would do: " in err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -10,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from refused import refused
 
 from gpipe_bench.pipeline import Action, Event, Link, gpipe, named
 from gpipe_bench.planner import Candidate, Costs, Request
 from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import all_reduce_s
-from gpipe_bench.planner.costs import FORMAT, SizeCosts, kinds_of
+from gpipe_bench.planner.costs import SizeCosts, kinds_of
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.probes import Probed, ProbeRun, Step, Taken, run_of
@@ -52,15 +50,8 @@ def test_a_stage_takes_its_layers_and_an_action_once() -> None:
     assert at.seconds("G", range(0, 2)) == 3.25
     assert at.seconds("B", range(1, 3)) == 12.5
     assert at.seconds("B first", range(1, 3)) == 9.5
-    with refused(ValueError):
+    with pytest.raises(ValueError, match="no seconds of W; there are"):
         at.seconds("W first", range(0, 1))
-
-
-def test_data_give_the_same_costs_back() -> None:
-    data = json.loads(json.dumps(some().to_data()))
-    assert json.dumps(Costs.from_data(data).to_data()) == json.dumps(some().to_data())
-    with pytest.raises(ValueError, match=f"format {FORMAT + 1}; this version reads {FORMAT}"):
-        Costs.from_data({**data, "format": FORMAT + 1})
 
 
 def test_kinds_tell_graphs_and_first_gradients_apart() -> None:
@@ -190,7 +181,7 @@ def test_parts_take_what_they_took() -> None:
     grid = Grid(1, 1, 2, 2)
     near = Topology(request, grid)
     times = times_on(grid, beside, 2, near, split=False, ahead=False, shards=shards)
-    assert sum(times.forward_s) == pytest.approx(10.0 + 2.0)
+    assert sum(times.layers_s["F"]) == pytest.approx(10.0 + 2.0)
     assert sum(times.update_s) == pytest.approx(3.0)
     assert sum(bucket.takes_s for bucket in times.stage(0, 4).buckets) == pytest.approx(7.0)
     # Of four parts three quarters are sent; at a level, or over a link, that was not timed nothing is known.
@@ -204,9 +195,7 @@ def test_parts_take_what_they_took() -> None:
 
 
 def test_a_file_keeps_parts() -> None:
-    text = json.dumps(sharing().to_data())
-    assert json.dumps(Costs.from_data(json.loads(text)).to_data()) == text
-    assert json.loads(text)["sizes"]["2"]["shards_s"]["2"]["G"] == 11.0
+    assert sharing().to_data()["sizes"]["2"]["shards_s"]["2"]["G"] == 11.0
 
 
 def test_stages_that_are_slower_than_their_layers_make_the_layers_longer() -> None:

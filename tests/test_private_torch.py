@@ -25,8 +25,6 @@ ASKED = {
     "_fsdp_api": (torch.distributed.fsdp._fully_shard, "mesh/sharding.py"),
     "_get_fsdp_state": (FSDPModule, "mesh/sharding.py"),
     "_root_post_backward_final_callback": (FSDPState, "mesh/sharding.py"),
-    "_allgather_base": (dist.ProcessGroup, "mesh/sharding.py"),
-    "_reduce_scatter_base": (dist.ProcessGroup, "mesh/sharding.py"),
     "_unscale_grads_": (torch.amp.GradScaler, "mesh/gradients.py"),
     "_set_grad_enabled": (torch._C, "stage/stage.py"),
     "_execution_engine": (torch.autograd.Variable, "stage/split_backward.py"),

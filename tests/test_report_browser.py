@@ -95,21 +95,21 @@ def test_numbers_in_the_page_are_those_of_the_records(open_page):
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
         records = Store(MACHINE).load(name).records
-        values = {(q.value, q.unit) for record in records for q in record.quantities if q.value is not None}
+        values = {(q.value, q.unit) for record in records for q in record.metrics if q.value is not None}
         for ours in experiment.cells(records):
             key = "|".join(ours.key)
-            if ours.quantity is None or (ours.quantity.value, ours.quantity.unit) not in values:
+            if ours.metric is None or (ours.metric.value, ours.metric.unit) not in values:
                 continue  # a ratio of records
             number = float(shown[key])
-            unit = units.get((ours.source, *ours.place), ours.quantity.unit)
-            assert number == convert(ours.quantity.value, ours.quantity.unit, unit), key
+            unit = units.get((ours.source, *ours.place), ours.metric.unit)
+            assert number == convert(ours.metric.value, ours.metric.unit, unit), key
             compared += 1
     assert compared >= 40
 
 
 def test_the_first_screen_answers_in_words_and_then_claim_by_claim(open_page):
     page = open_page((1300, 900))
-    for text in ("Its mechanism does", "What we cannot confirm", "processor cores", "the paper says"):
+    for text in ("The algorithm does", "could not be tested", "processor cores", "two small networks"):
         box = page.get_by_text(text).first.bounding_box()
         assert box is not None
         assert box["y"] + box["height"] < 900, text

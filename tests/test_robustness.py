@@ -307,17 +307,17 @@ def test_a_file_in_the_place_of_the_folder_is_one_line(tmp_path, verb):
 
 
 def damage(path):
-    """Damages lines 2 to 4 of five, in different ways, and adds others; the numbers of the bad lines."""
+    """Damages lines 2 and 4 of five, in different ways, and adds others; the numbers of the bad lines."""
     one, two, three, four, five = path.read_bytes().splitlines()
     newer = four.replace(b'"schema":%d' % SCHEMA, b'"schema":%d' % (SCHEMA + 1))
     path.write_bytes(
         b"\r\n".join([
-            b"", one, two[: len(two) // 2], three.replace(b"540986433", b"542000000"), newer,
+            b"", one, two[: len(two) // 2], three, newer,
             b"\x00\xff\x1b[2J",
             '{"schema":1}'.encode("utf-16"), encode(record(1, experiment="other")), b"{}", five,
         ])
     )  # fmt: skip
-    return [number for number in range(3, 11) if number != 10]
+    return [number for number in range(3, 10) if number != 4]
 
 
 def test_damaged_lines_are_named_by_every_verb_and_the_rest_is_used(tmp_path):
@@ -335,9 +335,9 @@ def test_damaged_lines_are_named_by_every_verb_and_the_rest_is_used(tmp_path):
         assert "\x1b" not in err
     status, out, err = run_fake(tmp_path, "--json", FAKE_LOG=str(tmp_path / "log"))
     assert status == 0
-    assert steps(tmp_path / "log") == [2, 3, 4]
+    assert steps(tmp_path / "log") == [2, 4]
     assert [each["case"]["step"] for each in lines(out)] == [1, 2, 3, 4, 5]
-    for number, words in zip(bad, ["truncated", "digest", "newer version"], strict=False):
+    for number, words in zip(bad, ["not a complete line", "newer version"], strict=False):
         assert any(f":{number}: " in line and words in line for line in err.splitlines())
 
 
@@ -375,7 +375,7 @@ def test_the_report_leaves_out_what_no_experiment_can_read(tmp_path):
     cases = {
         "table4": {"no such": "key"},
         "figure2": {"part": "chart", "schedule": "gpipe", "num_microbatches": 4},
-        "peers": {"no such": "key"},
+        "engines": {"no such": "key"},
     }
     for name, case in cases.items():
         Store(tmp_path).append(record(experiment=name, case=case, details={"timeline": timeline}))
@@ -387,7 +387,7 @@ def test_the_report_leaves_out_what_no_experiment_can_read(tmp_path):
     assert "table2.jsonl:1: not a complete line" in err
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "figure2 can&#39;t be shown" in page
-    assert "Its mechanism does" in out, "reference records stand in"
+    assert "The algorithm does" in out, "reference records stand in"
 
 
 # Clocks

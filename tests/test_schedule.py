@@ -143,6 +143,25 @@ def test_a_split_backward_is_valid() -> None:
     assert replay(written(*rows, remat="except_last"), SLOTS).makespan_s == 45
 
 
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ("0F0 0B0|1B0 1F0", "worker 1 stands at 1B0 and needs 1F0, which stands behind it in the same row"),
+        (
+            "0F0 0B0 0F1 0B1|1F0 1F1 1B0 1B1",
+            "worker 1 stands at 1F1 and needs 0F1, which worker 0 takes only",
+        ),
+        ("0F0 0F1 0B0 0B1|1F1 1F0 1B0 1B1", "stage 0 sends 0F0 to stage 1, which waits for 0F1 first"),
+        ("0F0 0F1 0B0 0B1|1F0 1F1 1B0", "stage 1 takes micro-batch 1 through F; .* it needs F B"),
+        ("0F20000000", "no action is of micro-batch 0, but one is of micro-batch 20000000"),
+        ("0F1000000000 7B0", "no action is of stage 1, but one is of stage 7"),
+    ],
+)
+def test_what_cannot_be_executed_says_why(rows: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        validate(written(*rows.split("|")))
+
+
 def test_a_recomputation_needs_nothing_but_its_forward() -> None:
     """It starts before the gradient arrives, on whatever stage."""
     for action, needs in dependencies(gpipe(3, 4, remat="always")).items():

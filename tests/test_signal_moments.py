@@ -108,16 +108,16 @@ def ended(tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
 # Experiments
 
 SUBJECTS: dict[str, list[str]] = {
-    "peers": ["--only", "model=transformer", "--only", "where=processes"],
+    "engines": ["--only", "workload=transformer", "--only", "where=processes"],
     "table1": ["--only", "part=paper", "--only", "half=transformer"],
     "consistency": ["--only", "part=trainability"],
 }
 MODULES = {
-    "peers": "gpipe_bench.experiments.peers",
-    "table1": "gpipe_bench.experiments.table1.experiment",
-    "consistency": "gpipe_bench.experiments.consistency.experiment",
+    "engines": "gpipe_bench.experiments.beyond.engines",
+    "table1": "gpipe_bench.experiments.paper.table1.experiment",
+    "consistency": "gpipe_bench.experiments.paper.consistency.experiment",
 }
-PEERS_WORK = "gpipe_bench.experiments.engine_turns"
+TURNS = "gpipe_bench.experiments.paper.timed.engine_turns"
 BEGIN = "gpipe_bench.harness.runner:Reporter.begin"
 FINISHED = "gpipe_bench.harness.runner:Reporter.finished"
 APPEND = "gpipe_bench.harness.store:Store.append"
@@ -144,10 +144,10 @@ def is_only_records(out: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "moment"),
     [
-        ("peers", Moment(MODULES["peers"], INT)),
+        ("engines", Moment(MODULES["engines"], INT)),
         ("table1", Moment(MODULES["table1"], TERM)),
         ("consistency", Moment(MODULES["consistency"], INT)),
-        ("peers", Moment(BEGIN, TERM)),
+        ("engines", Moment(BEGIN, TERM)),
         ("table1", Moment(BEGIN, INT)),
         ("consistency", Moment(BEGIN, TERM)),
     ],
@@ -165,13 +165,17 @@ def test_before_the_first_case(
     ("name", "moment", "only"),
     [
         # In the middle of an import, where the terminal's interrupt finds them, too.
-        ("peers", Moment("torch", INT, in_a_child=True), ()),
+        ("engines", Moment("torch", INT, in_a_child=True), ()),
         # One waits for ever and the other one for it, inside an operation that no handler interrupts.
-        ("peers", Moment(f"{PEERS_WORK}:peak_bytes", TERM, in_a_child=True), ()),
-        ("table1", Moment("gpipe_bench.experiments.table1.largest:place_anyhow", INT, in_a_child=True), ()),
+        ("engines", Moment(f"{TURNS}:peak_bytes", TERM, in_a_child=True), ()),
+        (
+            "table1",
+            Moment("gpipe_bench.experiments.paper.largest:place_anyhow", INT, in_a_child=True),
+            (),
+        ),
         (
             "consistency",
-            Moment("gpipe_bench.experiments.consistency.training:train", TERM, in_a_child=True),
+            Moment("gpipe_bench.experiments.paper.consistency.training:train", TERM, in_a_child=True),
             ("--only", "processes=2"),
         ),
     ],
@@ -210,7 +214,7 @@ def only_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
     return {key: (value,) for key, _, value in (text.partition("=") for text in texts[1::2])}
 
 
-@pytest.mark.parametrize(("name", "number"), [("peers", TERM), ("table1", INT), ("consistency", TERM)])
+@pytest.mark.parametrize(("name", "number"), [("engines", TERM), ("table1", INT), ("consistency", TERM)])
 def test_while_results_are_compared(
     tmp_path: Path, ended: Callable[..., tuple[str, str]], name: str, number: signal.Signals
 ) -> None:

@@ -1,6 +1,4 @@
-"""`size`: the largest model, published shapes and one's own, cuts, and what would help; its refusals are in
-refusals.txt.
-"""
+"""`size`: the largest model, published shapes and one's own, cuts, and what would help."""
 
 from __future__ import annotations
 
@@ -105,14 +103,15 @@ def test_what_does_not_fit_says_where_and_what_would_do(capsys: pytest.CaptureFi
         assert asked(found)[0] == 0, option
 
 
-def test_plan_says_the_same_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_it_in_the_same_words_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["gpt2", "--num-layers", "6", "--accelerators", "2", "--batch-size", "4"]
     options = [*options, "--memory-gib", "0.5"]
     err = size(capsys, *options)[2]
     assert main(["plan", *options, "--pp", "2", "--schedule", "gpipe"]) == 2
     theirs = capsys.readouterr().err
-    place = re.compile(r"smallest peak is [\d.]+ GiB, on stage \d \(layers [\d-]+\)")
-    assert place.findall(err) == place.findall(theirs) != []
+    place = re.compile(r"smallest peak is ([\d.]+) GiB, on stage \d \(layers [\d-]+\)")
+    (ours,), (least,) = place.findall(err), place.findall(theirs)
+    assert 0.5 < float(least) <= float(ours), "plan also recomputes inside blocks"
     assert (err.count("What would do: "), theirs.count("What would do: ")) == (1, 1)
 
 
@@ -176,8 +175,7 @@ def test_compiled_layers_go_with_schedules_of_whole_backwards(
     assert compiled["schedule"] == schedule
     parameters = [[each["parameters"] for each in found["workers"]] for found in (eager, compiled)]
     assert parameters[0] == parameters[1]
-    kept = [[each["activations"] for each in found["workers"]] for found in (eager, compiled)]
-    assert kept[0] != kept[1]
+    assert compiled["workers"] == eager["workers"]
 
 
 OWN = """
@@ -272,4 +270,4 @@ def test_what_each_worker_holds_under_any_schedule(capsys: pytest.CaptureFixture
         assert leaner < fuller
     _, out, _ = size(capsys, *[each for each in asked if each != "--json"], "--schedule", "zb-v")
     assert "parameters under zb-v on 2 x 99 GiB (modelled)" in out
-    assert out.splitlines()[-1].split()[:3] == ["1", "1", "2"]
+    assert ["1", "1", "2"] in [line.split()[:3] for line in out.splitlines()]

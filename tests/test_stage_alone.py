@@ -10,10 +10,10 @@ import pytest
 import torch
 from records import record
 
-from gpipe_bench.experiments.table1 import real_steps
-from gpipe_bench.experiments.table1.experiment import EXPERIMENT
-from gpipe_bench.experiments.table1.largest import Placement, Setting
-from gpipe_bench.experiments.table1.shown import LARGEST
+from gpipe_bench.experiments.paper.largest import Placement, Setting
+from gpipe_bench.experiments.paper.table1 import real_steps
+from gpipe_bench.experiments.paper.table1.experiment import EXPERIMENT
+from gpipe_bench.experiments.paper.table1.shown import LARGEST
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import decode, encode
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -147,7 +147,7 @@ def records_of(monkeypatch: pytest.MonkeyPatch, *runs: dict[str, Any], limit: in
     options = RunOptions(profile="full", device="cuda")
     outcomes = [(key, EXPERIMENT.run(Case(key), options)) for key in runs]
     return [
-        decode(encode(record(experiment="table1", case=key, profile="full", quantities=found.quantities,
+        decode(encode(record(experiment="table1", case=key, profile="full", metrics=found.metrics,
                              details=found.details)))
         for key, found in outcomes
     ]  # fmt: skip
@@ -163,9 +163,9 @@ def test_a_model_that_does_not_fit_is_a_row_of_the_table(monkeypatch: pytest.Mon
     assert fake.fractions == [0.25, 1.0] * 2
     naive, pipeline = found
     assert (naive.status, naive.details["fits"], naive.details["cap_gib"]) == ("done", False, 16)
-    assert naive.quantity("measured peak").value is None
-    assert naive.quantity("measured peak").note == f"stage 0: {NO_ROOM}"
-    assert naive.quantity("modelled peak").value > 16 * 2**30 > pipeline.quantity("measured peak").value
+    assert naive.metric("measured peak").value is None
+    assert naive.metric("measured peak").note == f"stage 0: {NO_ROOM}"
+    assert naive.metric("modelled peak").value > 16 * 2**30 > pipeline.metric("measured peak").value
     assert [stage["ran_out"] for stage in pipeline.details["stages"]] == [""] * 3
     text = EXPERIMENT.tables(found)  # type: ignore[misc]
     line = next(line for line in text.splitlines() if "naive-1" in line)
@@ -187,7 +187,7 @@ def test_the_largest_model_is_the_first_that_fits_from_above(
     tried = found.details["tried"]
     assert [each["more"] for each in tried if each["fits"]] == ([] if more is None else [more])
     assert [each["more"] for each in tried] == [1, 0, -8, -16][: 4 if more is None else 2 - more // 8]
-    modelled, measured = (found.quantity(f"{how} parameters").value for how in ("modelled", "measured"))
+    modelled, measured = (found.metric(f"{how} parameters").value for how in ("modelled", "measured"))
     assert (measured is None) == (more is None)
     assert more is None or (measured == modelled) == (more == 0)
     assert said in EXPERIMENT.tables([found])  # type: ignore[misc]

@@ -34,6 +34,7 @@ from gpipe_bench.pipeline import (
     named,
     replay,
 )
+from gpipe_bench.pipeline.arguments import devices_of
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 
@@ -242,15 +243,15 @@ def _recorded_unless(compute: bool) -> Callable[[pytest.MonkeyPatch, FakeAcceler
 
 
 def _event_before_the_copy(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    early: dict[devices.Way, devices.Mark] = {}
-    wait, close = devices.Way.open, devices.Way.close
+    early: dict[devices.CopyStreams, devices.Mark] = {}
+    wait, close = devices.CopyStreams.open, devices.CopyStreams.close
 
-    def open_(way: devices.Way) -> None:
+    def open_(way: devices.CopyStreams) -> None:
         early[way] = close(way)
         wait(way)
 
-    patch.setattr(devices.Way, "open", open_)
-    patch.setattr(devices.Way, "close", lambda way: early[way])
+    patch.setattr(devices.CopyStreams, "open", open_)
+    patch.setattr(devices.CopyStreams, "close", lambda way: early[way])
 
 
 def _event_in_the_wrong_stream(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
@@ -261,14 +262,14 @@ def _event_in_the_wrong_stream(patch: pytest.MonkeyPatch, fake: FakeAccelerator)
 
 
 def _sent_tensor_overwritten(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    send = devices.Way.send
+    send = devices.CopyStreams.send
 
-    def send_and_write(way: devices.Way, tensor: Tensor) -> Tensor:
+    def send_and_write(way: devices.CopyStreams, tensor: Tensor) -> Tensor:
         sent = send(way, tensor)
         tensor.mul_(1.0)
         return sent
 
-    patch.setattr(devices.Way, "send", send_and_write)
+    patch.setattr(devices.CopyStreams, "send", send_and_write)
 
 
 def _device_wide_wait(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
@@ -354,3 +355,10 @@ def test_copies_among_the_computations_cost_slots(
         two_steps(fake, pipeline_of(fake, schedule, seeded(mlp)), (batch, target))
     assert fake.history.makespan == slots_taken
     assert {fault.kind for fault in fake.history.faults} <= {Kind.FREED}
+
+
+def test_layers_without_parameters_go_where_the_rest_of_the_model_is() -> None:
+    """A rank that has none of them opens the same connections as the others."""
+    layers = [nn.Linear(2, 2, device="meta"), nn.ReLU()]
+    assert devices_of(None, 2, layers[1:], layers) == (torch.device("meta"),) * 2
+    assert devices_of(None, 2, layers[1:], layers[1:]) == (torch.device("cpu"),) * 2

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from command_line import call
 
-from gpipe_bench.experiments.table1.cells import ANY_COUNT, cells
-from gpipe_bench.experiments.table1.experiment import EXPERIMENT
+from gpipe_bench.experiments.paper.table1.cells import ANY_COUNT, cells
+from gpipe_bench.experiments.paper.table1.experiment import EXPERIMENT
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record
@@ -29,7 +29,7 @@ def record_of(case: Case) -> Record:
     outcome = EXPERIMENT.run(case, options)
     return Record(
         schema=SCHEMA, experiment="table1", profile="short", case=case.key, status=outcome.status,
-        reason=outcome.reason, quantities=outcome.quantities, details=outcome.details, environment={},
+        reason=outcome.reason, metrics=outcome.metrics, details=outcome.details, environment={},
         command="", started_at="", duration_s=0.0,
     )  # fmt: skip
 
@@ -49,8 +49,8 @@ def transformer() -> list[Record]:
 def test_parameters_are_exact_and_memory_is_twelve_bytes_each(transformer: list[Record]) -> None:
     counts = [282_178_816, 785_761_536, 5_318_006_016, 21_029_786_880, 83_876_910_336]
     papers = [r for r in transformer if r.case["part"] == "paper"]
-    assert [r.quantity("parameters").value for r in papers] == counts  # type: ignore[union-attr]
-    assert [r.quantity("parameter memory").value for r in papers] == [12 * n for n in counts]  # type: ignore[union-attr]
+    assert [r.metric("parameters").value for r in papers] == counts  # type: ignore[union-attr]
+    assert [r.metric("parameter memory").value for r in papers] == [12 * n for n in counts]  # type: ignore[union-attr]
 
 
 def test_the_largest_models_with_any_number_of_micro_batches_are_context(transformer: list[Record]) -> None:
@@ -77,9 +77,9 @@ def test_the_split_of_every_stage_adds_up(transformer: list[Record]) -> None:
             stages = record.details[kind]["stages"]
             peaks = [sum(v for k, v in stage.items() if k != "when") for stage in stages]
             name = "best peak per accelerator" if kind == "best" else "peak per accelerator"
-            quantity = record.quantity(name)
-            assert quantity is not None
-            assert quantity.value == max(peaks)
+            metric = record.metric(name)
+            assert metric is not None
+            assert metric.value == max(peaks)
 
 
 def test_full_on_a_cpu_skips_the_device_with_its_reason() -> None:

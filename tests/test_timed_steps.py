@@ -9,15 +9,14 @@ import pytest
 import torch
 from made_up_steps import job_of
 from records import record
-from refused import refused
 from torch import nn
 
-from gpipe_bench.experiments.table2 import SHARED_MICROBATCHES, SHARED_STAGES, Ran, run_on_shared_cores
-from gpipe_bench.experiments.table2_shown import shared_cores
-from gpipe_bench.experiments.timed import steps as timed_steps
-from gpipe_bench.experiments.timed.results import results
-from gpipe_bench.experiments.timed.steps import attempt, measure, work
-from gpipe_bench.experiments.timed.workloads import TABLE2, Configuration
+from gpipe_bench.experiments.paper.table2 import SHARED_MICROBATCHES, SHARED_STAGES, Ran, run_on_shared_cores
+from gpipe_bench.experiments.paper.table2_shown import shared_cores
+from gpipe_bench.experiments.paper.timed import steps as timed_steps
+from gpipe_bench.experiments.paper.timed.results import results
+from gpipe_bench.experiments.paper.timed.steps import attempt, measure, work
+from gpipe_bench.experiments.paper.timed.workloads import TABLE2, Configuration
 from gpipe_bench.pipeline import gpipe, launch
 
 SMOKE = TABLE2["transformer"]["smoke"]
@@ -53,8 +52,8 @@ def test_any_engine_runs_through_the_table_unchanged(monkeypatch):
         answers = launch(work, 2, job, device="cpu")
         assert answers[0].steps[0].partition == answers[1].steps[0].partition
         assert all(each.real_s and min(each.real_s) > 0 for answer in answers for each in answer.steps)
-        quantities, details = results(job, answers)
-        found_here = {quantity.label for quantity in quantities}
+        metrics, details = results(job, answers)
+        found_here = {metric.label for metric in metrics}
         assert "normalised real throughput K=2 M=4" in found_here
         assert ("replay error K=2 M=4" in found_here) == (engine == "ours")
         if engine != "ours":
@@ -160,7 +159,7 @@ def test_all_processes_give_up_together(monkeypatch):
 
 @pytest.mark.processes
 def test_the_first_failure_of_a_process_is_the_message():
-    with refused(RuntimeError):
+    with pytest.raises(RuntimeError, match="process 0: ZeroDivisionError: integer division or"):
         timed_steps.run_processes(work, 1, job_of(Configuration(2, 0, 4)))
 
 
@@ -172,11 +171,11 @@ def test_four_processes_take_the_schedules_actions_and_end_with_the_loss_of_one(
     outcome = run_on_shared_cores(SMOKE)
     made = record(
         experiment="table2", case={"model": "transformer", "batch": "on shared cores"},
-        quantities=outcome.quantities, details=outcome.details,
+        metrics=outcome.metrics, details=outcome.details,
     )  # fmt: skip
-    assert made.quantity("loss", stages=4).value == made.quantity("loss", stages=1).value
+    assert made.metric("loss", stages=4).value == made.metric("loss", stages=1).value
     for stage in range(SHARED_STAGES):
-        counted, modelled = (made.quantity("peak", stage=stage, how=how) for how in ("counted", "modelled"))
+        counted, modelled = (made.metric("peak", stage=stage, how=how) for how in ("counted", "modelled"))
         assert (counted.provenance, modelled.provenance) == ("measured", "modelled")
         # The transport holds messages that the model leaves out, at most two in each direction.
         assert 1 <= counted.value / modelled.value < 1.25
@@ -191,5 +190,5 @@ def test_a_stage_that_took_its_actions_in_another_order_is_no_result(monkeypatch
     orders[1][:2] = reversed(orders[1][:2])
     found = [Ran(tuple(order), 1, 1.0) for order in orders]
     monkeypatch.setattr(timed_steps, "run_processes", lambda *_: found)
-    with refused(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"stage 1 of transformer-lm took \(\('F',"):
         run_on_shared_cores(SMOKE)

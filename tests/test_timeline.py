@@ -17,12 +17,10 @@ from gpipe_bench.pipeline import (
     Kind,
     Link,
     Timeline,
-    draw,
     gpipe,
     named,
     one_f_one_b,
     replay,
-    svg,
 )
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.planner.breakdown import breakdown
@@ -144,14 +142,3 @@ def test_the_time_of_portals_is_communication() -> None:
     assert without.seconds["communication"] == 0
     assert found.seconds["communication"] > 0
     assert sum(found.shares.values()) == 1
-
-
-def test_portals_are_drawn() -> None:
-    timeline = replay(gpipe(4, 2, "never"), SLOTS)
-    assert draw(timeline, [SKIP]).splitlines()[-1] == "portals | stage 0 -> stage 3: skip"
-    assert draw(timeline, [SKIP]).startswith(draw(timeline))
-    picture = svg(timeline, "title", [SKIP])
-    for title in ("skip: 0F0 -&gt; 3F0", "skip: 0F1 -&gt; 3F1", "skip: 3B1 -&gt; 0B1", "skip: 3B0 -&gt; 0B0"):
-        assert title.replace("&gt;", ">") in picture.replace("&gt;", ">")
-    assert picture.count("<line ") == 4
-    assert "<line " not in svg(timeline, "title")

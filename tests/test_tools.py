@@ -124,7 +124,7 @@ AREAS = {
         ["test_transparency", "test_bitwise", "test_joined"],
     ),
     "processes": (2, ["test_distributed", "test_joined"]),
-    "replicas and shards": (2, ["test_mesh", "test_sharding_parts"]),
+    "replicas and shards": (2, ["test_mesh", "test_sharding"]),
     "schedules": (30, ["test_schedule", "test_named_schedules", "test_remat", "test_replay"]),
     "memory": (20, ["test_memory", "test_profile", "test_footprint", "test_split_memory"]),
     "planner": (20, ["test_planning_search", "test_planning_predict", "test_plan_verb"]),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from records import record
-from refused import refused
 
-from gpipe_bench.experiments.predicted.experiment import COLUMNS, DIRECT_SKIPS, EXPERIMENT, SCRIPTS
-from gpipe_bench.experiments.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
+from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
+from gpipe_bench.experiments.paper.predictions import COLUMNS, DIRECT_SKIPS, EXPERIMENT, SCRIPTS
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -58,7 +58,7 @@ def test_a_stage_takes_its_own_skips_and_no_others() -> None:
 
 
 def test_a_cut_that_does_not_name_all_layers_is_refused() -> None:
-    with refused(ValueError):
+    with pytest.raises(ValueError, match=r"\(30, 34\) has 64 layers, the"):
         peaks(30, 34)
 
 
@@ -67,19 +67,19 @@ def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> 
     found = EXPERIMENT.run(Case({"part": "memory", "column": "pipeline-1"}), RunOptions(profile="short"))
     kept = record(
         experiment="predictions", profile="short", case={"part": "memory", "column": "pipeline-1"},
-        quantities=found.quantities, details=found.details,
+        metrics=found.metrics, details=found.details,
     )  # fmt: skip
     parameters, memory = compare(EXPERIMENT.cells([kept]))
     assert (parameters.ours, parameters.verdict) == (2_213_834_176, "reproduced")
     assert (memory.unit, memory.provenance, memory.source) == ("GiB", "modelled", "torchgpipe")
     # Whatever else the allocator had reserved, these it must have held: value and gradient.
     assert memory.ours > 2 * 4 * 2_213_834_176 / 2**30
-    assert "Memory: predicted" in EXPERIMENT.tables([kept])
+    assert "unet-memory: memory, pipeline-1" in EXPERIMENT.tables([kept])
 
 
 def test_speeds_over_direct_skips_are_not_run_and_say_why() -> None:
     case = {"part": "torchgpipe", "script": "unet"}
-    kept = record(experiment="predictions", profile="short", case=case, quantities=())
+    kept = record(experiment="predictions", profile="short", case=case, metrics=())
     found = {c.place: c for c in compare(EXPERIMENT.cells([kept]))}
     for column in ("pipeline-4", "pipeline-8"):
         for row in ("throughput", "normalized throughput"):

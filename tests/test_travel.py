@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import call, lines
-from records import quantity, record
+from records import metric, record
 
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness import REFERENCE
@@ -139,21 +139,21 @@ def test_two_machines_files_stand_in_one_report(tmp_path: Path) -> None:
 def test_a_number_that_needs_no_machine_must_be_the_committed_one(tmp_path: Path) -> None:
     known = Store(REFERENCE / "cpu-2-cores").load("computed").records
     of = next(
-        r for r in known if r.quantities and all(q.provenance == "modelled" and q.value for q in r.quantities)
+        r for r in known if r.metrics and all(q.provenance == "modelled" and q.value for q in r.metrics)
     )
-    first = of.quantities[0]
+    first = of.metrics[0]
     assert first.value is not None
-    wrong = quantity(2 * first.value, name=first.name, key=first.key, unit=first.unit, provenance="modelled")
+    wrong = metric(2 * first.value, name=first.name, key=first.key, unit=first.unit, provenance="modelled")
     changes: dict[str, Any] = {
         name: getattr(of, name) for name in ("case", "profile", "options", "revision", "environment")
     }
-    path = parcel(tmp_path / "it.zip", a_record(**changes, quantities=(wrong,)))
+    path = parcel(tmp_path / "it.zip", a_record(**changes, metrics=(wrong,)))
     assert "and no machine matters" in refusal(path).partition("\n")[0]
 
 
 def test_what_makes_it_weak_is_said_and_taken(tmp_path: Path) -> None:
-    off = quantity(1.2, name="control", unit="ratio", low=1.1, high=1.3)
-    changes: dict[str, Any] = {"quantities": (off,), "details": {"void": "the control is not 1"}}
+    off = metric(1.2, name="control", unit="ratio", low=1.1, high=1.3)
+    changes: dict[str, Any] = {"metrics": (off,), "details": {"void": "the control is not 1"}}
     path = parcel(tmp_path / "it.zip", a_record(profile="smoke", **changes))
     status, out, _ = call("check", path, "--json")
     assert status == 0

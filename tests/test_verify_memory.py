@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_bench.experiments.table1 import real_steps
-from gpipe_bench.experiments.table1.real_steps import tensors_behind, verify
+from gpipe_bench.experiments.paper.table1 import real_steps
+from gpipe_bench.experiments.paper.table1.real_steps import tensors_behind, verify
 from gpipe_bench.pipeline import Pipeline
 
 NAME = "transformer-lm"

@@ -7,22 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from refused import refused
 
 from gpipe_bench.pipeline import Kind, Schedule, gpipe, named
 from gpipe_bench.pipeline.plan.edges import rings_of, turns
 from gpipe_bench.pipeline.plan.schedule import ends_of
 from gpipe_bench.pipeline.ranks.connect import (
     MOST_TENSORS,
+    connection_names,
     first_tag,
     header_chain,
     loss_chain,
     loss_route,
-    names_of_ways,
     peers,
     refuse_edges,
 )
-from gpipe_bench.pipeline.ranks.ends import Lane, Outline, Receiver
+from gpipe_bench.pipeline.ranks.ends import Outline, ReceiveQueue, Receiver
 from gpipe_bench.pipeline.ranks.wire import Connection, Form
 
 CPU = torch.device("cpu")
@@ -59,9 +58,9 @@ def test_who_learns_from_whom() -> None:
 def test_ways() -> None:
     plain = {(False, True): "activations", (True, False): "gradients"}
     both = {**plain, (False, False): "activations down", (True, True): "gradients up"}
-    assert names_of_ways(gpipe(3, 2)) == names_of_ways(gpipe(1, 2)) == plain
-    assert names_of_ways(named("zb-v", 3, 2)) == names_of_ways(named("interleaved", 2, 2)) == both
-    with refused(ValueError):
+    assert connection_names(gpipe(3, 2)) == connection_names(gpipe(1, 2)) == plain
+    assert connection_names(named("zb-v", 3, 2)) == connection_names(named("interleaved", 2, 2)) == both
+    with pytest.raises(ValueError, match="portals between them with 4096 micro-batches"):
         refuse_edges(Schedule("long", 2**12, 2**12, "never", ((),) * 2**12), (), accelerated=False)
 
 
@@ -80,16 +79,16 @@ def test_receives_are_posted_in_the_order_in_which_messages_leave(name: str) -> 
     for rank, back in itertools.product(range(2), (False, True)):
         backend, row = Posted(), schedule.actions[rank]
         ends, wanted = set(ends_of(row)), turns(schedule, rank, 1 - rank, back=back)
-        lane = Lane(Connection(backend, 0, {}), 1 - rank, None, back=back)
+        queue = ReceiveQueue(Connection(backend, 0, {}), 1 - rank, None, back=back)
         receivers = {}
         for stage, _ in wanted:
             direction = stage - (not back), back
             tags = [first_tag(direction, m, 7) for m in range(7)]
-            receivers.setdefault(stage, Receiver(lane, rings_of(schedule)[direction], CPU, tags))
-        lane.order = [receivers[stage] for stage, _ in wanted]
+            receivers.setdefault(stage, Receiver(queue, rings_of(schedule)[direction], CPU, tags))
+        queue.order = [receivers[stage] for stage, _ in wanted]
         for receiver in receivers.values():
             receiver.begin({1: outline}, (1,) * 7, training=True)
-        lane.post()
+        queue.post()
         for action in row:
             if action.stage not in receivers:
                 continue

@@ -1,6 +1,6 @@
 """Somebody else's repository, made up: an engine of its own, a folder `models/` of its own, a slowed commit.
 
-Tests and trials (`guard_trials.py`) guard it as its owner would.
+Tests guard it as its owner would.
 """
 
 from __future__ import annotations

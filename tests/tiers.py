@@ -1,6 +1,6 @@
 """Which tests are of the first tier, and where the time of a run went.
 
-The first tier is what `nox -s tests` runs: the whole public behaviour once, within two minutes. The second,
+The first tier is what `nox -s tests` runs: the whole public behaviour once, within three minutes. The second,
 named in `second_tier.txt` and marked `deep`, holds the same promises on more cells, in more processes, under
 signals and kills; continuous integration adds it (`nox -s tests -- --all`). `test_tools.py` says that no area
 leaves the first.

@@ -13,7 +13,7 @@ from tiny_models import EXACT, assert_own_gradients, everything, everything_batc
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.pipeline import Kind, Pipeline, named
+from gpipe_bench.pipeline import Pipeline, named
 from gpipe_bench.pipeline.ranks import ends
 
 cross_entropy = nn.functional.cross_entropy
@@ -64,52 +64,6 @@ def several_stages_per_worker() -> None:
             assert output is None or torch.equal(output, wanted)
 
 
-def a_schedule_that_is_measured() -> None:
-    """Every rank runs the same rows in every step, and the weights have the bits of one process: through
-    memory and the network, with rings as small as they get.
-    """
-    for share_memory, num_stages, remat in ((True, 4, "never"), (False, 4, "always"), (True, 2, "never")):
-        group, taken = halves().group, []
-        with mock.patch.object(ends, "SMALL_BYTES", 0):
-            pipelines = []
-            for place in (group, None):
-                torch.manual_seed(0)
-                auto = {"schedule": "auto", "num_stages": num_stages, "group": place}
-                auto.update({"timeout_s": TIMEOUT_S, "share_memory": share_memory})
-                alone = {"schedule": "1f1b", "num_stages": 1}
-                options = alone if place is None else auto
-                pipelines.append(
-                    Pipeline(everything(), num_microbatches=5, remat=remat, cost=[1] * 12, **options)
-                )
-            optimizers = [torch.optim.SGD(p.parameters(), lr=0.05, momentum=0.9) for p in pipelines]
-            has = {stage.index for stage in pipelines[0].stages}
-            for step in range(8):
-                (image, ids), target = everything_batch(11, seed=step)
-                batch = (image.float(), ids)
-                own = (batch if 0 in has else None, target if num_stages - 1 in has else None)
-                losses = [
-                    pipeline.step(*data, cross_entropy)
-                    for pipeline, data in zip(pipelines, (own, (batch, target)), strict=True)
-                ]
-                assert torch.equal(*losses), step
-                taken.append(pipelines[0].schedule)
-                of_all = pipelines[0].gather(taken[-1])
-                assert of_all == [of_all[0]] * 2
-                wanted = pipelines[1].state_dict()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                for key, value in pipelines[0].state_dict().items():
-                    assert torch.equal(value, wanted[key]), (step, key)
-        kinds = [{action.kind for action in schedule} for schedule in taken]
-        assert all(Kind.B not in found for found in kinds[:3])
-        assert all(found & {Kind.I, Kind.W} == set() for found in kinds[3:5])
-        assert taken[5] == taken[6] == taken[7]
-        assert pipelines[0].gather_timeline().makespan_s > 0
-        pipelines[0].eval()
-        pipelines[0](own[0])
-
-
 def the_loss_is_told_before_the_last_weights() -> None:
     """In a V the rank of the loss has the longest row; here it takes its last action only after the other
     one's step has returned.
@@ -149,6 +103,5 @@ def the_loss_is_told_before_the_last_weights() -> None:
 
 CASES = (
     several_stages_per_worker,
-    a_schedule_that_is_measured,
     the_loss_is_told_before_the_last_weights,
 )

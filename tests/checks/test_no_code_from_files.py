@@ -24,7 +24,7 @@ BETWEEN_PROCESSES = {
     "pipeline/ranks/control.py": "shapes of boundary tensors, and what ranks tell each other outside of "
     "steps, over the run's own connections",
     "pipeline/stage/trees.py": "how a message is built, within what control.py sends",
-    "experiments/timed/slow_link.py": "a task and its results, in a folder that only this user can enter",
+    "pipeline/verify.py": "the state of layers, from each rank to all, over the run's own connections",
     "pipeline/checkpoint.py": "an unpickler that finds no code, in front of the one of torch",
 }
 

@@ -1,6 +1,6 @@
 """The GPU path over torch's CUDA build without a GPU: `nox -s cuda-without-gpu`.
 
-Downloads and builds what is missing (`build.py`), then walks what machines with GPUs walk, with several
+Downloads and builds what is missing (`stand_in.py`), then walks what machines with GPUs walk, with several
 numbers of devices and sizes of memory: the tests of this folder, and every step of `.ci/gpu` at its real
 size. A walk that failed, or took more memory than the step says, makes the exit status 1; a step that says
 why it cannot run there is skipped. What each printed is in the folder.
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from build import CannotBuildError, default_folder, prepare, variables
+from stand_in import CannotBuildError, default_folder, prepare, variables
 
 from gpipe_bench.experiments.gpu import STEPS, Step
 
@@ -35,7 +35,7 @@ H100_GIB = 79.1
 BY_NAME = {step.name: step for step in STEPS}
 MACHINES: dict[tuple[int, float], tuple[str, ...]] = {
     (1, H100_GIB): tuple(BY_NAME), (1, 44.4): tuple(BY_NAME), (1, 24.0): tuple(BY_NAME),
-    (2, H100_GIB): ("grid", "engine"), (4, H100_GIB): ("tests",), (8, H100_GIB): ("tests", "pipelines"),
+    (2, H100_GIB): ("grid", "engines"), (4, H100_GIB): ("tests",), (8, H100_GIB): ("tests", "pipelines"),
 }  # fmt: skip
 """Devices and GiB of each, and the steps that differ there from those of others: pipelines over eight devices
 are over two and four of them, too.

@@ -1,7 +1,7 @@
 // A CUDA runtime without a device, and what torch calls of the libraries around it.
 //
 // torch's CUDA build links against a dozen libraries. Here they are one: what has to answer something is written
-// below, and `build.py` makes a function that returns 0 of every other name. So the allocator, streams, events,
+// below, and `stand_in.py` makes a function that returns 0 of every other name. So the allocator, streams, events,
 // autograd's threads and ProcessGroupNCCL with its watchdog are torch's own. What is there instead of a device:
 //
 //   memory    address space of the host; a device has FAKE_GIB of it, and more is refused

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -20,19 +20,21 @@ class _Store:
 
     host, is_in_rank = 0, True
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, number: int, rank: int) -> None:
+        self._world, self._rank = world, rank
         self._values: dict[str, bytes] = world.shared.setdefault(("store", number), {})
 
-    def connect(self, timeout_s: float) -> None: ...
+    def exchange(self, what: str, mine: str, *, rank: int, size: int, timeout_s: float) -> list[str]:
+        self._values[f"{what} of {rank}"] = mine.encode()
+        keys = [f"{what} of {other}" for other in range(size)]
+        self._world.wait_until(self._rank, lambda: all(key in self._values for key in keys), what)
+        return [self._values[key].decode() for key in keys]
 
     def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
         self._values[key] = value.encode()
 
     def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
         return self._values.get(key)
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        return [self._values.get(key) for key in keys]
 
     def append(self, key: str, value: str) -> None:
         self._values[key] = self._values.get(key, b"") + value.encode()
@@ -49,9 +51,9 @@ class FakeNetwork(Network):
         self.gpu = f"GPU-{rank}"
         self._num_pipelines = 0
 
-    def store(self) -> Any:
+    def store(self, timeout_s: float) -> Any:
         self._num_pipelines += 1
-        return _Store(self.world, self._num_pipelines)
+        return _Store(self.world, self._num_pipelines, self.rank)
 
     def is_accelerated(self, device: torch.device) -> bool:
         return True

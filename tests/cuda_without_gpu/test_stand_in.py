@@ -11,21 +11,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
-import build
 import forms_only
 import pytest
+import stand_in
 import torch
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda tool: None if tool == "g++" else tool)
-    with pytest.raises(build.CannotBuildError, match=r"^g\+\+ not found; install a C\+\+ compiler"):
-        build.prepare(tmp_path / "folder")
-    monkeypatch.setattr(build.platform, "machine", lambda: "arm64")
-    with pytest.raises(build.CannotBuildError, match="is for Linux on x86_64, and this is .* on arm64"):
-        build.prepare(tmp_path / "folder")
+    monkeypatch.setattr(stand_in.shutil, "which", lambda tool: None if tool == "g++" else tool)
+    with pytest.raises(stand_in.CannotBuildError, match=r"^g\+\+ not found; install a C\+\+ compiler"):
+        stand_in.prepare(tmp_path / "folder")
+    monkeypatch.setattr(stand_in.platform, "machine", lambda: "arm64")
+    with pytest.raises(stand_in.CannotBuildError, match="is for Linux on x86_64, and this is .* on arm64"):
+        stand_in.prepare(tmp_path / "folder")
     assert not list(tmp_path.iterdir())
 
 
@@ -39,20 +39,20 @@ def test_without_a_network_it_says_what_to_carry_where(
         asked.append(command)
         return SimpleNamespace(returncode=1, stderr="\nERROR: No matching distribution", stdout="")
 
-    monkeypatch.setattr(build.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(stand_in.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(subprocess, "run", run)
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels" / "nvidia_cuda_crt-13.0.88-py3-none-manylinux2014_x86_64.whl").touch()
-    with pytest.raises(build.CannotBuildError, match="No matching distribution; without a network, carry"):
-        build.prepare(tmp_path)
-    assert [word for word in asked[0] if "==" in word] == list(build.PINNED[:3])
+    with pytest.raises(stand_in.CannotBuildError, match="No matching distribution; without a network, carry"):
+        stand_in.prepare(tmp_path)
+    assert [word for word in asked[0] if "==" in word] == list(stand_in.PINNED[:3])
     assert not (tmp_path / "site.sha256").exists()
 
 
 def test_two_who_want_the_same_folder_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second waits for the first: it would take its libraries away."""
     made: list[str] = []
-    second = threading.Thread(target=build.prepare, args=(tmp_path,))
+    second = threading.Thread(target=stand_in.prepare, args=(tmp_path,))
 
     def unpack(*_: object) -> None:
         made.append("site")
@@ -60,11 +60,11 @@ def test_two_who_want_the_same_folder_make_it_once(tmp_path: Path, monkeypatch: 
             second.start()
             second.join(0.2)
 
-    monkeypatch.setattr(build.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(build, "_wheels", lambda *_: [])
-    monkeypatch.setattr(build, "_unpack", unpack)
-    monkeypatch.setattr(build, "_compile", lambda *_: made.append("lib"))
-    build.prepare(tmp_path)
+    monkeypatch.setattr(stand_in.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(stand_in, "_wheels", lambda *_: [])
+    monkeypatch.setattr(stand_in, "_unpack", unpack)
+    monkeypatch.setattr(stand_in, "_compile", lambda *_: made.append("lib"))
+    stand_in.prepare(tmp_path)
     second.join()
     assert made == ["site", "lib"]
 
@@ -90,7 +90,7 @@ def test_a_walk_that_takes_more_memory_than_was_said_has_failed(
     status: int, took_bytes: int, said: str, wanted: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    walks = runpy.run_path(str(Path(build.__file__).with_name("__main__.py")))
+    walks = runpy.run_path(str(Path(stand_in.__file__).with_name("__main__.py")))
 
     def run(command: list[str], *, env: dict[str, str], stdout: TextIO, **_: object) -> object:
         assert command[1:] == ["a command"]

@@ -87,7 +87,7 @@ def _make(folder: Path) -> None:
     with _up_to_date(folder / "site", *PINNED, *UNUSED, tag) as is_made:
         if not is_made:
             _unpack(_wheels(folder / "wheels", tag), folder / "site", folder / "include")
-    sources = [(HERE / name).read_text(encoding="utf-8") for name in ("runtime.cpp", "build.py")]
+    sources = [(HERE / name).read_text(encoding="utf-8") for name in ("runtime.cpp", "stand_in.py")]
     with _up_to_date(folder / "lib", *sources, *PINNED, tag) as is_made:
         if not is_made:
             _compile(folder / "site", folder / "include", folder / "lib")

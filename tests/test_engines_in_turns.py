@@ -1,0 +1,330 @@
+"""Engines side by side: what is run, computed and said. No test depends on how fast anything was."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import call, lines
+from records import record
+from torch import nn
+
+from gpipe_bench.experiments.beyond.engines import (
+    ALL_CORES,
+    ALONE,
+    ALWAYS,
+    BARE,
+    COST,
+    EXPERIMENT,
+    FACTORIES,
+    GLOO,
+    ON_GPUS,
+    PLANS,
+    SHARE,
+    SPEED,
+    job_of,
+    numbers,
+    own_engines,
+    plan_of,
+    tables,
+)
+from gpipe_bench.experiments.engines.checks import verify
+from gpipe_bench.experiments.engines.setup import Setup, resolve
+from gpipe_bench.experiments.paper.timed.engine_turns import Job, work
+from gpipe_bench.experiments.paper.timed.side_by_side import Found, side_by_side
+from gpipe_bench.experiments.paper.timed.steps import run_processes
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.experiments.report.build import build
+from gpipe_bench.harness import REFERENCE
+from gpipe_bench.harness.experiment import Outcome, RunOptions
+from gpipe_bench.harness.record import Metric, Record
+from gpipe_bench.harness.rounds import Usage
+from gpipe_bench.harness.store import Store
+
+USERS = "mine:Engine@01234567"
+TIMES = {
+    "ours": [0.2] * 12,
+    "torch-gpipe": [0.3] * 12,
+    "torch-1f1b": [0.21] * 12,
+    ALWAYS: [0.22] * 12,
+}
+
+
+def key(workload: str, k: int, m: int, remat: str = "never", where: str = "processes", **more: Any) -> Any:
+    return {
+        "workload": workload, "where": where, "num_stages": k, "num_microbatches": m, "remat": remat, **more,
+    }  # fmt: skip
+
+
+CASE = key("transformer", 2, 4, "except_last")
+
+
+def test_every_plan_has_a_key_of_its_own_and_engines_that_there_are() -> None:
+    plans = [*PLANS, *ON_GPUS]
+    assert all(plan_of(plan.key) is plan for plan in plans)
+    for plan in plans:
+        assert {*plan.engines} <= {*FACTORIES, *ENGINES}
+        assert {target.engine for target in plan.targets} <= {*plan.engines}
+        known = job_of(plan, None).engines
+        assert job_of(plan, "all").engines == known
+        beside = job_of(plan, USERS).engines
+        assert beside == {**known, "mine:Engine": (USERS, plan.remat)} or "mine:Engine" not in beside
+    job = job_of(plan_of(CASE), USERS)
+    assert job.engines[ALWAYS] == ("ours", "always")
+    assert "mine:Engine" in job.engines
+
+
+def test_the_profiles_take_the_time_they_should() -> None:
+    seconds = {
+        profile: sum(case.estimate_s for case in EXPERIMENT.cases(RunOptions(profile=profile)))
+        for profile in EXPERIMENT.profiles
+    }
+    assert seconds["smoke"] <= 120
+    assert seconds["short"] <= 1100
+    assert seconds["full"] > seconds["short"]
+    smoke = [case.key for case in EXPERIMENT.cases(RunOptions(profile="smoke"))]
+    assert {each["where"] for each in smoke} == {"processes", "one process"}
+
+
+def test_on_gpus_there_are_cases_of_their_own_and_too_few_are_a_reason(monkeypatch: Any) -> None:
+    options = RunOptions(profile="full", device="cuda")
+    cases = EXPERIMENT.cases(options)
+    assert all(case.key["device"] == "cuda" for case in cases)
+    assert all("device" not in case.key for case in EXPERIMENT.cases(RunOptions(profile="full")))
+    monkeypatch.setattr("gpipe_bench.pipeline.devices.count", lambda kind: 1)
+    case = next(case for case in cases if case.key["workload"] == "transformer-8, large")
+    outcome = EXPERIMENT.run(case, options)
+    assert (outcome.status, outcome.reason) == ("skipped", "needs 2 GPUs; torch sees 1")
+    assert "needs 2 GPUs; torch sees 1" in tables([kept(outcome, case=case.key)])
+
+
+class Alone:
+    """A group of which this process is the last of two."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("name", "remat", "group", "forwards"),
+    [
+        (BARE, "never", None, 4),
+        (BARE, "except_last", None, 7),
+        (BARE, "always", None, 8),
+        (BARE, "never", Alone(), 4),
+        (ALL_CORES, "never", Alone(), 4),
+    ],
+)
+def test_what_ours_is_measured_against_does_the_same_work(
+    name: str, remat: str, group: Any, forwards: int
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    batch, target = torch.randn(8, 4), torch.randn(8, 4)
+    setup = Setup(layers, (range(2), range(2, 4)), 4, remat, torch.device("cpu"), group)
+    # Messages are made up for a stage alone, but the last one gets what it would get.
+    for _ in range(2):
+        engine = resolve(FACTORIES[name])(setup)
+        found = verify(name, engine, setup, batch, target, nn.functional.mse_loss)
+        assert (found["forwards"], found["backwards"], found["examples"]) == (forwards, 4, 2)
+        assert found["gradient error"] < 1e-5
+
+
+# Numbers and the table
+
+
+def case_of(
+    case: Any, *of_processes: dict[str, list[float]], extra: str | None = None, **refused_here: str
+) -> Outcome:
+    """What a case makes of the seconds that its processes found."""
+    details = {
+        "refused": refused_here, "partition": (range(3), range(3, 8)),
+        "actions_s": {"0F": 0.008, "1B": 0.006},
+    }  # fmt: skip
+    found = []
+    for times in of_processes:
+        more = {"checks": {name: {} for name in times}, "peak_bytes": dict.fromkeys(times, 3 * 2**20)}
+        pinned = {"pinned_cores": "0", "threads": "1"}
+        found.append(Found(times, Usage(1.0, 3.0, 2.0, 2), pinned, {**details, **more}))
+    job, first = job_of(plan_of(case), extra), next(iter(of_processes[0]))
+    return side_by_side(lambda rounds: found, partial(numbers, job, {}), 6, control=first, again=False)
+
+
+def values(outcome: Outcome) -> dict[Any, Metric]:
+    """By name and what each is of."""
+    return {(each.name, *each.key.values()): each for each in outcome.metrics}
+
+
+def kept(found: Outcome, **changes: Any) -> Record:
+    more = {"case": CASE} | changes
+    return record(
+        experiment="engines", status=found.status, reason=found.reason, metrics=found.metrics,
+        details=found.details, **more,
+    )  # fmt: skip
+
+
+def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
+    outcome = case_of(CASE, {name: [0.1] * 12 for name in TIMES}, TIMES)
+    found = values(outcome)
+    assert found["step", "torch-gpipe"].samples == (300.0,) * 12
+    assert found[SPEED, "ours", "torch-gpipe"].samples == pytest.approx((1.5,) * 6)
+    assert found[SPEED, "ours", "torch-1f1b"].value == pytest.approx(1.05)
+    assert found["shortest action",].value == pytest.approx(6.0)
+    assert {metric.provenance for metric in found.values()} == {"measured"}
+    assert outcome.details["partition"] == [[0, 3], [3, 8]]
+    assert outcome.details["engines"][ALWAYS] == {"engine": "ours", "remat": "always"}
+    assert [set(checks) for checks in outcome.details["checks"]] == [set(TIMES)] * 2
+
+
+def test_an_engine_is_judged_against_ours_with_the_same_schedule() -> None:
+    case = key("transformer", 2, 8)
+    seconds = {"ours": 0.2, "torch-gpipe": 0.3, "torch-1f1b": 0.15, "ours-1f1b": 0.1}
+    text = tables([kept(case_of(case, {name: [s] * 12 for name, s in seconds.items()}), case=case)])
+    (line,) = [line for line in text.splitlines() if line.startswith("speed of ours-1f1b over torch-1f1b")]
+    assert line.split()[-4:] == ["1.500", "[1.500,", "1.500]", "yes"]
+
+
+def test_the_ideal_of_waiting_stages_comes_from_the_schedule() -> None:
+    """K=8, M=32: 39 forwards and 39 backwards; with except_last also R of all but one."""
+    found = values(case_of(key("waiting", 8, 32), {"ours": [1.6, 1.6] * 2, BARE: [64 * 0.0202] * 4}))
+    assert found[SHARE, "ours"].value == pytest.approx(78 * 0.0202 / 1.6)
+    found = values(case_of(key("waiting", 4, 8, "except_last"), {"ours": [1.0, 1.0], BARE: [0.16, 0.16]}))
+    assert found[SHARE, "ours"].value == pytest.approx(0.01 * (8 + 8 + 7 + 2 * 3))
+
+
+def test_of_a_sequential_step_the_ideal_is_the_share_that_stages_leave() -> None:
+    idle = {"ours": [0.5, 0.5], "torch-gpipe": [0.6, 0.6], ALONE: [0.0, 0.0], ALL_CORES: [1.0, 1.0]}
+    found = values(case_of(key("transformer-8", 2, 16), {**idle, ALONE: [0.9, 0.9]}, idle))
+    assert found[SHARE, "ours"].value == pytest.approx((0.9 / 0.5) / (16 * 2 / 17))
+    assert found["core beside a busy one",].value == pytest.approx(0.9)
+    assert (SHARE, ALL_CORES) not in found
+
+
+def test_small_actions_cost_what_the_layers_do_not() -> None:
+    times = {"ours": [0.0128] * 4, "torch-gpipe": [0.0384] * 4, BARE: [0.0064] * 4}
+    found = values(case_of(key("small", 2, 64), times))
+    assert found[COST, "ours"].value == pytest.approx(50.0)
+    assert found[COST, "torch-gpipe"].value == pytest.approx(250.0)
+    times = {"ours": [0.002] * 4, BARE: [0.001] * 4, "torchgpipe": [0.003] * 4}
+    found = values(case_of(key("small", 4, 8, "except_last", "one process"), times))
+    assert found[COST, "ours"].value == pytest.approx(1e3 / (4 * (8 + 8 + 7)))  # recomputations count
+    assert found["peak memory", "torchgpipe", 0].value is None  # of its threads hardly any is seen
+    times[GLOO] = times.pop("ours")
+    assert plan_of(key("small", 2, 64, over="gloo")).engines[0] == GLOO
+
+
+def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    case = next(c for c in EXPERIMENT.cases(RunOptions()) if c.key["where"] == "one process")
+    found = EXPERIMENT.run(case, RunOptions(engine="all"))
+    assert (found.status, found.metrics) == ("skipped", ())
+    text = tables([kept(found, case=dict(case.key))])
+    assert "skipped: torchgpipe is not installed: pip install -e .[peers]" in text
+    assert tables([]) == "Engines side by side: nothing on record"
+    assert EXPERIMENT.cells([]) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [([0.2, 0.22, 0.22, 0.2] * 3, "within the noise"), ([0.2, 0.1] * 6, "void")],
+)
+def test_no_engine_is_called_faster_that_the_control_does_not_let(ours: list[float], said: str) -> None:
+    times = {**TIMES, "ours": ours, "mine:Engine": [0.205] * 12}
+    text = tables([kept(case_of(CASE, times, extra=USERS))])
+    (row,) = [line for line in text.splitlines() if line.split()[:2] == ["ours", "mine:Engine"]]
+    assert row.endswith(said)
+
+
+@pytest.mark.parametrize(("rounds", "is_judged"), [(2, False), (4, False), (5, True)])
+def test_nothing_is_judged_from_so_few_rounds_that_their_interval_is_none(
+    rounds: int, is_judged: bool
+) -> None:
+    times = {name: samples[: 2 * rounds] for name, samples in TIMES.items()}
+    text = tables([kept(case_of(CASE, times), profile="smoke")])
+    said = {line.rpartition("  ")[2].strip() for line in text.splitlines()}
+    assert ("too few rounds" in said) != is_judged
+    assert bool(said & {"yes", "NO", "faster", "slower"}) == is_judged
+
+
+def results_of(folder: Path, *engines: str) -> Path:
+    """A results folder with a run for each choice of engines."""
+    store = Store(folder)
+    for engine in engines:
+        times = {**TIMES, **{name.partition("@")[0]: [0.25] * 12 for name in own_engines(engine)}}
+        found = case_of(CASE, times, extra=engine)
+        store.append(kept(found, options={"engine": engine}, revision=EXPERIMENT.revision))
+    return folder
+
+
+def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path: Path) -> None:
+    results = results_of(tmp_path, "all", USERS, "yours:Engine@76543210")
+    for name, there in (("mine:Engine", 5), ("yours:Engine", 5), ("torch-1f1b", 1)):
+        status, out, err = call("compare", "engines", "--results", results, "--engine", name)
+        assert status == 0, err
+        assert sum(line.startswith(f"{name} ") or f" {name} " in line for line in out.splitlines()) >= there
+    status, out, err = call("compare", "engines", "--results", results, "--engine", "mine:Engin")
+    assert (status, out) == (2, "")
+    assert "no record has it (did you mean 'mine:Engine'?); there are: all, ours, torch-gpipe" in err
+    status, _, err = call("compare", "table1", "--results", REFERENCE / "cpu-2-cores", "--engine", "ours")
+    assert (status, err) == (2, "error: --engine ours: table1 runs no engine; leave the option out\n")
+
+    (view,) = [each for each in build(results, figures=False).experiments if each.name == "engines"]
+    assert all(f"--engine {name}\n" in view.text for name in ("all", USERS, "yours:Engine@76543210"))
+    page = build(results, figures=False, engine="mine:Engine")
+    (view,) = [each for each in page.experiments if each.name == "engines"]
+    assert view.text.startswith(f"--engine {USERS}\n")
+    with pytest.raises(
+        ValueError, match="zb-h1, interleaved, zb-v, torch-interleaved, torch-zb-v, mine:Engine,"
+    ):
+        build(results, figures=False, engine="nobody:Engine")
+
+
+# For real, as little as possible
+
+TINY = {"num_layers": 6, "vocab_size": 32, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 16}
+
+
+def test_schedules_take_turns_as_engines_and_each_does_all_of_its_work() -> None:
+    """One stage in each process, two in a loop and in a V, and torch's."""
+    names = ("ours-1f1b", "zb-h1", "interleaved", "zb-v", "torch-zb-v")
+    engines = {name: (FACTORIES.get(name, name), "never") for name in names}
+    job = Job("transformer-lm", TINY, 1, 2, 2, engines, cut_by_time=True)
+    found = run_processes(work, 2, job, 1)
+    assert found[0].details["refused"] == {}
+    for each in found:
+        checks = each.details["checks"]
+        counts = {name: (ran["forwards"], ran["backwards"]) for name, ran in checks.items()}
+        assert counts == dict.fromkeys(names, (2, 2))
+        assert max(ran["gradient error"] for ran in checks.values()) < 1e-5
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_smoke_measures_processes_and_checks_what_they_did(tmp_path: Path) -> None:
+    """One of the smoke profile's cases, over processes; the others run the same code."""
+    command = ["run", "engines", "--profile", "smoke", "--json", "--results", tmp_path]
+    status, out, err = call(*command, "--only", "workload=transformer", "--only", "where=processes")
+    assert status == 0, err
+    (found,) = lines(out)
+    values = {(each["name"], *each["key"].values()): each for each in found["metrics"]}
+    rounds = found["details"]["rounds"]
+    steps = {name: values["step", name]["samples"] for name in ("ours", "torch-gpipe")}
+    assert len(steps["ours"]) == 2 * rounds
+    speed = values[SPEED, "ours", "torch-gpipe"]["samples"]
+    assert len(speed) == rounds
+    ours, theirs = (math.prod(samples[:2]) for samples in steps.values())
+    assert speed[0] == pytest.approx(math.sqrt(theirs / ours))
+    # Four micro-batches of two examples; ours keeps the last one's activations, theirs recomputes all.
+    for checks in found["details"]["checks"]:
+        ours = checks["ours"]
+        assert (ours["forwards"], ours["backwards"], ours["examples"]) == (7, 4, 2)
+        assert (checks["torch-gpipe"]["forwards"], checks["torch-gpipe"]["backwards"]) == (8, 4)
+        assert checks["torch-gpipe"]["gradient error"] < 1e-3
+    assert set(found["details"]["actions_ms"]) == {"0F", "0R", "0B", "1F", "1R", "1B"}
+    assert found["details"]["threads"] == ["1", "1"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -115,12 +116,6 @@ def checks(session: nox.Session) -> None:
     run_python(session, "-m", "pytest", "tests/checks", *side_by_side)
 
 
-@nox.session(venv_backend="none", tags=["ci"], default=False)
-def mutants(session: nox.Session) -> None:
-    """Planted mistakes: the tests must notice each; with -- --matrix also 1,500 made by rule, in hours."""
-    run_python(session, "tests/mutants.py", "--jobs", usable_cores(session))
-
-
 @nox.session(name="cuda-without-gpu", venv_backend="none", tags=["ci"], default=False)
 def cuda_without_gpu(session: nox.Session) -> None:
     """The GPU path over torch's CUDA build, without a GPU: downloads 540 MB once, then takes minutes."""
@@ -149,10 +144,39 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)
+def docs(session: nox.Session) -> None:
+    """The pages as a site, in build/site: a link, a heading or a public name that is not there fails it."""
+    python, arguments = prepare(session)
+    pages = ROOT / "build" / "pages"  # each under its own path, so that links between pages hold
+    shutil.rmtree(pages, ignore_errors=True)
+    not_shown = shutil.ignore_patterns("local", "*.jsonl", "__pycache__")
+    for folder in ("docs", "examples", "results", ".github"):
+        shutil.copytree(ROOT / folder, pages / folder, ignore=not_shown)
+    for file in (*ROOT.glob("*.md"), ROOT / "CITATION.cff", ROOT / "LICENSE", ROOT / "action.yml"):
+        shutil.copy(file, pages)
+    variables = {
+        "NO_MKDOCS_2_WARNING": "1",
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",  # ruff lays out signatures
+    }
+    build = ("-m", "mkdocs", "build", "--strict", *arguments)
+    session.run(python, *build, external=True, env=variables)
+
+
+@nox.session(venv_backend="none", tags=["ci"], default=False)
 def smoke(session: nox.Session) -> None:
-    """Every experiment's smoke profile, into a fresh folder; as many at a time as there are cores."""
-    results, cores = session.create_tmp(), usable_cores(session)
-    run_python(session, "-m", "tests.smoke", "--cores", cores, "--results", results, "--fresh")
+    """Every experiment's smoke profile, as a user starts it; as many at a time as there are cores."""
+    cores = usable_cores(session)  # installs, too, before several sessions would at once
+    results = Path(session.create_tmp()).resolve() / "results"
+    shutil.rmtree(results, ignore_errors=True)
+    arguments = [*session.posargs, *(["--here"] if "--no-venv" in sys.argv else [])]
+    command = ("-m", "tests.smoke", "--cores", cores, "--results", str(results), *arguments)
+    session.run(sys.executable, *command, external=True, env={**THREADS, **os.environ})
+
+
+@nox.session(venv_backend="none", tags=["ci"], default=False)
+def documented(session: nox.Session) -> None:
+    """The commands, the Python and the examples that the pages show, as they are printed."""
+    run_python(session, "-m", "tests.documented", "--jobs", usable_cores(session))
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)
@@ -174,6 +198,6 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", tags=["dev"], default=False)
-def doctor(session: nox.Session) -> None:
+def machine(session: nox.Session) -> None:
     """What this machine can run."""
-    run_python(session, "-m", "experiments", "doctor")
+    run_python(session, "-m", "experiments", "list", "--machine")

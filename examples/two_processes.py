@@ -10,17 +10,16 @@ import torch
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpipe_bench.pipeline import Pipeline, checkpoint, layers_of, start_process
+from gpipe_bench.models import MODELS
+from gpipe_bench.pipeline import Pipeline, checkpoint, start_process
 
 EPOCHS = 3
 
 
 def build():
     torch.manual_seed(0)  # the same weights in every process
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+    return MODELS["llama"](num_layers=4, d_model=64, ffn_dim=128, num_heads=4, vocab_size=256)
 
 
 def next_byte(logits, text):
@@ -30,7 +29,7 @@ def next_byte(logits, text):
 def train(folder, device):
     text = torch.tensor(list(Path(__file__).read_bytes())).unfold(0, 32, 16)  # 32 bytes in each row
     training, held_out = text[:-16], text[-16:].to(device)
-    layers, group = layers_of(build()), dist.group.WORLD
+    layers, group = build(), dist.group.WORLD
     pipeline = Pipeline(layers, num_microbatches=4, schedule="1f1b", devices=device, group=group)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)

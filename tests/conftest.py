@@ -95,7 +95,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """`-m alone` and `-m gpu` import only the files that have such tests, and the first tier none that has
     none: importing all takes as long as running some.
     """
-    if "not deep" in config.option.markexpr and is_all_deep(collection_path.name):
+    if "not deep" in config.option.markexpr and is_all_deep(
+        collection_path.relative_to(Path(__file__).parent).as_posix()
+    ):
         return True
     if (mark := config.option.markexpr) in ("alone", "gpu") and collection_path.match("test_*.py"):
         return f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None

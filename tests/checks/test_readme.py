@@ -36,10 +36,10 @@ CHAINED = ("docs/memory.md", "docs/running.md", "docs/schedules.md")
 # Files of a user, which the tests below write, and pages with a test of their own.
 FILES = ("README.md", "docs/guard.md", "docs/own-engine.md")
 ELSEWHERE = {
-    "docs/own-model.md": "test_pages.py",
-    "docs/grid.md": "test_pages.py",
-    "docs/plan.md": "test_pages.py",
-    "docs/adding-an-experiment.md": "test_adding_an_experiment.py",
+    "docs/own-model.md": "commands/test_pages.py",
+    "docs/grid.md": "commands/test_pages.py",
+    "docs/plan.md": "commands/test_pages.py",
+    "docs/adding-an-experiment.md": "experiments/test_adding_an_experiment.py",
 }
 
 
@@ -236,11 +236,11 @@ def test_command_lines_are_understood_and_most_run(
     elif arguments[0] == "compare" and "--results" not in arguments:
         # A fresh clone has the reference records alone.
         arguments += ["--results", "results/reference/cpu-2-cores"]
-    elif "amoebanet-d" in arguments:  # tests/test_largest.py cuts one
+    elif "amoebanet-d" in arguments:  # tests/experiments/test_largest.py cuts one
         status, _, err = call(*arguments, "--accelerators", "0")
         assert (status, err.partition(":")[2].split()[:2]) == (2, ["--accelerators", "0:"])
         return
-    elif "--models" in arguments:  # tests/test_cli.py counts them all
+    elif "--models" in arguments:  # tests/commands/test_cli.py counts them all
         monkeypatch.setattr(zoo, "CONFIGURATIONS", zoo.CONFIGURATIONS[-1:])
     status, out, err = call(*arguments)
     assert status == 0, err

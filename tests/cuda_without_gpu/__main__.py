@@ -30,7 +30,7 @@ DONE, FAILED, CANNOT_BUILD = 0, 1, 2
 NOT_SHOWN = """\
 Shown: Python, devices, the allocator's bytes, waits of the host, launches, which messages meet, time-outs.
 Not shown: numbers (kernels compute nothing, tests compare shapes and dtypes), races, devices that wait for
-each other (tests/fakes), kernels and workspaces of cuDNN and Triton, the speed of a device."""
+each other (tests/support/fakes), kernels and workspaces of cuDNN and Triton, the speed of a device."""
 H100_GIB = 79.1
 BY_NAME = {step.name: step for step in STEPS}
 MACHINES: dict[tuple[int, float], tuple[str, ...]] = {

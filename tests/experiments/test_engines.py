@@ -1,0 +1,261 @@
+"""Engines under test: naming one, what a setup refuses, and that every engine does what it is asked to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.experiments.engines.checks import (
+    Count,
+    check_counts,
+    gradient_error,
+    named_parameters,
+    reference,
+    verify,
+)
+from gpipe_bench.experiments.engines.setup import Engine, Setup, pinned, resolve
+from gpipe_bench.experiments.registry import ENGINES
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import Timeline, launch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = "own_engine:FillDrain"
+AMOEBANET: dict[str, Any] = {
+    "num_layers": 3, "num_filters": 8, "image_size": 32, "num_classes": 10, "dropout": 0.0, "aux_head": False,
+}  # fmt: skip
+CPU = torch.device("cpu")
+mse = nn.functional.mse_loss
+
+
+def setup_of(num_microbatches: int = 4, remat: str = "never", **more: Any) -> Setup:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).double() for _ in range(5)]
+    return Setup(layers, (range(0, 2), range(2, 5)), num_microbatches, remat, CPU, **more)
+
+
+def data(size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (size, 4)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Writes a module into the working directory, as a user would; it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    names = []
+
+    def write(name: str, text: str) -> None:
+        names.append(name)
+        (tmp_path / f"{name}.py").write_text(text)
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def examples_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_known_engines_resolve_and_keep_their_names(name: str) -> None:
+    assert callable(resolve(name))
+    assert pinned(name) == name
+
+
+def test_a_module_that_cannot_be_imported_is_told_apart_from_one_that_is_not_there(user_module) -> None:
+    user_module("lacks_a_package", "import no_such_package\n")
+    with pytest.raises(
+        ValueError,
+        match="engine 'lacks_a_package:Engine': importing lacks_a_package needs 'no_such_package',",
+    ):
+        resolve("lacks_a_package:Engine")
+    user_module("fails_on_import", "1 / 0\n")
+    with pytest.raises(
+        ValueError, match="'fails_on_import:Engine': importing fails_on_import failed with ZeroDivisionError:"
+    ):
+        resolve("fails_on_import:Engine")
+
+
+def test_the_users_engine_is_found_in_the_working_directory_and_pinned_to_its_content(user_module) -> None:
+    user_module("users_own", "class Outer:\n    class Engine: pass\n")
+    assert resolve("users_own:Outer.Engine").__name__ == "Engine"
+    first = pinned("users_own:Outer.Engine")
+    assert first.startswith("users_own:Outer.Engine@")
+    assert resolve(first) is resolve("users_own:Outer.Engine")
+    user_module("users_own", "class Outer:\n    class Engine: changed = True\n")
+    assert pinned("users_own:Outer.Engine") != first
+
+
+def test_names_are_looked_up_without_loading_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import gpipe_bench.experiments.engines.setup"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLES.parent)
+
+
+# Setups
+
+
+def test_without_a_group_all_stages_are_here() -> None:
+    setup = setup_of()
+    assert (setup.num_stages, setup.local_stages) == (2, (0, 1))
+    assert setup.local_layers == tuple(setup.layers)
+    assert setup.stage_layers(1) == tuple(setup.layers[2:])
+    assert list(named_parameters(setup))[:3] == ["0.weight", "0.bias", "1.weight"]
+
+
+# What engines do, in this process
+
+
+def in_process(name: str) -> Any:
+    if name == "torchgpipe":
+        pytest.importorskip("torchgpipe", reason="the optional extra `peers` is not installed")
+    return resolve(name)
+
+
+@pytest.mark.usefixtures("examples_folder")
+@pytest.mark.parametrize("name", ["ours", "ours-1f1b", "torchgpipe", EXAMPLE])
+@pytest.mark.parametrize("remat", ["never", "except_last", "always"])
+def test_engines_in_one_process_do_what_the_setup_says(name: str, remat: str) -> None:
+    setup = setup_of(remat=remat)
+    engine = in_process(name)(setup)
+    found = verify(name, engine, setup, *data(), mse)
+    forwards = {"never": 4, "except_last": 7, "always": 8}[remat]
+    assert (found["forwards"], found["backwards"], found["examples"]) == (forwards, 4, 2)
+    assert found["gradient error"] < 1e-12
+    assert all(parameter.grad is None for parameter in named_parameters(setup).values())
+    loss = engine.step(*data(), mse)
+    assert float(loss) == pytest.approx(mse(nn.Sequential(*setup.layers)(data()[0]), data()[1]).item())
+
+
+def test_our_engine_keeps_a_timeline_and_takes_uneven_micro_batches() -> None:
+    setup = setup_of(num_microbatches=3, remat="always")
+    engine = in_process("ours")(setup)
+    assert verify("ours", engine, setup, *data(), mse)["examples"] == 3
+    assert isinstance(engine.timeline, Timeline)
+    assert len(engine.timeline.events) == 2 * 3 * 3
+
+
+def test_torchgpipe_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = in_process("torchgpipe")(setup_of(num_microbatches=3))
+    with pytest.raises(ValueError, match=r"torchgpipe splits 8 examples with torch\.chunk,"):
+        engine.step(*data(), mse)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="torchgpipe is not installed: pip install"):
+        resolve("torchgpipe")(setup_of())
+
+
+# ... and in processes
+
+
+def _check_all(names: tuple[str, ...]) -> dict[str, Any]:
+    """In a process of two: what every engine did, and what it refused."""
+    torch.manual_seed(0)
+    layers = list(MODELS["amoebanet-d"](**AMOEBANET))  # tuples cross the boundary
+    batch, target = example_batch("amoebanet-d", 8, **AMOEBANET)
+    loss = loss_fn("amoebanet-d", **AMOEBANET)
+    base = Setup(layers, (range(0, 4), range(4, len(layers))), 4, "never", CPU, dist.group.WORLD)
+    found: dict[str, Any] = {}
+    for remat in ("never", "except_last"):
+        setup = replace(base, remat=remat)
+        expected = reference(setup, batch, target, loss)
+        for name in names:
+            engine = resolve(name)(setup)
+            found[f"{name} {remat}"] = verify(name, engine, setup, batch, target, loss, expected)
+    refusals: dict[str, Callable[[], Any]] = {
+        "torchgpipe": lambda: resolve("torchgpipe")(base),
+        "torch-1f1b, M < K": lambda: resolve("torch-1f1b")(replace(base, num_microbatches=1)),
+        "torch-gpipe, M does not divide N": lambda: resolve("torch-gpipe")(base).step(
+            batch[:7], target[:7], loss
+        ),
+        "three stages": lambda: replace(base, partition=(range(0, 1), range(1, 2), range(2, len(layers)))),
+    }
+    for what, call in refusals.items():
+        with pytest.raises(ValueError) as error:  # noqa: PT011  # the messages are checked outside
+            call()
+        found[what] = str(error.value)
+    return found
+
+
+@pytest.mark.usefixtures("examples_folder")
+def test_engines_in_processes_do_what_the_setup_says() -> None:
+    names = ("ours", "torch-gpipe", "torch-1f1b", EXAMPLE)
+    for found in launch(_check_all, 2, names, device="cpu"):
+        for name in names:
+            plain, again = found[f"{name} never"], found[f"{name} except_last"]
+            assert (plain["forwards"], plain["backwards"], plain["examples"]) == (4, 4, 2)
+            assert again["forwards"] == (8 if name.startswith("torch") else 7)
+            assert max(plain["gradient error"], again["gradient error"]) < 1e-4
+        assert "M=1 with K=2; raise M or use torch-gpipe" in found["torch-1f1b, M < K"]
+        assert "7 examples do not divide into M=4" in found["torch-gpipe, M does not divide N"]
+        assert "2 processes but the partition 3 stages" in found["three stages"]
+        assert "cannot use a process group" in found["torchgpipe"] or "not installed" in found["torchgpipe"]
+
+
+# Engines that do something else
+
+
+class Plain:
+    """The plain model, with what is wrong about it."""
+
+    def __init__(self, setup: Setup, wrong: str) -> None:
+        self.setup, self.wrong = setup, wrong
+
+    def step(self, batch: Any, target: Any, loss_fn: Any) -> Tensor:
+        model = nn.Sequential(*self.setup.layers)
+        count = 1 if self.wrong == "one chunk" else self.setup.num_microbatches
+        for inputs, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
+            (loss_fn(model(inputs), wanted) / (1 if self.wrong == "sum" else count)).backward()
+        if self.wrong == "no gradient":
+            self.setup.layers[3].bias.grad = None
+        if self.wrong == "one parameter":
+            self.setup.layers[3].bias.grad.mul_(1 + 1e-6)
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remat"),
+    [
+        ("one chunk", "never"), ("no recomputation", "always"), ("no recomputation", "except_last"),
+        ("sum", "never"), ("one parameter", "never"), ("no gradient", "never"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str) -> None:
+    setup = setup_of(remat=remat)
+    engine: Engine = Plain(setup, wrong)
+    with pytest.raises(RuntimeError, match="plain"):
+        verify("plain", engine, setup, *data(), mse)
+
+
+def test_the_rows_of_micro_batches_are_counted_in_any_order() -> None:
+    setup, batch = setup_of(num_microbatches=3), data()[0]
+    assert check_counts("it", {0: Count((2, 3, 3), 3)}, setup, batch)[1] == [3, 3, 2]
+    with pytest.raises(RuntimeError, match="examples and 3 backwards; 3 micro-batches"):
+        check_counts("it", {0: Count((2, 2, 3), 3)}, setup, batch)
+    for rows in ((3, 3, 2, 3, 3), (3, 3, 2, 3, 3, 2)):
+        check_counts("it", {0: Count(rows, 3)}, replace(setup, remat="except_last"), batch)
+
+
+def test_a_parameter_whose_gradient_vanishes_is_compared_with_the_others() -> None:
+    """Rounding is all that some gradients are made of, such as that of a bias before a normalization."""
+    expected = {"a": torch.tensor([1.0]), "b": torch.tensor([1e-9])}
+    assert gradient_error({"a": torch.tensor([1.0]), "b": torch.tensor([-1e-9])}, expected, "it") < 1e-5
+    with pytest.raises(RuntimeError, match="the gradients of it are wrong:"):
+        gradient_error({"a": torch.tensor([1.0]), "b": torch.tensor([1e-5])}, expected, "it")
+    with pytest.raises(RuntimeError, match="the gradients of it are wrong:"):
+        gradient_error({"a": torch.tensor([float("nan")]), "b": torch.tensor([0.0])}, expected, "it")

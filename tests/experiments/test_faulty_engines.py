@@ -1,0 +1,457 @@
+"""Engines that raise, hang, die or are wrong: named with their error, and nobody else's results are lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import call, lines
+from engines_checked import PAGE, rewritten
+from planted_engines import BREAK_LATER, NAMED, PLANTED, RIGHT
+
+from gpipe_bench.experiments.beyond.engines import ALWAYS, WORKLOADS
+from gpipe_bench.experiments.commands.cli import main
+from gpipe_bench.experiments.engines import cases as cases_module
+from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, settled
+from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
+from gpipe_bench.experiments.engines.setup import NoStepError, check_step
+from gpipe_bench.experiments.paper.timed import engine_turns
+
+ROOT = Path(__file__).parents[2]
+SCENE = """
+import os
+import time
+
+from own_engine import FillDrain
+
+
+class Good(FillDrain):
+    pass
+
+
+class Raises(FillDrain):
+    def step(self, batch, target, loss_fn):
+        raise RuntimeError("boom of the engine\\nand more of it")
+
+
+class Hangs(FillDrain):
+    def step(self, batch, target, loss_fn):
+        while True:
+            time.sleep(0.05)
+
+
+class Wrong(FillDrain):
+    def step(self, batch, target, loss_fn):
+        return super().step(batch, target, lambda output, wanted: loss_fn(output, wanted) * self.count)
+
+
+class Third(FillDrain):
+    def step(self, batch, target, loss_fn):
+        losses = iter(range(self.count))
+        return super().step(
+            batch, target, lambda output, wanted: loss_fn(output, wanted) * (4 if next(losses) == 2 else 1)
+        )
+
+
+class Slightly(FillDrain):
+    def step(self, batch, target, loss_fn):
+        loss = super().step(batch, target, loss_fn)
+        for parameter in list(self.stages[0].parameters())[:1]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + 1e-7)
+        return loss
+
+
+class Forgets(FillDrain):
+    def forward(self, stage, value, m):
+        return stage(value)
+
+
+class Picky(FillDrain):
+    def step(self, batch, target, loss_fn):
+        raise ValueError("no batch is good enough")
+
+
+class Dies(FillDrain):
+    def step(self, batch, target, loss_fn):
+        os._exit(7)
+
+
+class Late(FillDrain):
+    def forward(self, stage, value, m):
+        if self.setup.remat == "always":
+            raise KeyError("always")
+        return super().forward(stage, value, m)
+
+
+class DiesLate(FillDrain):
+    def forward(self, stage, value, m):
+        if self.setup.remat == "always":
+            os._exit(7)
+        return super().forward(stage, value, m)
+
+
+class Empty:
+    def __init__(self, setup):
+        pass
+
+
+class Refuses:
+    def __init__(self, setup):
+        raise ValueError("needs another kind of computer")
+
+    def step(self, batch, target, loss_fn):
+        pass
+"""
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "scene_engines.py").write_text(SCENE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), str(tmp_path), *sys.path])
+    return tmp_path
+
+
+def check(name: str, *options: str) -> tuple[int, str, dict[str, str]]:
+    """Exit status, what is said first, and the verdict of every case in the last place."""
+    status, out, err = call("check-engine", f"scene_engines:{name}", "--json", *options)
+    return status, err.strip(), {row["case"]: row["verdict"] for row in lines(out)}
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
+    kept = {place: cases_module.PLACES[place] for place in places}
+    monkeypatch.setattr(cases_module, "PLACES", kept)
+
+
+def in_this_process(name: str) -> dict[str, Row]:
+    """What `check-engine` finds in one process, in this one."""
+    rows: list[Row] = []
+    for group in GROUPS:
+        rows += examine(name, group, "one process")
+        assert rows[0].verdict == "ok"
+    return {row.case: row for row in settled(rows)}
+
+
+# In processes of their own
+
+
+def answer(tell: Any, value: int) -> int:
+    tell(value)
+    return 2 * value
+
+
+def boom(tell: Any) -> None:
+    raise ZeroDivisionError("by nothing")
+
+
+def silent(tell: Any) -> None:
+    import time
+
+    while True:
+        time.sleep(0.05)
+
+
+def crash(tell: Any) -> None:
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_what_they_tell_and_return_arrives() -> None:
+    told: list[tuple[int, int]] = []
+    assert run_isolated(answer, 1, 21, timeout_s=60, on_news=lambda *news: told.append(news)) == [42]
+    assert told == [(0, 21)]
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "said"),
+    [
+        (boom, 60.0, "ZeroDivisionError: by nothing"),
+        (silent, 0.5, "no answer within 0.5 s: its process was in line"),
+        (crash, 60.0, "its process was ended by SIGSEGV"),
+    ],
+)
+def test_what_becomes_of_a_bad_one_is_one_line(function: Any, timeout_s: float, said: str) -> None:
+    with pytest.raises(IsolatedError) as caught:
+        run_isolated(function, 1, timeout_s=timeout_s)
+    assert caught.value.fault.reason.startswith(said)
+    assert "\n" not in caught.value.fault.reason
+    assert not caught.value.fault.refused
+
+
+def test_the_place_is_the_users_own_innermost_one() -> None:
+    assert place_of(f'  File "{sys.prefix}/x.py", line 1, in f\n') == ""
+    frames = '  File "/home/me/mine.py", line 12, in step\n  File "/home/me/parts.py", line 3, in send\n'
+    assert place_of(frames) == "line 3 of parts.py (send)"
+    assert place_of(frames, latest_first=True) == "line 12 of mine.py (step)"
+    assert fault_of(ValueError("")).reason == "ValueError"
+
+
+# check-engine
+
+
+def test_a_good_engine_passes_in_one_process_and_over_two(scene: Path) -> None:
+    status, out, err = call("check-engine", "scene_engines:Good", "--json")
+    assert status == 0, err
+    cannot = {
+        (row["place"], row["case"]): row["text"] for row in lines(out) if row["verdict"] == "cannot be asked"
+    }
+    assert {row["verdict"] for row in lines(out)} == {"ok", "cannot be asked"}
+    assert len(lines(out)) == 2 * len(CASES)
+    methods = ("clipping over stages", "evaluation first")
+    assert set(cannot) == {
+        *((place, case) for place in cases_module.PLACES for case in (*methods, "ragged mini-batch")),
+        ("two processes", "shared weights"),
+    }
+    assert cannot["two processes", methods[0]] == "it has no method clip(max_norm)"
+    assert cannot["one process", "ragged mini-batch"].startswith("10 examples do not divide into 4")
+    assert err.strip().endswith("scene_engines:Good: 41 cases passed, 7 cannot be asked")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_right_engine_is_blamed(name: str) -> None:
+    assert faults([*in_this_process(name).values()]) == []
+
+
+@pytest.mark.parametrize(("name", "named"), PLANTED.items())
+def test_a_planted_mistake_is_named_by_its_case_and_by_no_other(name: str, named: set[str]) -> None:
+    rows = in_this_process(f"planted_engines:{name}")
+    found = faults([*rows.values()])
+    assert {row.case for row in found} == named
+    assert any(NAMED.get(name, "") in row.text for row in found)
+
+
+@pytest.mark.parametrize(("name", "said"), BREAK_LATER.items())
+def test_what_breaks_in_a_later_step_is_broken(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    only(monkeypatch, "one process")
+    status, out, err = call("check-engine", f"planted_engines:{name}", "--json", "--timeout-s", "5")
+    assert (status, lines(out)[0]["verdict"]) == (3, "broken")
+    assert said in err
+
+
+def test_the_page_shows_what_is_on_record_about_others() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert rewritten(text) == text, "stale: python tests/support/engines_checked.py --write-docs"
+
+
+def test_the_table_fits_a_screen_and_says_who_has_met_it(
+    scene: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, "one process")
+    status, out, _ = call("check-engine", "planted_engines:Sums")
+    assert status == 1
+    shown = out.splitlines()
+    assert max(map(len, shown[1:])) <= 100
+    (row,) = [line for line in shown if line.startswith("summed loss")]
+    assert "failed: every gradient" in row
+    assert row.split("  ")[-1].strip().startswith("the learning rate is off")
+    assert shown[-1] == "  summed loss: https://github.com/pytorch/torchtitan/issues/2972"
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "first"),
+    [
+        ("Raises", 3, "RuntimeError: boom of the engine, in line 14 of scene_engines.py (step) [step, one"),
+        ("Dies", 3, "its process ended with status 7 [step, one process]"),
+        (
+            "Wrong",
+            1,
+            "every gradient is 4 times that of the mean loss over the mini-batch: the losses of the",
+        ),
+        ("Slightly", 1, "the gradients of the engine are wrong: 0.weight differs by 1.0e-07"),
+        ("Empty", 1, "engine 'scene_engines:Empty' returned Empty, which has no method step(batch, target,"),
+        ("Refuses", 1, "it can do nothing that was asked: needs another kind of computer"),
+    ],
+)
+def test_a_bad_engine_is_named_in_the_first_line(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, status: int, first: str
+) -> None:
+    only(monkeypatch, "one process")
+    found, head, _ = check(name)
+    assert found == status
+    assert head.startswith(f"scene_engines:{name}: {first}")
+
+
+AGAIN = {
+    "frozen stage", "frozen first layers", "shared weights", "a skip", "masks per micro-batch",
+    "remat except_last", "remat always",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "failed", "untried", "said"),
+    [
+        ("Third", {"gradients", "returned loss"}, AGAIN | {"summed loss", "later steps"},
+         "micro-batch 2 counts 4 times in the gradients, where each should count once"),
+        ("Forgets", {"remat except_last", "remat always"}, set(),
+         "stage 0 recomputed nothing: 4 forwards, and 7 or 8 are due with setup.remat = 'except_last'"),
+    ],
+)  # fmt: skip
+def test_one_mistake_brings_no_untrue_ones(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, failed: set[str], untried: set[str], said: str
+) -> None:
+    only(monkeypatch, "one process")
+    status, head, verdicts = check(name)
+    assert status == 1
+    assert head.startswith(f"scene_engines:{name}: {said}")
+    assert {case for case, verdict in verdicts.items() if verdict == "failed"} == failed
+    assert {case for case, verdict in verdicts.items() if verdict == "not tried"} == untried
+    assert verdicts["accumulation over steps"] == "ok", "it adds what it makes, be that wrong"
+
+
+def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "one process")
+    status, head, verdicts = check("Hangs", "--timeout-s", "1")
+    assert status == 3
+    assert "no answer within 1 s: its process was in line 20 of scene_engines.py (step)" in head
+    assert list(verdicts.values()) == ["broken"] + ["not tried"] * (len(CASES) - len(BASE))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Late", "KeyError: 'always'"), ("DiesLate", "its process ended")]
+)
+def test_what_breaks_one_case_costs_only_that(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    only(monkeypatch, "one process")
+    asked = ("remat except_last", "remat always", "M < K")
+    status, head, verdicts = check(name)
+    assert status == 3
+    assert head.startswith(f"scene_engines:{name}: {said}")
+    assert [verdicts[case] for case in asked] == ["ok", "broken", "ok"]
+
+
+def test_a_name_that_leads_nowhere_is_bad_usage(scene: Path) -> None:
+    status, head, _ = check("Missing")
+    assert (status, head) == (
+        2,
+        "error: engine 'scene_engines:Missing': scene_engines has no attribute 'Missing'; "
+        "name a class or function that takes a Setup",
+    )
+    assert check("Good", "--timeout-s", "0")[:2] == (2, "error: --timeout-s is 0; give seconds, such as 30")
+
+
+def test_broken_comes_before_wrong() -> None:
+    wrong = Row("one process", "gradients", "failed", "x")
+    broken = Row("two processes", "step", "broken", "y")
+    assert faults([wrong, broken]) == [broken, wrong]
+    assert faults([Row("one process", "step", "can't", "z"), Row("two processes", "step", "ok", "")]) == []
+
+
+# run engines
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
+    scene: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
+    monkeypatch.setitem(WORKLOADS, "transformer", WORKLOADS["transformer"]._replace(options=tiny))
+    monkeypatch.setattr(engine_turns, "TRIAL_S", 8.0)
+    names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Good", "Picky")]
+    status, _, err = call(
+        "run", "engines", "--profile", "smoke", "--engine", ",".join(names), "--results", scene / "results",
+        "--only", "where=processes", "--only", "workload=transformer",
+    )  # fmt: skip
+    assert status == 3, err
+    (found,) = [json.loads(line) for line in (scene / "results/engines.jsonl").read_text().splitlines()]
+    assert found["status"] == "failed"
+    faulty = found["details"]["faulty"]
+    assert list(faulty) == names[:3]
+    assert faulty[names[0]].startswith("RuntimeError: boom of the engine, in line 14 of scene_engines.py")
+    assert faulty[names[1]].startswith("no answer within 8 s: process 0 was in line 20 of scene_engines.py")
+    assert "gradients of scene_engines:Wrong are wrong" in faulty[names[2]]
+    numbers = {(each["name"], *each["key"].values()): each for each in found["metrics"]}
+    for engine in ("ours", "torch-gpipe", "torch-1f1b", names[3]):
+        assert numbers["step", engine]["value"] > 0
+        assert numbers["peak memory", engine, 0]["value"] > 0
+    assert len(numbers["speed", "torch-gpipe", names[3]]["samples"]) == found["details"]["rounds"]
+    right = ["ours", "torch-gpipe", "torch-1f1b", ALWAYS, names[3]]
+    (refused,) = found["details"]["refused"].items()
+    assert refused[0] == names[4]
+    assert refused[1].startswith("no batch is good enough, in line ")
+    assert [name for name in found["details"]["engines"] if name not in faulty] == [*right, names[4]]
+    assert found["options"]["engine"].startswith(f"{names[0]}@")
+    for checks in found["details"]["checks"]:
+        assert [checks[name]["forwards"] for name in right] == [7, 8, 8, 8, 7]
+        assert {(checks[name]["backwards"], checks[name]["examples"]) for name in right} == {(4, 2)}
+    shown = call("compare", "engines", "--full", "--results", scene / "results")[1]
+    for name in names[:3]:
+        assert f"{name} failed: {faulty[name]}" in " ".join(shown.split())
+    assert f"{names[4]} skipped: {refused[1]}" in " ".join(shown.split())
+
+
+# An engine under test that can take no step is a mistake of the command line, not a skipped row
+
+
+ENGINES = """
+class Empty:
+    def __init__(self, setup):
+        pass
+
+class NotCallable(Empty):
+    step = 1.0
+
+class Late(Empty):
+    def __init__(self, setup):
+        self.step = lambda batch, target, loss_fn: None
+
+class Picky:
+    def __init__(self, setup):
+        raise ValueError("needs a process group")
+
+    def step(self, batch, target, loss_fn):
+        pass
+
+class PickyAndEmpty:
+    def __init__(self, setup):
+        raise ValueError("needs a process group")
+
+def function(setup):
+    return Empty(setup)
+
+def nothing(setup):
+    return None
+"""
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    (tmp_path / "engines_to_test.py").write_text(ENGINES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Empty", "NotCallable", "function", "nothing", "PickyAndEmpty"])
+@pytest.mark.parametrize("experiment", ["engines", "table2"])
+def test_it_is_refused_before_anything_is_run(engines, tmp_path, monkeypatch, capsys, name, experiment):
+    def measured(*_, **options):
+        raise AssertionError("something was run")
+
+    monkeypatch.setattr("gpipe_bench.experiments.commands.run.run_experiment", measured)
+    command = ["run", experiment, "--device", "cpu", "--engine", f"engines_to_test:{name}"]
+    assert main([*command, "--results", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(f"error: engine 'engines_to_test:{name}'")
+    assert "has no method step(batch, target, loss_fn)" in line
+
+
+@pytest.mark.parametrize("name", ["Late", "Picky"])
+def test_one_that_has_it_only_here_or_is_built_only_there_is_let_through(engines, name):
+    check_step(f"engines_to_test:{name}")
+
+
+def test_where_it_shows_only_in_the_processes_the_case_fails(engines, monkeypatch):
+    """No reason to leave the engine out, as what it says of itself would be."""
+    monkeypatch.setattr(engine_turns, "build", lambda engine, setup: (_ for _ in ()).throw(NoStepError("no")))
+    with pytest.raises(NoStepError):
+        engine_turns.built("mine:Engine", None)

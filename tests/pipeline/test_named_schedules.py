@@ -1,0 +1,238 @@
+"""The named schedules: valid for every size, as long and as full as published, and drawn as they are."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from gpipe_bench.pipeline import (
+    NAMED,
+    SLOTS,
+    Kind,
+    Link,
+    Schedule,
+    Timeline,
+    draw,
+    gpipe,
+    named,
+    one_f_one_b,
+    replay,
+    validate,
+)
+from gpipe_bench.pipeline.plan import list_scheduler
+from gpipe_bench.pipeline.plan.named import breadth_first, interleaved, loop, zb_h1, zb_h2
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import recomputed
+from gpipe_bench.pipeline.plan.vee import dualpipe_v, v_half, vee, zb_v
+
+
+def in_slots(schedule: Schedule) -> float:
+    """Makespan in slots of a worker's whole share of the model."""
+    return replay(schedule, SLOTS).makespan_s * schedule.num_workers / schedule.num_stages
+
+
+def most_alive(schedule: Schedule) -> list[float]:
+    """Graphs that each worker holds at most, in whole shares."""
+    timeline, share = replay(schedule, SLOTS), schedule.num_workers / schedule.num_stages
+    return [
+        share * max(live for _, live in timeline.worker_live_activations(worker))
+        for worker in range(schedule.num_workers)
+    ]
+
+
+def longest_span_s(timeline: Timeline) -> float:
+    """From the first start to the last end of the worker that takes longest."""
+    rows = [timeline.of_worker(worker) for worker in range(timeline.num_workers)]
+    return max(row[-1].end_s - row[0].start_s for row in rows)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_schedule_is_valid(name: str) -> None:
+    for num_workers, num_microbatches in itertools.product(range(1, 6), range(1, 13)):
+        for remat in REMAT_MODES:
+            schedule = named(name, num_workers, num_microbatches, remat=remat)
+            validate(schedule)
+            assert schedule.num_workers == num_workers
+            assert schedule.remat == remat
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_loops_take_any_number_of_stages_and_micro_batches(num_workers: int) -> None:
+    for name, turns, num_microbatches in itertools.product(
+        ("interleaved", "breadth-first"), (1, 3, 4), range(1, 12)
+    ):
+        schedule = named(name, num_workers, num_microbatches, stages_per_worker=turns)
+        validate(schedule)
+        assert [schedule.worker(stage) for stage in range(schedule.num_stages)] == [*loop(num_workers, turns)]
+
+
+def test_placements() -> None:
+    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert vee(3) == (0, 1, 2, 2, 1, 0)
+    assert vee(2, 3) == (0, 1, 1, 0, 0, 1)
+
+
+# As many micro-batches as workers, twice and four times as many.
+@pytest.mark.parametrize(
+    ("num_workers", "one_f", "interleaved", "h1", "v"),
+    [
+        (2, (9, 15, 27), (7.5, 13.5, 25.5), (7, 13, 25), (6.5, 12.5, 24.5)),
+        (4, (21, 33, 57), (16.5, 28.5, 52.5), (15, 27, 51), (13.5, 25.5, 49.5)),
+        (8, (45, 69, 117), (34.5, 58.5, 106.5), (31, 55, 103), (27.5, 51.5, 99.5)),
+    ],
+)
+def test_lengths_in_slots(num_workers: int, one_f, interleaved, h1, v) -> None:
+    sizes = [num_workers * times for times in (1, 2, 4)]
+    for name, expected in {
+        "1f1b": one_f, "gpipe": one_f, "interleaved": interleaved, "breadth-first": interleaved, "zb-h1": h1,
+        "zb-v": v,
+    }.items():  # fmt: skip
+        assert [in_slots(named(name, num_workers, size)) for size in sizes] == [*expected], name
+
+
+@pytest.mark.parametrize(("num_workers", "turns"), [(2, 2), (4, 2), (4, 3), (8, 2)])
+def test_bubble_and_activations_of_loops(num_workers: int, turns: int) -> None:
+    for name, times in itertools.product(("interleaved", "breadth-first"), (1, 2, 4)):
+        size = times * num_workers
+        schedule = named(name, num_workers, size, stages_per_worker=turns)
+        rate = (num_workers - 1) / (turns * size + num_workers - 1)
+        assert replay(schedule, SLOTS).bubble == pytest.approx(rate)
+        most = num_workers + (num_workers - 1) / turns if name == "interleaved" else size
+        assert max(most_alive(schedule)) == pytest.approx(min(most, size))
+
+
+def test_live_activations_of_interleaving_as_others_print_them() -> None:
+    """OLMo-core 3, four ranks, eight micro-batches: 11, 9, 7 and 5, with a bubble of 15.8 %."""
+    schedule = named("interleaved", 4, 8)
+    assert [2 * share for share in most_alive(schedule)] == [11, 9, 7, 5]
+    assert round(replay(schedule, SLOTS).bubble, 3) == 0.158
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 7, 8, 12])
+def test_zero_bubble_as_published(num_workers: int) -> None:
+    """Bubbles for any F, I and W, and activations (arXiv 2401.10241, table 2)."""
+    f, i, w = 5, 4, 3
+    for times in (2, 3):
+        size = times * num_workers
+        for name, bubble, alive in (
+            ("zb-h1", (num_workers - 1) * (f + i - w), num_workers),
+            ("zb-h2", (num_workers - 1) * (f + i - 2 * w), 2 * num_workers - 1),
+        ):
+            schedule = named(name, num_workers, size)
+            step = replay(schedule, {Kind.F: f, Kind.I: i, Kind.W: w})
+            assert longest_span_s(step) == size * (f + i + w) + bubble, name
+            assert max(most_alive(schedule)) == alive
+        schedule = named("zb-v", num_workers, size)
+        assert in_slots(schedule) == 3 * size + (num_workers - 1) / 2
+        assert most_alive(schedule) == [num_workers] * num_workers
+        assert max(most_alive(named("dualpipe-v", num_workers, size))) == num_workers + 1 / 2
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 5, 6, 7, 8, 9, 12, 16])
+def test_controllable_memory_as_published(num_workers: int) -> None:
+    """V-Half keeps half of what 1F1B keeps and V-Min a third, for about half and two thirds of its bubble."""
+    size = 4 * num_workers
+    for name, alive, share in (
+        ("v-half", (num_workers + 2) // 2, 1 / 2),
+        ("v-min", (num_workers + 4) // 3, 2 / 3),
+    ):
+        schedule = named(name, num_workers, size)
+        assert max(most_alive(schedule)) == alive
+        bubble = in_slots(schedule) / (3 * size) - 1
+        # "About": of 1F1B's (K - 1) / M, without the skew of a few slots.
+        assert bubble <= share * num_workers / size + 2 / size
+
+
+# num_workers, num_microbatches, F, I, W, message (ms), rates of ZB-H1 and ZB-H2 as published
+PUBLISHED = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585, 0.1083),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1242, 0.0837),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.0674, 0.0444),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.1323, 0.0698),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.1397, 0.0672),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.0576, 0.0266),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.1421, 0.0641),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.0594, 0.0257),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_workers", "size", "f", "i", "w", "message", "h1", "h2"), PUBLISHED)
+def test_published_bubble_rates_of_zero_bubble(num_workers, size, f, i, w, message, h1, h2) -> None:
+    """Table 5 of arXiv 2401.10241, which counts the span of the worker that takes longest."""
+    for name, rate in (("zb-h1", h1), ("zb-h2", h2)):
+        times = {Kind.F: f, Kind.I: i, Kind.W: w}
+        step = replay(named(name, num_workers, size), times, Link("profiled", latency_s=message))
+        assert round(1 - size * (f + i + w) / longest_span_s(step), 4) == rate
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "rate"), [(0, 3, 0.1055), (2, 3, 0.0443), (3, 4, 0.0808), (4, 3, 0.1104), (6, 2, 0.1493)]
+)
+def test_published_bubble_rates_of_interleaving(row: int, turns: int, rate: float) -> None:
+    """The same table's 1F1B-I. Its rows wait for one message per worker less than Megatron's order does."""
+    num_workers, size, f, i, w, message, *_ = PUBLISHED[row]
+    schedule = named("interleaved", num_workers, size, stages_per_worker=turns)
+    times = {Kind.F: f / turns, Kind.B: (i + w) / turns}
+    step_s = replay(schedule, times, Link("profiled", latency_s=message)).makespan_s
+    assert round(1 - size * (f + i + w) / (step_s - num_workers * message), 4) == rate
+
+
+def test_recomputation_is_early_and_fits_before_every_backward() -> None:
+    """ZB-H1's weights fill what its recomputations leave: K - 1 slots of bubble with R as without."""
+    for num_workers, times in itertools.product((2, 4, 8), (1, 2, 4)):
+        size = times * num_workers
+        assert in_slots(named("zb-h1", num_workers, size, remat="always")) == 4 * size + num_workers - 1
+        for name in ("1f1b", "gpipe"):
+            make = one_f_one_b if name == "1f1b" else gpipe
+            for remat in REMAT_MODES:
+                assert named(name, num_workers, size, remat=remat) == make(num_workers, size, remat=remat)
+
+
+def listed() -> Schedule:
+    """Of the list scheduler, as described where it stands."""
+    seconds = {kind: [slots] * 2 for kind, slots in SLOTS.items()}
+    work = list_scheduler.Work((0, 1), 3, "never", True, seconds, [0.0], [0.0])
+    return Schedule("listed", 2, 3, "never", list_scheduler.rows(work, list_scheduler.Policy(lead=(2, 1))))
+
+
+def _pictures(text: str) -> list[str]:
+    """Consecutive lines of a text that draw workers or stages, without their indentation."""
+    lines = [line.strip() for line in text.splitlines()]
+    groups = itertools.groupby(lines, key=lambda line: bool(re.match(r"(worker|stage) +\d+ \|", line)))
+    return ["\n".join(group) for is_picture, group in groups if is_picture]
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        (interleaved.__doc__, named("interleaved", 2, 3)),
+        (breadth_first.__doc__, named("breadth-first", 2, 2)),
+        (zb_h1.__doc__, named("zb-h1", 3, 4)),
+        (zb_h2.__doc__, named("zb-h2", 3, 5)),
+        (zb_v.__doc__, named("zb-v", 2, 3)),
+        (dualpipe_v.__doc__, named("dualpipe-v", 2, 3)),
+        (v_half.__doc__, named("v-half", 2, 3)),
+        (recomputed.__doc__, named("zb-h1", 3, 3, remat="always")),
+        (list_scheduler.__doc__, listed()),
+    ],
+)
+def test_pictures_in_the_code_show_what_the_code_makes(text: str, schedule: Schedule) -> None:
+    (picture,) = _pictures(text)
+    assert picture == draw(replay(schedule, SLOTS))
+
+
+def test_the_table_of_the_documentation() -> None:
+    """Four workers, eight micro-batches: every named schedule, with the numbers that it has."""
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    found = {row[0].strip("`"): row[2:] for row in rows if len(row) > 2 and row[0].startswith("`")}
+    assert list(found) == list(NAMED)
+    for name, cells in found.items():
+        plain, again = named(name, 4, 8), named(name, 4, 8, remat="always")
+        assert cells == [
+            f"{in_slots(plain):g}", f"{replay(plain, SLOTS).bubble:.1%}", f"{max(most_alive(plain)):g}",
+            f"{in_slots(again):g}", f"{max(most_alive(again)):g}",
+        ]  # fmt: skip

@@ -32,7 +32,7 @@ REFERENCE = "results/reference/cpu-2-cores"
 
 VERBS = (
     "list", "run", "compare", "report", "plan", "size", "schedule", "check-engine",
-    "guard", "export", "check",
+    "guard",
 )  # fmt: skip
 SCHEDULES = (
     "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",

@@ -550,5 +550,5 @@ EXPERIMENT = Experiment(
     docs="docs/own-engine.md",
     options=("engine",),
     engines=(KNOWN,),
-    several_engines=True,
+    takes=("engines",),
 )

@@ -59,8 +59,6 @@ VERBS = {
     "report": Verb(
         "every number of the paper beside ours, as one HTML page and markdown", "report --output page"
     ),
-    "export": Verb("your records as one file, to send to somebody else", "export --output laptop.zip"),
-    "check": Verb("whether a file of records is whole, unaltered and can be true", "check laptop.zip"),
     "plan": Verb(
         "how to train a model on your machines, and how long a step takes",
         "plan gpt2-xl --accelerators 4 --memory-gib 24 --batch-size 256 --device-type rtx4090 --precision "
@@ -94,7 +92,7 @@ VERBS = {
 """In the order of the help."""
 
 GROUPS = {
-    "The paper": ("list", "run", "compare", "report", "export", "check"),
+    "The paper": ("list", "run", "compare", "report"),
     "Your model": ("plan", "size", "schedule"),
     "Your engine and repository": ("check-engine", "guard"),
 }

@@ -192,7 +192,7 @@ PARSED = (
     "--machines",
     "my_engine",
     "engines",
-    "laptop.zip",
+    "laptop.jsonl",
     "results/local",
 )
 
@@ -201,6 +201,7 @@ def test_every_command_is_of_a_known_kind() -> None:
     kinds = (
         *STARTS,
         "nox ",
+        "cat ",
         "pytest --pyargs gpipe_bench.conformance ",
         "cd examples && gpipe-bench ",
         ".ci/gpu",

@@ -70,7 +70,7 @@ def commands(page: Path) -> dict[str, list[str]]:
             f"schedule {name} --workers 4 --microbatches 8{way}" for way in ("", " --json", " --remat always")
         ]
     lines += [f"plan {asked} {ON_PAPER}" for asked in PLANS]
-    lines += [f"size {asked} --memory-gib 40 --json" for asked in SIZES]
+    lines += [f"plan {asked} --bytes --memory-gib 40 --json" for asked in SIZES]
     return {line.replace(str(page), "").strip(): line.split() for line in lines}
 
 

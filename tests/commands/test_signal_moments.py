@@ -306,12 +306,12 @@ def test_an_examination(ended: Callable[..., tuple[str, str]], moment: Moment) -
         ("plan", Moment("gpipe_bench.planner.answer:plan", INT)),
         ("plan", Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True)),
         ("plan", Moment("gpipe_bench.planner.model:Model.profile_of", INT)),
-        ("size", Moment("gpipe_bench.planner.model:model_of", INT)),
-        ("size", Moment("gpipe_bench.planner.model:Model.profile_of", TERM)),
+        ("plan --bytes", Moment("gpipe_bench.planner.model:model_of", INT)),
+        ("plan --bytes", Moment("gpipe_bench.planner.model:Model.profile_of", TERM)),
     ],
 )
 def test_a_plan(ended: Callable[..., tuple[str, str]], verb: str, moment: Moment) -> None:
     """While it starts, builds, profiles and searches, and while processes time the layers for it."""
     machines = ["--accelerators", "2", "--memory-gib", "8", "--batch-size", "4"]
-    out, _ = ended(moment, verb, "gpt2", *machines, "--num-layers", "1")
+    out, _ = ended(moment, *verb.split(), "gpt2", *machines, "--num-layers", "1")
     assert out == ""

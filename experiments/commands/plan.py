@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.commands.output import DONE, tell, warn, write_text
+from gpipe_bench.experiments.commands.output import DONE, screen_width, tell, warn, write_text
 from gpipe_bench.experiments.commands.plan_options import check_counts, find_own_modules, request_of
 from gpipe_bench.experiments.commands.plan_options import options as options
 from gpipe_bench.harness.report.grid import Grid
@@ -232,7 +232,7 @@ def _notes(plan: Plan) -> str:
 
 
 def fill(line: str, width: int) -> str:
-    return textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.fill(line, min(width, screen_width()), subsequent_indent="  ", break_on_hyphens=False)
 
 
 def seconds(value: float) -> str:

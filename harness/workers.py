@@ -29,6 +29,7 @@ from gpipe_bench.harness.environment import environment, usable_cores
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record, decode, encode, printable
 from gpipe_bench.harness.signals import started, starting
+from gpipe_bench.harness.units import UNITS
 
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 
@@ -176,6 +177,12 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
         outcome = experiment.run(case, options)
         if not isinstance(outcome, Outcome):
             raise TypeError(f"{experiment.name} returned {type(outcome).__name__}, not an Outcome")
+        for metric in outcome.metrics:
+            if metric.unit not in UNITS:
+                raise ValueError(
+                    f"metric {metric.name!r}: unknown unit {metric.unit!r}; known are {', '.join(UNITS)}; a "
+                    "new one is a line of harness/units.py"
+                )
         return outcome
     except (Exception, SystemExit) as error:
         memory = memory_error(error)

@@ -390,6 +390,12 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
         assert options["engine"] == stored
 
 
+def test_an_experiment_has_the_name_that_the_registry_calls_it_by(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(EXPERIMENTS, "other", "fake_experiment")
+    assert main(["run", "other", "--results", str(tmp_path)]) == 2
+    assert "'other' of the registry is called 'fake' in fake_experiment; give both" in capsys.readouterr().err
+
+
 def test_a_mistake_of_an_experiment_is_not_taken_for_bad_usage(fake, tmp_path, monkeypatch):
     import fake_experiment
 

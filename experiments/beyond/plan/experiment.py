@@ -129,7 +129,7 @@ def counted(records: Sequence[Record]) -> DataFrame:
         names = dict.fromkeys(str(metric.key["configuration"]) for metric in record.metrics)
         for name in names:
             found, real = (
-                [m.value for m in record.metrics if (m.name, m.key["configuration"]) == (what, name)]
+                [m.value or 0 for m in record.metrics if (m.name, m.key["configuration"]) == (what, name)]
                 for what in (peaks.MODELLED, peaks.COUNTED)
             )
             errors = [mine / theirs - 1 for mine, theirs in zip(found, real, strict=True)]
@@ -272,7 +272,8 @@ def _draw(records: Sequence[Record]) -> Figure:
         axes = figure.add_subplot(rows, columns, place + 1)
         values = own[["predicted", "measured"]].to_numpy()
         line = [0.9 * values.min(), 1.05 * values.max()]
-        axes.fill_between(line, *([x * (1 + off) for x in line] for off in (-BAND, BAND)), color="0.92")
+        low, high = ([x * (1 + off) for x in line] for off in (-BAND, BAND))
+        axes.fill_between(line, low, high, color="0.92")
         axes.plot(line, line, color="0.6", linewidth=0.8)
         for (others, replicas), points in own.groupby([~own.chosen, own.name.str.startswith("dp")]):
             axes.plot(

@@ -31,8 +31,7 @@ DIGESTS = Path(__file__).with_suffix(".txt")
 REFERENCE = "results/reference/cpu-2-cores"
 
 VERBS = (
-    "list", "run", "compare", "report", "plan", "size", "schedule", "check-engine",
-    "guard",
+    "list", "run", "compare", "report", "plan", "schedule", "check-engine", "guard",
 )  # fmt: skip
 SCHEDULES = (
     "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",

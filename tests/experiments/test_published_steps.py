@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from records import ran
 
 from gpipe_bench.experiments.beyond.plan import published_steps
 from gpipe_bench.experiments.beyond.plan.experiment import EXPERIMENT, figures, tables
+from gpipe_bench.harness.experiment import RunOptions
 
 
 def test_every_published_step_says_what_it_was() -> None:
@@ -46,3 +49,22 @@ def test_published_steps_are_recorded_and_shown(monkeypatch: pytest.MonkeyPatch)
     text = tables([found])
     assert "1 of 2 inside, the widest range a factor of 1.50; asked: 75% of them, and at most 1.6: NO" in text
     assert figures([found]) == []
+
+
+def test_a_sweep_is_judged_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the third way there is twice the mini-batch, so that it is the fastest that was measured; the second
+    one is predicted to be.
+    """
+    step = published_steps.steps()[0]
+    ways = tuple(
+        replace(step, name="a sweep", num_microbatches=number, batch_size=size, step_s=measured_s, speed=0.0)
+        for number, size, measured_s in ((1, 8, 4.0), (2, 8, 3.0), (4, 16, 5.0))
+    )
+    monkeypatch.setattr(published_steps, "sweeps", lambda: {"a sweep": ways})
+    assert EXPERIMENT.cases(RunOptions(profile="short"))[-1].key == {"part": published_steps.SWEEPS}
+    ranges = iter([(4.0, 3.5, 4.5), (2.0, 1.5, 2.5), (6.0, 4.0, 7.0)])
+    monkeypatch.setattr(published_steps.Step, "predicted", lambda step: next(ranges))
+    found = ran(EXPERIMENT, {"part": published_steps.SWEEPS})
+    assert len({str(each.key["name"]) for each in found.metrics}) == 3
+    line = next(line for line in tables([found]).splitlines() if line.startswith("a sweep"))
+    assert line.split()[2:] == ["3", "2", "0.50", "20.0", "%"]

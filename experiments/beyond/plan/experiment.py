@@ -39,7 +39,10 @@ def cases(options: RunOptions) -> list[Case]:
     ]
     if options.profile == "smoke":
         return asked
-    return [*asked, Case({"part": published_steps.PART}, published_steps.SECONDS)]
+    asked.append(Case({"part": published_steps.PART}, published_steps.SECONDS))
+    if published_steps.sweeps():
+        asked.append(Case({"part": published_steps.SWEEPS}, published_steps.SECONDS))
+    return asked
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -48,6 +51,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return steps.run(case.key, options)
         case peaks.PART:
             return peaks.run(case.key, options)
+        case published_steps.SWEEPS:
+            return published_steps.run_sweeps()
     return published_steps.run()
 
 
@@ -165,6 +170,7 @@ def tables(records: Sequence[Record]) -> str:
         *(_model(record, ran([record])) for record in of_case(records, "done", part=steps.PART)),
         *([_peaks(bytes_counted)] if len(bytes_counted) else []),
         *map(published_steps.table, of_case(records, "done", part=published_steps.PART)),
+        *map(_sweeps, of_case(records, "done", part=published_steps.SWEEPS)),
     ]
     return "\n\n".join(grid.text() for grid in grids) or "Plans against what ran: nothing on record"
 
@@ -236,6 +242,28 @@ def _peaks(counted: DataFrame) -> Grid:
             "into, which lie here in memory that two processes map. What ranks tell one another beside "
             "them, a few hundred bytes, is counted and not predicted."
         ],
+    )
+
+
+def _sweeps(record: Record) -> Grid:
+    """Whether the fastest way of others was the one that is predicted to be; seconds an example, since ways
+    of one sweep may have had different mini-batches.
+    """
+    from pandas import DataFrame
+
+    rows = DataFrame(record.details["steps"]).rename(columns={"sweep": "model"})
+    rows["predicted"], rows["measured"] = rows.step_s / rows.batch_size, rows.measured_s / rows.batch_size
+    rows["inside"] = (rows.low_s <= rows.measured_s) & (rows.measured_s <= rows.high_s)
+    of_each = rows.groupby("model", sort=False).inside.agg(["size", "sum"]).join(choices(rows))
+    return Grid(
+        title="Sweeps of others, in the order of our predictions (modelled)",
+        columns=["", "ways", "inside", "rank correlation", "regret"],
+        lines=[
+            [name, ways, inside, f"{order:.2f}", percent(regret)]
+            for name, ways, inside, order, regret in of_each.itertuples()
+        ],
+        notes=["Regret: how much longer a step of the way predicted to be the fastest took there."],
+        right=frozenset({1, 2, 3, 4}),
     )
 
 

@@ -4,11 +4,15 @@ They are laid out as they were stated and not searched for: the cut is even by t
 is not asked. A share of recomputation between none and all lies between those two steps. Layers are a
 roofline of the accelerator and links are nominal, so every number is modelled and has the range of the share
 of the peak.
+
+Sweeps are ways to train one model on one cluster that somebody tried in turn: a plan needs no right number to
+be right, only the right order.
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -27,10 +31,10 @@ from gpipe_bench.planner.request import Request, link_named
 if TYPE_CHECKING:
     from gpipe_bench.planner.model import Model
 
-PART, STEP = "published steps", "step"
+PART, SWEEPS, STEP = "published steps", "published sweeps", "step"
 PATH = PUBLISHED / "published-steps.toml"
 SECONDS = 130.0
-"""That the case takes, about."""
+"""That each of the two cases takes, about."""
 HOST = 8
 """Accelerators of a host, in all of them."""
 INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
@@ -38,10 +42,12 @@ INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
 upper end over its lower end: fixed before any of them was predicted."""
 
 
-def request_of(device_type: str, link: str, between: str, cards: int = HOST, **asked: Any) -> Request:
+def request_of(
+    device_type: str, link: str, between: str, cards: int = HOST, per_host: int = HOST, **asked: Any
+) -> Request:
     """As `plan` is asked, with so many network cards per host."""
     far = link_named(between, device_type) if between else None
-    near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // HOST)
+    near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // per_host)
     return Request(link=near, between=far, hosts=hosts, cards=cards, device_type=device_type, **asked)
 
 
@@ -72,6 +78,8 @@ class Step:
     options: dict[str, Any] = field(default_factory=dict)
     between: str = ""
     cards: int = HOST
+    per_host: int = HOST
+    precision: str = "bfloat16"
     pp: int = 1
     dp: int = 1
     fsdp: int = 1
@@ -105,11 +113,11 @@ class Step:
         from gpipe_bench.planner.roofline import by_roofline
 
         request = request_of(
-            self.device, self.link, self.between, self.cards, accelerators=self.accelerators,
-            memory_bytes=2**60, batch_size=self.batch_size, precision="bfloat16",
+            self.device, self.link, self.between, self.cards, self.per_host, accelerators=self.accelerators,
+            memory_bytes=2**60, batch_size=self.batch_size, precision=self.precision,
         )  # fmt: skip
         size = self.batch_size // (self.dp * self.fsdp * self.num_microbatches)
-        on = replace(accelerator(self.device, "bfloat16"), fuses=self.fuses)
+        on = replace(accelerator(self.device, self.precision), fuses=self.fuses)
         costs = by_roofline(self.model(), request, (size,), on)
         grid = Grid(self.pp, self.dp, self.fsdp, self.level, self.tp)
         way = Way(grid, self.schedule, self.stages_per_worker, self.num_microbatches, size)
@@ -127,12 +135,42 @@ def steps() -> tuple[Step, ...]:
     return tuple(Step(**row) for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["step"])
 
 
+@cache
+def sweeps() -> dict[str, tuple[Step, ...]]:
+    """Of the file: ways of one cluster, by the sweep's name."""
+    found = {}
+    for row in tomllib.loads(PATH.read_text(encoding="utf-8")).get("sweep", ()):
+        common = {key: value for key, value in row.items() if key != "ways"}
+        found[row["name"]] = tuple(Step(**(common | way)) for way in row["ways"])
+    return found
+
+
+def way_of(step: Step) -> str:
+    """What tells it from the others of a sweep: `pp 2 dp 4 tp 1 M 8 a100`."""
+    return f"pp {step.pp} dp {step.dp * step.fsdp} tp {step.tp} M {step.num_microbatches} {step.device}"
+
+
 def run() -> Outcome:
-    """The case of all of them."""
+    """The case of all published steps."""
+    return _outcome([(step.name, step) for step in steps()])
+
+
+def run_sweeps() -> Outcome:
+    """The case of all sweeps."""
+    named = [
+        (f"{name}, {number}: {way_of(step)}", step)
+        for name, ways in sweeps().items()
+        for number, step in enumerate(ways, start=1)
+    ]
+    return _outcome(named)
+
+
+def _outcome(named: Sequence[tuple[str, Step]]) -> Outcome:
     rows: list[dict[str, Any]] = [
-        {"name": step.name, "source": step.source, "differs": step.differs, "measured_s": step.measured_s}
+        {"name": name, "source": step.source, "differs": step.differs, "measured_s": step.measured_s}
+        | {"sweep": step.name, "batch_size": step.batch_size}
         | dict(zip(("step_s", "low_s", "high_s"), step.predicted(), strict=True))
-        for step in steps()
+        for name, step in named
     ]
     metrics = [
         Metric(

@@ -59,6 +59,11 @@ def load(name: str) -> Experiment:
             f"unknown experiment {name!r}{suggestion(name, EXPERIMENTS)}; known: {', '.join(EXPERIMENTS)}"
         )
     experiment: Experiment = importlib.import_module(EXPERIMENTS[name]).EXPERIMENT
+    if experiment.name != name:  # its records and its commands would have another name than it is called by
+        raise ValueError(
+            f"the experiment {name!r} of the registry is called {experiment.name!r} in {EXPERIMENTS[name]}; "
+            "give both the same name"
+        )
     return experiment
 
 

@@ -115,14 +115,11 @@ class Experiment:
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
         options: the run options its results depend on; a case is run again for each of their values
-        on_gpus: the `part` of its cases that run one pipeline over several GPUs, which `--gpus` chooses;
-            empty where there are none
+        takes: options of the command line that are for few experiments: "gpus" where its cases run one
+            pipeline over several GPUs, "engines" where `--engine` may name several of the user's
         engines: the engine names it accepts, empty if it runs none
-        several_engines: `--engine` may name several of the user's, with commas between them
         untimed: no result depends on how long anything takes, so cases may run beside each other, in
             processes that import the experiment's functions by name
-        preload: modules that its cases import and that take long to; processes for cases beside each other
-            share one import of them, so importing them must start no thread and touch no device
     """
 
     name: str
@@ -141,11 +138,9 @@ class Experiment:
     docs: str = ""
     revision: int = 1
     options: tuple[str, ...] = ()
-    on_gpus: str = ""
+    takes: tuple[str, ...] = ()
     engines: tuple[str, ...] = ()
-    several_engines: bool = False
     untimed: bool = False
-    preload: tuple[str, ...] = ()
 
     def identity(self, case: Case, options: RunOptions) -> str:
         """Identity of a case; equal to that of the record it leaves."""

@@ -1,8 +1,8 @@
 """Runs the cases of an experiment and keeps each result the moment it is there.
 
 What is on record is not run again; what fails becomes a record and the run goes on; what can't be written
-is handed to the caller, so it can be shown. Two runs on the same folder share the cases between them. One
-run has several cases at work only where the experiment times nothing.
+is handed to the caller, so it can be shown. Of two runs of an experiment on the same folder the second waits.
+One run has several cases at work only where the experiment times nothing.
 
 How far a run is and how long it still takes shows a bar on a terminal, and plain lines everywhere else: on
 standard error, so that standard output holds results alone.
@@ -22,7 +22,7 @@ from typing import TextIO
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions, select
 from gpipe_bench.harness.record import FINAL, Record
 from gpipe_bench.harness.signals import SETTLE_S, check, held, number_of
-from gpipe_bench.harness.store import Claims, Problem, Store, StoreError, latest, lines_of
+from gpipe_bench.harness.store import Problem, Store, StoreError, latest, lines_of
 from gpipe_bench.harness.workers import Here, Workers
 
 
@@ -73,71 +73,61 @@ def run_experiment(
             f"{experiment.name} has no profile {options.profile!r}; allowed: {', '.join(experiment.profiles)}"
         )
     cases = select(experiment.cases(options), options.only)
+    by_identity: dict[str, Case] = {}
+    for case in cases:
+        if by_identity.setdefault(experiment.identity(case, options), case) is not case:
+            raise ValueError(f"{experiment.name} has two cases {case.label}; keys must tell cases apart")
     jobs = min(jobs, len(cases))
     executor = (Here if jobs <= 1 else Workers)(experiment, options, command)
+    run = _Run(options, store, reporter, executor, on_record)
     try:
-        return _Run(experiment, options, store, reporter, jobs, executor, on_record).over(cases)
+        with store.held(experiment.name, lambda: reporter.warn("another run is at work on it; waiting")):
+            loaded = store.load(experiment.name)
+            run.known, run.result.problems = latest(loaded.records), loaded.problems
+            for line in lines_of(loaded.problems):
+                reporter.warn(line)
+            reporter.begin(cases, jobs)
+            try:
+                if jobs > 1:
+                    run.beside_each_other(by_identity, jobs)
+                else:
+                    run.in_turn(by_identity)
+            finally:
+                reporter.end()
+    except KeyboardInterrupt as error:
+        run.result.signal = number_of(error)
     finally:
         executor.stop()
+    run.result.records = [run.final[identity] for identity in by_identity if identity in run.final]
+    return run.result
 
 
 @dataclass
 class _Run:
-    experiment: Experiment
     options: RunOptions
     store: Store
     reporter: Reporter
-    jobs: int
     executor: Here
     on_record: Callable[[Record, bool], None]
     result: RunResult = field(default_factory=RunResult)
     final: dict[str, Record] = field(default_factory=dict)
     known: dict[str, Record] = field(default_factory=dict)
-    stamp: tuple[int, int] | None = None
     alone: threading.Lock = field(default_factory=threading.Lock)
     """Around everything but the cases themselves."""
 
-    def over(self, cases: list[Case]) -> RunResult:
-        waiting: dict[str, Case] = {}
-        for case in cases:
-            if waiting.setdefault(self.experiment.identity(case, self.options), case) is not case:
-                raise ValueError(
-                    f"{self.experiment.name} has two cases {case.label}; keys must tell cases apart"
-                )
-        self._refresh()
-        for line in lines_of(self.result.problems):
-            self.reporter.warn(line)
-        claims = self.store.claims(self.experiment.name)
-        self.reporter.begin(cases, self.jobs)
-        try:
-            # First what nobody else is running, then what others left unfinished.
-            if self.jobs > 1:
-                self._beside_each_other(waiting, claims)
-            else:
-                self._in_turn(waiting, claims)
-            left = {identity: case for identity, case in waiting.items() if identity not in self.final}
-            self._in_turn(left, claims, wait=True)
-        except KeyboardInterrupt as error:
-            self.result.signal = number_of(error)
-        finally:
-            claims.close()
-            self.reporter.end()
-        self.result.records = [self.final[identity] for identity in waiting if identity in self.final]
-        return self.result
-
-    def _beside_each_other(self, waiting: dict[str, Case], claims: Claims) -> None:
+    def beside_each_other(self, cases: Mapping[str, Case], jobs: int) -> None:
         """Cases of one group in turn; the longest groups first, so that the last ones to run are short and no
         process waits long for another.
         """
         groups: dict[str, dict[str, Case]] = {}
-        for identity, case in waiting.items():
+        for identity, case in cases.items():
             groups.setdefault(case.group or identity, {})[identity] = case
         longest_first = sorted(
             groups.values(), key=lambda group: -sum(case.estimate_s for case in group.values())
         )
-        pool = ThreadPoolExecutor(self.jobs)
+        pool = ThreadPoolExecutor(jobs)
         try:
-            for future in as_completed([pool.submit(self._in_turn, each, claims) for each in longest_first]):
+            for future in as_completed([pool.submit(self.in_turn, each) for each in longest_first]):
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -146,39 +136,18 @@ class _Run:
         finally:
             pool.shutdown()
 
-    def _in_turn(self, waiting: dict[str, Case], claims: Claims, *, wait: bool = False) -> None:
-        """Finds or makes the cases' records; leaves those that another run is at work on, unless `wait`."""
-        for identity, case in waiting.items():
-            if self.options.fresh:
+    def in_turn(self, cases: Mapping[str, Case]) -> None:
+        """Finds or makes the cases' records."""
+        for identity, case in cases.items():
+            record = None if self.options.fresh else self.known.get(identity)
+            if record is None or record.status not in FINAL:
                 self._execute(case, identity)
                 continue
-            if self._take_known(case, identity):
-                continue
-            if wait:
-                self.reporter.warn(f"another run is at work on {case.label}; waiting for it")
-            with claims.claim(identity, wait=wait) as ours:
-                # Another run may have finished it in between.
-                if ours and not self._take_known(case, identity):
-                    self._execute(case, identity)
-
-    def _take_known(self, case: Case, identity: str) -> bool:
-        """Whether the case is on record, and need not be run."""
-        with self.alone:
-            if self.store.stamp(self.experiment.name) != self.stamp:
-                self._refresh()
-            record = self.known.get(identity)
-            if record is None or record.status not in FINAL:
-                return False
-            self.final[identity] = record
-            self.result.reused += 1
-            self.reporter.finished(case, record, reused=True)
-            self.on_record(record, True)
-            return True
-
-    def _refresh(self) -> None:
-        self.stamp = self.store.stamp(self.experiment.name)
-        loaded = self.store.load(self.experiment.name)
-        self.known, self.result.problems = latest(loaded.records), loaded.problems
+            with self.alone:
+                self.final[identity] = record
+                self.result.reused += 1
+                self.reporter.finished(case, record, reused=True)
+                self.on_record(record, True)
 
     def _execute(self, case: Case, identity: str) -> None:
         check()

@@ -1,25 +1,26 @@
 """Where records live: one line per case, one file per experiment, appended and never rewritten.
 
+To be sent, the files of a folder may be put into one (`cat *.jsonl`), and are read from there as well.
+
 A line is on disk before the next case starts, so a killed run loses nothing that was finished. Whatever
 happens to a file afterwards (a torn tail, an edit, a line of a newer version) costs that line and is
 reported, never the others.
 
-Several processes may share the files. Locks come in two kinds, and vanish with the process that held them: a
-short one around each append, and a claim on a case while it runs, so that two runs of the same experiment
-share the work instead of doing it twice. Where the system or the file system has no such locks (Windows, some
-network mounts) both are granted at once: single appends stay whole, only work may be done twice.
+Several processes may share the files: each append holds the file, and a run its experiment, so that a second
+run waits, and finds on record what the first one did. Locks vanish with the process that held them. Where the
+system or the file system has none (Windows, some network mounts) they are granted at once: single appends
+stay whole, only work may be done twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,9 @@ class Loaded:
 
 
 class Store:
-    """The records under one folder, `<root>/<experiment>.jsonl`. Safe for several processes at once."""
+    """The records under one folder, `<root>/<experiment>.jsonl`, or those of all experiments in one file,
+    which is only read. Safe for several processes at once.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -69,9 +72,31 @@ class Store:
             )
         return self.root / f"{experiment}.jsonl"
 
-    def claims(self, experiment: str) -> Claims:
-        """Claims of running processes on the cases of an experiment."""
-        return Claims(self.path(experiment).with_name(f".{experiment}.lock"))
+    @contextlib.contextmanager
+    def held(self, experiment: str, waiting: Callable[[], None]) -> Iterator[None]:
+        """Inside, no other run of the experiment is at work here; `waiting` is called where one still is.
+
+        The lock is this process's own: what a killed run leaves behind does not keep it.
+        """
+        path = self.path(experiment).with_name(f".{experiment}.lock")
+        try:
+            if fcntl is None:
+                raise OSError
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError:  # a read-only folder: there is nothing to protect
+            yield
+            return
+        try:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # else a file system without locks
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    waiting()
+                    fcntl.lockf(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def append(self, record: Record) -> None:
         """Adds one line, whole and on disk when this returns, or not at all.
@@ -100,7 +125,7 @@ class Store:
 
     def load(self, experiment: str) -> Loaded:
         """Every readable record of the experiment; an absent file is an empty one."""
-        path = self.path(experiment)
+        path = self.root if self.root.is_file() else self.path(experiment)
 
         def without_waiting(name: str, flags: int) -> int:  # as a named pipe in the file's place would
             return os.open(name, flags | _NONBLOCK)
@@ -122,6 +147,8 @@ class Store:
             try:
                 record = decode(line)
                 if record.experiment != experiment:
+                    if path == self.root:
+                        continue
                     raise ValueError(
                         f"a record of {record.experiment!r}, which does not belong into this file"
                     )
@@ -130,13 +157,15 @@ class Store:
                 problems.append(Problem(path, number, str(error)))
         return Loaded(tuple(records), tuple(problems))
 
-    def stamp(self, experiment: str) -> tuple[int, int]:
-        """Changes whenever the experiment's file does; cheap enough to ask before every case."""
-        try:
-            status = self.path(experiment).stat()
-        except OSError:
-            return (0, 0)
-        return (status.st_size, status.st_mtime_ns)
+    def experiments(self) -> list[str]:
+        """Names of those that it has records of."""
+        if not self.root.is_file():
+            return sorted(path.stem for path in self.root.glob("*.jsonl"))
+        names = set()
+        for line in self.root.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                names.add(decode(line).experiment)
+        return sorted(names)
 
 
 def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
@@ -209,8 +238,6 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_TAKEN = (errno.EAGAIN, errno.EACCES)
-
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replaces the file, or leaves the one before as it is; text as UTF-8. Makes the folder.
@@ -245,42 +272,3 @@ def file_lock(fd: int, *, shared: bool = False) -> Iterator[None]:
         yield
     finally:
         fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-class Claims:
-    """Claims on cases, as byte ranges of one lock file; a killed run leaves none behind.
-
-    A range lock belongs to the process, so it is not kept alive by workers that a killed run leaves
-    behind.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._fd: int | None = None
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a read-only folder: there is nothing to protect
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-
-    @contextlib.contextmanager
-    def claim(self, identity: str, *, wait: bool) -> Iterator[bool]:
-        """Yields whether the case is ours to run; with `wait`, returns only when it is."""
-        if fcntl is None or self._fd is None:
-            yield True
-            return
-        offset = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "big")
-        refusal: int | None = None
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, offset)
-        except OSError as error:
-            refusal = error.errno
-        try:
-            yield refusal not in _TAKEN  # any other refusal: a file system without locks
-        finally:
-            if refusal is None:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, offset)
-
-    def close(self) -> None:
-        """Gives up everything still claimed."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None

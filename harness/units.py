@@ -47,6 +47,9 @@ UNITS: dict[str, tuple[str, float]] = {
     "steps": ("steps", 1),
     "BLEU": ("BLEU", 1),
     "nats": ("nats", 1),
+    "perplexity": ("perplexity", 1),
+    "updates": ("updates", 1),
+    "versions": ("versions", 1),
     "number": ("number", 1),  # a setting without a unit, such as a learning rate
 }
 

@@ -4,9 +4,8 @@
     run ---pool-<                                    each answers with the finished record
                   thread 2 --case--> process 2
 
-A thread of the run owns a process and waits for it, so whatever a case does to its process (a crash, a kill
-for want of memory) is that case's result and nobody else's. Where an experiment says which modules its cases
-import, one more process imports them and the others are forked from it: torch alone takes a second or two.
+A thread of the run has a ProcessPoolExecutor of one process, so whatever a case does to its process (a crash,
+a kill for want of memory) is that case's result and nobody else's.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from multiprocessing.connection import wait
+from typing import NoReturn
 
 from gpipe_bench.harness.environment import environment, usable_cores
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record, decode, encode, printable
 from gpipe_bench.harness.signals import started, starting
+from gpipe_bench.harness.units import UNITS
 
-STOP_S = 0.8  # until processes that were asked to end are killed; a run that was told to end has two seconds
 MOST_JOBS = 8  # unless asked for more: each takes half a GiB for torch alone
 
 
@@ -58,111 +57,69 @@ class Here:
 
 
 class Workers(Here):
-    """Runs each case in the process of the calling thread, which is started when first needed."""
+    """Runs each case in a process of the calling thread's own, which is started when first needed."""
 
     def __init__(self, experiment: Experiment, options: RunOptions, command: str) -> None:
         super().__init__(experiment, options, command)
         self._mine = threading.local()
-        self._lock = threading.Lock()
-        self._all: list[BaseProcess] = []
+        self._pools: dict[int, ProcessPoolExecutor] = {}  # by the number of its process
         self._stopped = False
-        self._ways = ["spawn"]
-        # A process that has seen a GPU cannot be forked.
-        forks = options.device != "cuda" and "forkserver" in multiprocessing.get_all_start_methods()
-        if experiment.preload and forks:
-            multiprocessing.set_forkserver_preload([*experiment.preload])
-            self._ways.insert(0, "forkserver")
 
     def execute(self, case: Case) -> Record:
         """The record; a process that ends meanwhile makes it a failed one. Raises StoppedError."""
-        process, connection = self._process()
+        if not hasattr(self._mine, "pool"):
+            self._mine.pool = self._start()
+        pool: ProcessPoolExecutor = self._mine.pool
         try:
-            connection.send(case)
-            return decode(connection.recv_bytes())
-        except (EOFError, OSError):
-            del self._mine.process
-            process.join()
-        with self._lock:
-            if self._stopped:
-                raise StoppedError
-        return execute(_failing(self._experiment, process.exitcode), case, self._options, self._command)
+            return decode(
+                pool.submit(_encoded, self._experiment, case, self._options, self._command).result()
+            )
+        except RuntimeError:  # the process has ended, or all have been told to
+            del self._mine.pool
+        if self._stopped:
+            raise StoppedError
+        pool.shutdown()
+        return execute(replace(self._experiment, run=_lost), case, self._options, self._command)
 
     def stop(self) -> None:
         """Ends all processes; whoever waits for one gets a StoppedError."""
-        with self._lock:
-            self._stopped = True
-        for process in self._all:
-            process.terminate()
-        end_s = time.monotonic() + STOP_S
-        for process in self._all:
-            process.join(max(0.0, end_s - time.monotonic()))
-            if process.is_alive():
+        self._stopped = True
+        for process in multiprocessing.active_children():
+            if process.pid in self._pools:
                 process.kill()
-                process.join()
+        for pool in list(self._pools.values()):
+            pool.shutdown()
 
-    def _process(self) -> tuple[BaseProcess, Connection]:
-        found: tuple[BaseProcess, Connection] | None = getattr(self._mine, "process", None)
-        if found is None:
-            with self._lock:
-                if self._stopped:
-                    raise StoppedError
-                found = self._mine.process = self._start()
-                self._all.append(found[0])
-        return found
-
-    def _start(self) -> tuple[BaseProcess, Connection]:
-        ours, theirs = multiprocessing.Pipe()
-        # The process that others are forked from may be older than a variable.
-        arguments = (theirs, self._experiment, self._options, self._command, dict(os.environ))
-        for way in self._ways:
-            context: Any = multiprocessing.get_context(way)
-            process: BaseProcess = context.Process(target=_serve, args=arguments)
-            try:
-                with starting():
-                    process.start()
-                break
-            except (EOFError, OSError):
-                # A module that takes the fork server down takes a case down too, and says so.
-                if way == self._ways[-1]:
-                    raise
-        theirs.close()
-        return process, ours
+    def _start(self) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
+        with starting():
+            number = pool.submit(os.getpid)
+        self._pools[number.result()] = pool
+        if self._stopped:
+            self.stop()
+            raise StoppedError
+        return pool
 
 
-def _failing(experiment: Experiment, exitcode: int | None) -> Experiment:
-    """The experiment in which every case ends as that process did."""
-    how = f"exit status {exitcode}"
-    if exitcode is not None and exitcode < 0:
-        with contextlib.suppress(ValueError):
-            how = f"signal {signal.Signals(-exitcode).name}"
-
-    def run(case: Case, options: RunOptions) -> NoReturn:
-        raise RuntimeError(f"the process that ran it ended with {how}; if memory was short, use --jobs 1")
-
-    return replace(experiment, run=run)
+def _lost(case: Case, options: RunOptions) -> NoReturn:
+    """What a case comes to whose process has ended."""
+    raise RuntimeError("the process that ran it was ended; if memory was short, use --jobs 1")
 
 
-def _serve(
-    connection: Connection,
-    experiment: Experiment,
-    options: RunOptions,
-    command: str,
-    variables: dict[str, str],
-) -> None:
-    """What a process does: cases in, records out, until the other end is closed."""
+def _prepare() -> None:
+    """What a process does before its first case."""
     started(signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
     if hasattr(os, "setsid"):
         os.setsid()  # and so it is for whatever a case starts
-    os.environ.clear()
-    os.environ.update(variables)
     os.dup2(2, 1)  # standard output is for the run's results
     threading.Thread(target=_end_with_the_run, daemon=True).start()
-    gc.freeze()  # what is imported by now is never garbage, and collections need not walk over it
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            record = execute(experiment, connection.recv(), options, command)
-            sys.stdout.flush()
-            connection.send_bytes(encode(record))
+
+
+def _encoded(experiment: Experiment, case: Case, options: RunOptions, command: str) -> bytes:
+    """The line of the case's record."""
+    record = execute(experiment, case, options, command)
+    sys.stdout.flush()
+    return encode(record)
 
 
 def _end_with_the_run() -> None:
@@ -220,6 +177,12 @@ def _outcome(experiment: Experiment, case: Case, options: RunOptions) -> Outcome
         outcome = experiment.run(case, options)
         if not isinstance(outcome, Outcome):
             raise TypeError(f"{experiment.name} returned {type(outcome).__name__}, not an Outcome")
+        for metric in outcome.metrics:
+            if metric.unit not in UNITS:
+                raise ValueError(
+                    f"metric {metric.name!r}: unknown unit {metric.unit!r}; known are {', '.join(UNITS)}; a "
+                    "new one is a line of harness/units.py"
+                )
         return outcome
     except (Exception, SystemExit) as error:
         memory = memory_error(error)

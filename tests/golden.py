@@ -31,8 +31,7 @@ DIGESTS = Path(__file__).with_suffix(".txt")
 REFERENCE = "results/reference/cpu-2-cores"
 
 VERBS = (
-    "list", "run", "compare", "report", "plan", "size", "schedule", "check-engine",
-    "guard", "export", "check",
+    "list", "run", "compare", "report", "plan", "schedule", "check-engine", "guard",
 )  # fmt: skip
 SCHEDULES = (
     "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min",
@@ -70,7 +69,7 @@ def commands(page: Path) -> dict[str, list[str]]:
             f"schedule {name} --workers 4 --microbatches 8{way}" for way in ("", " --json", " --remat always")
         ]
     lines += [f"plan {asked} {ON_PAPER}" for asked in PLANS]
-    lines += [f"size {asked} --memory-gib 40 --json" for asked in SIZES]
+    lines += [f"plan {asked} --bytes --memory-gib 40 --json" for asked in SIZES]
     return {line.replace(str(page), "").strip(): line.split() for line in lines}
 
 

@@ -23,13 +23,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
+from gpipe_bench.experiments.beyond.engine_configurations import (
+    ALL_CORES,
+    ALONE,
+    ALWAYS,
+    BARE,
+    CONFIGURATIONS,
+    COST,
+    FACTORIES,
+    KNOWN,
+    ON_GPUS,
+    PROFILES,
+    SHARE,
+    SPEED,
+    WORKLOADS,
+    Configuration,
+    configuration_of,
+)
 from gpipe_bench.experiments.paper.timed.side_by_side import (
     Found,
-    Sign,
     is_faster,
     lacks_gpus,
     measured,
@@ -39,7 +55,7 @@ from gpipe_bench.experiments.paper.timed.side_by_side import (
     verdict,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
+from gpipe_bench.harness.record import Metric, Record, from_samples
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
@@ -48,18 +64,6 @@ if TYPE_CHECKING:
     from gpipe_bench.experiments.engines.isolated import Fault
     from gpipe_bench.experiments.paper.timed.engine_turns import Job
 
-KNOWN = "all"  # the engines that are always there; others are added to them
-ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
-GLOO, BARE = "ours over gloo", "bare layers"
-ALONE, ALL_CORES = "sequential", "sequential on every core"
-_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.paper.timed.engine_turns"
-FACTORIES = {
-    ALWAYS: "ours", GLOO: f"{_KNOWN}:OverNetwork", BARE: f"{_TURNS}:Bare", ALONE: f"{_TURNS}:PlainAlone",
-    ALL_CORES: f"{_TURNS}:Plain", "zb-h1": f"{_KNOWN}:OursZBH1",
-    "interleaved": f"{_KNOWN}:OursInterleaved", "zb-v": f"{_KNOWN}:OursZBV",
-    "torch-interleaved": f"{_KNOWN}:TorchInterleaved", "torch-zb-v": f"{_KNOWN}:TorchZBV",
-}  # fmt: skip
-"""Engines by what results call them; all others have the names of the command line."""
 START_S = 8.0  # until all processes are up and the engines checked
 MIN_ACTION_MS = 5.0
 LEAST_ROUNDS = 5
@@ -68,194 +72,12 @@ three times in four; so one engine under two names often looked like two in a sm
 """
 
 
-class Workload(NamedTuple):
-    """What engines train: a model with its options, examples of a micro-batch, and what it is in words.
-
-    `real`: layers are cut by measured seconds and memory is counted; the others compute next to nothing.
-    """
-
-    model: str
-    options: Mapping[str, Any]
-    microbatch_size: int
-    words: str
-    real: bool = True
-
-
-def _transformer(num_layers: int, width: int, heads: int, vocab_size: int = 64, seq_len: int = 64) -> Any:
-    return {
-        "num_layers": num_layers, "vocab_size": vocab_size, "d_model": width, "ffn_dim": 4 * width,
-        "num_heads": heads, "seq_len": seq_len,
-    }  # fmt: skip
-
-
-WAIT_S = 0.02  # of a waiting stage, per action
-WORKLOADS = {
-    "amoebanet": Workload(
-        "amoebanet-d",
-        {
-            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
-            "aux_head": False,
-        },
-        4, "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
-    ),
-    "transformer": Workload(
-        "transformer-lm", _transformer(6, 256, 4), 2,
-        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8": Workload(
-        "transformer-lm", _transformer(8, 256, 4), 2,
-        "Transformer-8, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, wide": Workload(
-        "transformer-lm", _transformer(8, 384, 6), 2,
-        "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, large": Workload(
-        "transformer-lm", _transformer(8, 2048, 32, 32_000, 512), 2,
-        "Transformer-8, width 2048, 2 sequences of 512 tokens each micro-batch",
-    ),
-    "waiting": Workload("waiting", {"wait_s": WAIT_S}, 1, "stages that wait 20 ms an action", real=False),
-    "small": Workload("linear", {}, 1, "layers of 8 x 8 numbers, an example per micro-batch", real=False),
-}  # fmt: skip
-
-
-class Target(NamedTuple):
-    """What a number of a case should be: at least or at most `bound`, in its unit."""
-
-    name: str
-    engine: str
-    sign: Sign
-    bound: float
-    against: str = ""
-
-    @property
-    def key(self) -> dict[str, Scalar]:
-        return {"engine": self.engine, **({"against": self.against} if self.against else {})}
-
-
-SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
-
-
-def _faster(bound: float, *pairs: tuple[str, str]) -> tuple[Target, ...]:
-    return tuple(Target(SPEED, engine, ">=", bound, against) for engine, against in pairs)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One case: who takes turns on what, the first one the control; rounds by profile, 0 for no such case."""
-
-    workload: str
-    num_stages: int
-    num_microbatches: int
-    remat: str
-    engines: tuple[str, ...]
-    rounds: tuple[int, int, int]
-    round_s: float
-    targets: tuple[Target, ...] = ()
-    in_process: bool = False
-    device: str = "cpu"
-
-    @property
-    def key(self) -> dict[str, Scalar]:
-        key: dict[str, Scalar] = {
-            "workload": self.workload, "where": "one process" if self.in_process else "processes",
-            "num_stages": self.num_stages, "num_microbatches": self.num_microbatches, "remat": self.remat,
-        }  # fmt: skip
-        return (
-            key
-            | ({"over": "gloo"} if GLOO in self.engines else {})
-            | ({"device": self.device} if self.device != "cpu" else {})
-        )
-
-
-def _plans() -> list[Plan]:
-    of_torch = ("torch-gpipe", "torch-1f1b")
-    found = []
-    for name in ("amoebanet", "transformer"):
-        pairs = [("ours", each) for each in of_torch]
-        smoke = {"amoebanet": (2, 0, 0), "transformer": (0, 2, 2)}[name]
-        found += [
-            Plan(name, 2, 8, "never", ("ours", *of_torch, "ours-1f1b"), (smoke[0], 12, 40), 2.3,
-                 _faster(1.0, ("ours", "torch-gpipe"), ("ours-1f1b", "torch-1f1b"))),
-            Plan(name, 2, 4, "except_last", ("ours", *of_torch, ALWAYS), (smoke[1], 12, 40), 1.3,
-                 _faster(1.12, *pairs)),
-            Plan(name, 2, 16, "except_last", ("ours", *of_torch, ALWAYS), (0, 5, 25), 4.3,
-                 _faster(1.04, *pairs)),
-            Plan(name, 2, 4, "never", ("ours", "torchgpipe"), (smoke[2], 8, 30), 0.7,
-                 _faster(1.0, ("ours", "torchgpipe")), in_process=True),
-            Plan(name, 2, 4, "except_last", ("ours", "torchgpipe"), (0, 8, 30), 0.7,
-                 _faster(1.0, ("ours", "torchgpipe")), in_process=True),
-        ]  # fmt: skip
-    found += [
-        Plan("waiting", k, m, remat, ("ours", BARE), (1 if (k, remat) == (4, "never") else 0, 4, 10),
-             0.15 * (m + k), (Target(SHARE, "ours", ">=", bound),) if bound else ())
-        for k, m, remat, bound in ((8, 32, "never", 0.97), (4, 8, "never", 0.95), (4, 8, "except_last", 0.0))
-    ]  # fmt: skip
-    found.append(
-        Plan("transformer-8", 2, 16, "never", ("ours", "torch-gpipe", ALONE, ALL_CORES), (0, 8, 40), 8.0,
-             (Target(SHARE, "ours", ">=", 0.88), *_faster(1.0, ("ours", "torch-gpipe"))))
-    )  # fmt: skip
-    found += [
-        Plan("small", 2, 64, "never", (ours, "torch-gpipe", BARE), (2 if ours == GLOO else 0, 16, 60), 0.5,
-             (Target(COST, ours, "<=", 100.0), *_faster(2.0, (ours, "torch-gpipe"))))
-        for ours in (GLOO, "ours")
-    ]  # fmt: skip
-    found += [
-        Plan("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2 if remat == "never" else 0, 16, 60), 0.6,
-             (Target(COST, "ours", "<=", 60.0), *_faster(1.0, ("ours", "torchgpipe"))), in_process=True)
-        for remat in ("never", "except_last")
-    ]  # fmt: skip
-    of_schedules = (
-        "ours-1f1b",
-        "torch-1f1b",
-        "zb-h1",
-        "interleaved",
-        "torch-interleaved",
-        "zb-v",
-        "torch-zb-v",
-    )
-    wanted = {2: (1.11, 1.11, 1.13), 4: (1.05, 1.05, 1.05), 8: (1.0, 1.02, 1.0)}
-    for number, rounds in ((2, (1, 10, 40)), (4, (0, 6, 30)), (8, (0, 5, 20))):
-        targets = [
-            target
-            for name, bound in zip(("zb-h1", "interleaved", "zb-v"), wanted[number], strict=True)
-            for target in _faster(bound, (name, "ours-1f1b"))
-        ]
-        same = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
-        found.append(
-            Plan("transformer-8, wide", 2, number, "never", of_schedules, rounds, 2.0 + number,
-                 (*targets, *_faster(1.0, *same)))
-        )  # fmt: skip
-    return found
-
-
-def _on_gpus() -> list[Plan]:
-    """What waits instead of computing is the host's everywhere."""
-    large, rounds = "transformer-8, large", (1, 8, 40)
-    pair = ("ours", "torch-gpipe")
-    return [
-        *(Plan("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2, 16, 60), 0.4, in_process=True,
-               device="cuda") for remat in ("never", "except_last")),
-        *(Plan(large, 2, m, "always", pair, rounds, 0.5, device="cuda") for m in (1, 4, 16)),
-        Plan(large, 2, 16, "never", (*pair, ALONE, ALL_CORES), rounds, 0.5, device="cuda"),
-        Plan("small", 2, 64, "never", (*pair, BARE), (2, 16, 60), 0.5, device="cuda"),
-    ]  # fmt: skip
-
-
-PLANS, ON_GPUS = _plans(), _on_gpus()
-PROFILES = ("smoke", "short", "full")
-
-
-def plan_of(key: Mapping[str, Any]) -> Plan | None:
-    return next((plan for plan in (*PLANS, *ON_GPUS) if plan.key == dict(key)), None)
-
-
 def cases(options: RunOptions) -> list[Case]:
     found = []
-    for plan in ON_GPUS if options.device == "cuda" else PLANS:
-        if rounds := plan.rounds[PROFILES.index(options.profile)]:
-            more = 1 + len(own_engines(options.engine)) / len(plan.engines)
-            found.append(Case(plan.key, START_S + rounds * plan.round_s * more))
+    for chosen in ON_GPUS if options.device == "cuda" else CONFIGURATIONS:
+        if rounds := chosen.rounds[PROFILES.index(options.profile)]:
+            more = 1 + len(own_engines(options.engine)) / len(chosen.engines)
+            found.append(Case(chosen.key, START_S + rounds * chosen.round_s * more))
     return found
 
 
@@ -264,28 +86,28 @@ def own_engines(extra: str | None) -> list[str]:
     return [] if extra in (None, KNOWN) else str(extra).split(",")
 
 
-def job_of(plan: Plan, extra: str | None) -> Job:
+def job_of(chosen: Configuration, extra: str | None) -> Job:
     """What the processes of a case do. The user's engines are named without the digests of their files, and
     take turns where models are real.
     """
     from gpipe_bench.experiments.paper.timed.engine_turns import Job
 
-    work = WORKLOADS[plan.workload]
+    work = WORKLOADS[chosen.workload]
     engines = {}
-    for name in plan.engines:
-        plain = name in (ALONE, ALL_CORES) or (name == BARE and not plan.in_process)
+    for name in chosen.engines:
+        plain = name in (ALONE, ALL_CORES) or (name == BARE and not chosen.in_process)
         engines[name] = (
             FACTORIES.get(name, name),
-            "never" if plain else "always" if name == ALWAYS else plan.remat,
+            "never" if plain else "always" if name == ALWAYS else chosen.remat,
         )
     if work.real:
-        engines |= {name.partition("@")[0]: (name, plan.remat) for name in own_engines(extra)}
-    each = {"small": 2 if plan.in_process else 1, "waiting": 1}.get(plan.workload)
-    options = dict(work.options) | ({"num_layers": each * plan.num_stages} if each else {})
+        engines |= {name.partition("@")[0]: (name, chosen.remat) for name in own_engines(extra)}
+    each = {"small": 2 if chosen.in_process else 1, "waiting": 1}.get(chosen.workload)
+    options = dict(work.options) | ({"num_layers": each * chosen.num_stages} if each else {})
     return Job(
-        work.model, options, work.microbatch_size, plan.num_stages, plan.num_microbatches, engines,
-        plan.in_process, cut_by_time=work.real and plan.device == "cpu", with_peaks=work.real,
-        device=plan.device,
+        work.model, options, work.microbatch_size, chosen.num_stages, chosen.num_microbatches, engines,
+        chosen.in_process, cut_by_time=work.real and chosen.device == "cpu", with_peaks=work.real,
+        device=chosen.device,
     )  # fmt: skip
 
 
@@ -293,14 +115,14 @@ def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
     from gpipe_bench.experiments.paper.timed.engine_turns import fault_in, taken, without
 
-    plan = plan_of(case.key)
-    assert plan is not None, "cases are made of plans"
-    job = job_of(plan, options.engine)
-    missing = why_no_torchgpipe() if "torchgpipe" in plan.engines else ""
+    chosen = configuration_of(case.key)
+    assert chosen is not None, "cases are made of configurations"
+    job = job_of(chosen, options.engine)
+    missing = why_no_torchgpipe() if "torchgpipe" in chosen.engines else ""
     if reason := missing or lacks_gpus(job.device, job.num_processes):
         return Outcome(status="skipped", reason=reason)
-    rounds = plan.rounds[PROFILES.index(options.profile)]
-    own = [name for name in job.engines if name not in plan.engines]
+    rounds = chosen.rounds[PROFILES.index(options.profile)]
+    own = [name for name in job.engines if name not in chosen.engines]
     faults = {name: fault for name in own if (fault := fault_in(job, name)) is not None}
     refused = {
         name: each.reason.removeprefix("ValueError: ") for name, each in faults.items() if each.refused
@@ -316,7 +138,11 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return found
 
     return side_by_side(
-        take, partial(numbers, job, faulty), rounds, control=plan.engines[0], again=options.profile != "smoke"
+        take,
+        partial(numbers, job, faulty),
+        rounds,
+        control=chosen.engines[0],
+        again=options.profile != "smoke",
     )
 
 
@@ -449,9 +275,9 @@ def _line(
 
 def _judged(record: Record, word: str) -> list[str]:
     """What was asked of the case, and each engine of the user's against every other one."""
-    plan, control = plan_of(record.case), record.metric("control")
+    chosen, control = configuration_of(record.case), record.metric("control")
     lines = []
-    for target in plan.targets if plan is not None else ():
+    for target in chosen.targets if chosen is not None else ():
         value = record.metric(target.name, **target.key)
         if target.name == SPEED:
             value = speed_of(record, target.engine, target.against)
@@ -461,7 +287,7 @@ def _judged(record: Record, word: str) -> list[str]:
             bound = f"{target.sign} {show(target.bound, value.unit, 3)}"
             lines.append([what, bound, measured(value), said])
     found = [Grid(columns=["", "target", "median [95 %]", "holds?"], lines=lines).text()] if lines else []
-    known = plan.engines if plan is not None else ()
+    known = chosen.engines if chosen is not None else ()
     said_of = {True: "faster", False: "slower", None: "within the noise"}
     pairs = [
         [a, b, measured(ratio), word or said_of[is_faster(ratio, control)]]
@@ -550,5 +376,5 @@ EXPERIMENT = Experiment(
     docs="docs/own-engine.md",
     options=("engine",),
     engines=(KNOWN,),
-    several_engines=True,
+    takes=("engines",),
 )

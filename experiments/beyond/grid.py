@@ -17,9 +17,7 @@ the actions of each step as they ran, and a link whose latency and bandwidth are
 same processes: replicas do not sum over what carries a pipeline's messages, which lie in memory that two
 processes map, but through torch's collectives. It gets neither medians of a kind nor one replica alone:
 processors sum with the cores that compute, so that the last backward, inside of which the sums are, takes
-half as long again as the others; and a step is as long as that of the replica which is slower in it. On four
-processes there is nothing to compute with on two cores, so the layers wait (`Waits`): two replicas of two
-stages, whose sums take a fixed time.
+half as long again as the others; and a step is as long as that of the replica which is slower in it.
 """
 
 from __future__ import annotations
@@ -31,20 +29,19 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.paper.timed.side_by_side import lacks_gpus
-from gpipe_bench.experiments.report.drawing import kept_timelines
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, from_samples, of_case
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Part, Result, Spread
-from gpipe_bench.pipeline.plan.links import LINKS, Bucket, Link
-from gpipe_bench.pipeline.plan.named import gpipe, named
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.links import LINKS, Link
+from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.collectives import data_parallel
 
 MODELLED, COUNTED = "traffic", "traffic, counted"
-STEPS, WAITING = "steps", "waiting stages"
+STEPS = "steps"
 MICROBATCHES = 4  # of a replica
 LANGUAGE, IMAGES = "transformer-lm", "amoebanet-d"
 _IMAGE_67 = {"num_layers": 3, "num_filters": 32, "image_size": 67, "num_classes": 10, "aux_head": False}
@@ -103,9 +100,6 @@ EXAMPLES = {"smoke": 8, "short": 16, "GPUs": 32}  # of all replicas
 NUM_STEPS = {"smoke": 3, "short": 15, "GPUs": 15}
 GPUS = 2  # of a grid
 BEFORE = 3
-LAYERS, SUMMED = 4, 1024  # that wait, on a worker; numbers of a layer's parameter, whose sum is a bucket
-FORWARD_S, BACKWARD_S, SUM_S = 0.02, 0.04, 0.04
-"""Of a layer that waits, forward and back, and of the sum of its gradient."""
 BUCKET_BYTES = 4 * 2**20
 SUM_BYTES = (2**16, 2**24)
 """A sum that is all latency, and one that is all bytes."""
@@ -113,7 +107,7 @@ NUM_SUMS = 9  # of which the first two do not count
 
 
 def cases(options: RunOptions) -> list[Case]:
-    """On GPUs the steps alone: bytes are the same everywhere, and what waits does not compute."""
+    """On GPUs the steps alone: bytes are the same everywhere."""
     smoke, device = options.profile == "smoke", options.device
     if device == "cuda":
         grids = [(dp, GPUS // dp) for dp in (GPUS, 1)]
@@ -124,7 +118,6 @@ def cases(options: RunOptions) -> list[Case]:
         *(Case({"part": MODELLED, "model": name}, 2.0) for name in shapes),
         *(Case({"part": COUNTED, "model": name}, 15.0) for name in counted),
         *(Case({"part": STEPS, "dp": dp, "pp": 2 // dp}, 8.0 if smoke else 20.0) for dp in (2, 1)),
-        Case({"part": WAITING, "dp": 2, "pp": 2}, 12.0),
     ]
 
 
@@ -135,8 +128,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
             return _modelled(SUBJECTS[key["model"]])
         case "traffic, counted":
             return _counted(SMALL[key["model"]])
-        case "waiting stages":
-            return _waiting()
     device, size = str(key.get("device", "cpu")), "smoke" if options.profile == "smoke" else "short"
     size = "GPUs" if (device, options.profile) == ("cuda", "full") else size
     return _steps(Job(key["dp"], key["pp"], size, options.seed, device))
@@ -287,71 +278,6 @@ def _steps(job: Job) -> Outcome:
         },
     }  # fmt: skip
     return Outcome(_beside(measured, 1e3 * laid_out_s(job, found, link)), facts)
-
-
-class Waits(NamedTuple):
-    """Layers that wait, on two replicas of two workers with four layers each, in a schedule of one stage per
-    worker and whole backwards. Steps are taken until one takes no more than `enough_s`, or `num_steps`: what
-    else the machine does can only make a step slower.
-    """
-
-    schedule: str = "1f1b"
-    num_steps: int = 6
-    enough_s: float = 0.0
-
-    @property
-    def rows(self) -> Schedule:
-        """Of two micro-batches."""
-        return named(self.schedule, 2, 2)
-
-    def replayed(self, *, overlap: bool = True) -> Timeline:
-        """What a step should be, with the sums inside the last backward of a stage, or all behind it."""
-        leaving = [Bucket((i + 1) / LAYERS if overlap else 1.0, SUM_S) for i in range(LAYERS)]
-        action_s = {Kind.F: LAYERS * FORWARD_S, Kind.B: LAYERS * BACKWARD_S}
-        return replay(self.rows, action_s, reductions=[leaving] * 2)
-
-    def measure(self) -> tuple[float, Timeline]:
-        """The fastest step of a process for each worker of each replica, which wait side by side: seconds on
-        the slowest rank, and the timeline of the first replica.
-        """
-        from gpipe_bench.pipeline.ranks.launch import launch
-
-        found: list[tuple[float, Timeline]] = launch(wait, 4, self, device="cpu", pin=False)
-        return found[0]
-
-
-def wait(case: Waits) -> tuple[float, Timeline]:
-    """What each process does: the fastest step, with the timeline of its replica."""
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from gpipe_bench.experiments.paper.timed.engine_turns import Waiting, slow_sums
-    from gpipe_bench.pipeline import Pipeline
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    layers = [Waiting(SUMMED, FORWARD_S, BACKWARD_S) for _ in range(2 * LAYERS)]
-    even = [1.0] * len(layers)
-    pipeline = Pipeline(layers, mesh=mesh, num_microbatches=2, schedule=case.rows, cost=even, bucket_bytes=1)
-    batch, found = torch.ones(2, 1), list[tuple[float, Timeline]]()
-    with slow_sums(lambda num_bytes: SUM_S if num_bytes >= 4 * SUMMED else 0.0):
-        steps = timed_steps(pipeline, batch, batch, nn.functional.mse_loss)
-        for step in islice(steps, 2, 2 + case.num_steps):
-            found.append(step)
-            if step[0] <= case.enough_s:
-                break
-    return min(found, key=lambda step: step[0])
-
-
-def _waiting() -> Outcome:
-    case = Waits()
-    step_s, timeline = case.measure()
-    inside_s, behind_s = (case.replayed(overlap=each).makespan_s for each in (True, False))
-    measured = Metric(
-        "step", 1e3 * step_s, "ms", "measured", note="the fastest of some, of the slowest process"
-    )
-    behind = Metric("replayed step, sums behind the last backward", 1e3 * behind_s, "ms", "replayed")
-    return Outcome((*_beside(measured, 1e3 * inside_s), behind), {"timeline": timeline.to_data()})
 
 
 def _beside(measured: Metric, replayed_ms: float) -> tuple[Metric, ...]:
@@ -513,23 +439,18 @@ def _traffic_text(records: Sequence[Record]) -> tuple[str, list[str], list[list[
 
 def _steps_text(records: Sequence[Record]) -> tuple[str, list[str], list[list[str]]]:
     lines = []
-    for part, of in ((STEPS, "a Transformer"), (WAITING, "layers that wait")):
-        for record in of_case(records, "done", part=part):
-            found = _values(record)
-            behind = found.get(("replayed step, sums behind the last backward",))
-            lines.append(
-                [
-                    f"dp {record.case['dp']} x pp {record.case['pp']}"
-                    + " on GPUs" * ("device" in record.case),
-                    of,
-                    f"{found['step',]:.1f}",
-                    f"{found['replayed step',]:.1f}",
-                    f"{found['replayed over measured',]:.3f}",
-                    "-" if behind is None else f"{behind:.1f}",
-                ]
-            )
-    columns = ["", "of", "measured", "replayed", "ratio", "without overlap"]
-    return "Steps on this machine in ms, beside their replay", columns, lines
+    for record in of_case(records, "done", part=STEPS):
+        found = _values(record)
+        lines.append(
+            [
+                f"dp {record.case['dp']} x pp {record.case['pp']}" + " on GPUs" * ("device" in record.case),
+                f"{found['step',]:.1f}",
+                f"{found['replayed step',]:.1f}",
+                f"{found['replayed over measured',]:.3f}",
+            ]
+        )
+    title = "Steps of a Transformer on this machine in ms, beside their replay"
+    return title, ["", "measured", "replayed", "ratio"], lines
 
 
 EXPERIMENT = Experiment(
@@ -546,7 +467,6 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     tables=tables,
-    timelines=kept_timelines,
     paper_tables=("grid",),
     options=("seed",),
 )

@@ -129,14 +129,14 @@ def run_equal(num_workers: int) -> Outcome:
                         ("graphs alive", alive, "number"),
                     )
                 ]
-    charts = {
-        remat: {
-            name: in_slots(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
-            for name in WITHOUT_NAIVE
-        }
-        for remat in REMATS
-    }
-    return Outcome(tuple(metrics), {"timelines": charts} if num_workers == CHART_WORKERS else {})
+    if num_workers != CHART_WORKERS:
+        return Outcome(tuple(metrics))
+
+    def chart(name: str, remat: str) -> dict[str, Any]:
+        return in_slots(schedule_of(name, num_workers, 2 * num_workers, remat)).to_data()
+
+    charts = {remat: {name: chart(name, remat) for name in WITHOUT_NAIVE} for remat in REMATS}
+    return Outcome(tuple(metrics), {"timelines": charts})
 
 
 def schedule_of(
@@ -173,9 +173,7 @@ class StageCosts:
 
     def price_of_split(self) -> float:
         """(I + W) / B of the whole model."""
-        total = dict.fromkeys(Kind, 0.0)
-        for (_, kind), seconds in self.seconds.items():
-            total[kind] += seconds
+        total = {kind: sum(s for (_, of), s in self.seconds.items() if of is kind) for kind in Kind}
         return (total[Kind.I] + total[Kind.W]) / total[Kind.B]
 
     def to_data(self) -> dict[str, Any]:
@@ -190,8 +188,7 @@ def run_measured(name: str, profile: str, num_microbatches: int) -> Outcome:
     """Times the stages of a model of Table 2 and lays all schedules out."""
     workload = TABLE2[name][profile]
     size = workload.batch_size // num_microbatches
-    numbers = sorted({turns * workers for workers in WORKERS[profile] for turns in (1, 2)})
-    found = measure(name, profile, size, numbers)
+    found = measure(name, profile, size, sorted({k for each in WORKERS[profile] for k in (each, 2 * each)}))
     metrics = [
         Metric("(I + W) / B", costs.price_of_split(), "ratio", "measured", key={"stages": number})
         for number, costs in found.items()
@@ -199,15 +196,11 @@ def run_measured(name: str, profile: str, num_microbatches: int) -> Outcome:
     profiles = profiles_of(name, profile, size)
     for num_workers in WORKERS[profile]:
         metrics += at_costs(found, profiles, num_workers, num_microbatches)
-    return Outcome(
-        tuple(metrics),
-        {
-            "title": workload.title,
-            "scale": workload.scale,
-            "batch_size": workload.batch_size,
-            "stages": [costs.to_data() for costs in found.values()],
-        },
-    )
+    details = {
+        "title": workload.title, "scale": workload.scale, "batch_size": workload.batch_size,
+        "stages": [costs.to_data() for costs in found.values()],
+    }  # fmt: skip
+    return Outcome(tuple(metrics), details)
 
 
 def at_costs(
@@ -258,25 +251,20 @@ def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]
     loss = workload.loss()
     by_layer = layer_seconds(layers, number, loss, batch, target, "never")
     cuts = {count: partition(by_layer, count) for count in numbers_of_stages if count <= len(layers)}
-    arms = {
-        (count, schedule): Pipeline(
-            layers,
-            partition=cut,
-            num_microbatches=number,
-            schedule=schedule,
-            remat="always",
-        )
+    make = partial(Pipeline, layers, num_microbatches=number, remat="always")
+    pipelines = {
+        (count, schedule): make(partition=cut, schedule=schedule)
         for count, cut in cuts.items()
         for schedule in ("gpipe", "zb-h1")  # whole backwards, and split ones
     }
-    steps = {arm: partial(pipeline.step, batch, target, loss) for arm, pipeline in arms.items()}
+    steps = {each: partial(pipeline.step, batch, target, loss) for each, pipeline in pipelines.items()}
     for step in steps.values():
         time_step(step, layers)
     settle()
     found: dict[int, list[Timeline]] = {count: [] for count in cuts}
-    for arm in turns(list(arms), ROUNDS[profile], SEED):
-        time_step(steps[arm], layers)
-        found[arm[0]].append(arms[arm].timeline)
+    for each in turns(list(pipelines), ROUNDS[profile], SEED):
+        time_step(steps[each], layers)
+        found[each[0]].append(pipelines[each].timeline)
     return {
         count: StageCosts(
             cuts[count], {key: median(samples) for key, samples in samples_of(timelines).items()}
@@ -304,12 +292,13 @@ def tables(records: Sequence[Record]) -> str:
 
 def _by_schedule(title: str, record: Record, remat: str, axis: str, words: str) -> str:
     """A line for each schedule, a column for each number on the axis."""
-    found: dict[Any, dict[str, Any]] = {}
-    for each in record.metrics:
-        if each.key.get("remat") == remat:
-            value = 100 * (each.value or 0.0) if each.name == "bubble" else each.value
-            found.setdefault((each.key["schedule"], each.key[axis]), {})[each.name] = value
-    numbers = sorted({number for _, number in found})
+    data = frame([record])
+    data = data[data.remat == remat].assign(
+        value=lambda own: own.value.where(own.unit != "ratio", 100 * own.value)
+    )
+    cells: Any = data.groupby(["schedule", axis])
+    found = {place: dict(zip(own.metric, own.value, strict=True)) for place, own in cells}
+    numbers = sorted(data[axis].unique())
     lines = [
         [name, *(words.format_map(found[name, each]) if (name, each) in found else "-" for each in numbers)]
         for name in NAMES
@@ -338,30 +327,24 @@ def _measured(record: Record, remat: str) -> str:
 
 def _table2(records: Sequence[Record], model: str) -> Iterator[str]:
     """The paper's Table 2 with GPipe's schedule and with the shortest one."""
-    steps: dict[Any, Any] = {
-        tuple(each.key[part] for part in ("M", "K", "remat", "schedule")): each.value
-        for record in records
-        for each in record.metrics
-        if each.name == "step"
-    }
+    data = frame(records)
+    known = data[data.metric == "step"]
+    steps = known.set_index(["M", "K", "remat", "schedule"]).value if len(known) else known.value
     unit = steps.get((1, 2, "always", "gpipe"))
     if unit is None:
         return
     printed = {c.key: c.printed for c in load_paper() if c.source == "paper" and "table2" in c.table}
     lines = []
-    for count, worker in sorted({key[:2] for key in steps}):
-        gpipe = steps[count, worker, "always", "gpipe"]
+    for (count, worker), own in steps.groupby(["M", "K"]):
+        gpipe = own[count, worker, "always", "gpipe"]
         line = [
             f"K={worker}, M={count}",
             printed.get((f"table2-{model}", f"M={count}", f"K={worker}"), "-"),
             f"{unit / gpipe:.2f}",
         ]
         for remat in REMATS[::-1]:
-            best, name = min(
-                ((step, key[3]) for key, step in steps.items() if key[:3] == (count, worker, remat)),
-                key=lambda found: found[0],
-            )
-            line += [f"{unit / best:.2f}", f"x{gpipe / best:.2f}", name]
+            best = own.xs(remat, level="remat")
+            line += [f"{unit / best.min():.2f}", f"x{gpipe / best.min():.2f}", best.idxmin()[-1]]
         lines.append(line)
     yield numbers_text(
         f"Table 2 with the best schedule, {TABLE2[model]['full'].title}: throughput over GPipe's at K=2, "

@@ -59,19 +59,11 @@ VERBS = {
     "report": Verb(
         "every number of the paper beside ours, as one HTML page and markdown", "report --output page"
     ),
-    "export": Verb("your records as one file, to send to somebody else", "export --output laptop.zip"),
-    "check": Verb("whether a file of records is whole, unaltered and can be true", "check laptop.zip"),
     "plan": Verb(
-        "how to train a model on your machines, and how long a step takes",
+        "how to train a model on your machines, how long a step takes; --bytes: if it fits",
         "plan gpt2-xl --accelerators 4 --memory-gib 24 --batch-size 256 --device-type rtx4090 --precision "
         "bf16",
         "docs/plan.md says how to give a model of your own.",
-        results=False,
-    ),
-    "size": Verb(
-        "whether a model fits into your accelerators as one pipeline, and where to cut it",
-        "size gpt2-xl --accelerators 4 --memory-gib 24",
-        "`plan` also says how long a step takes, and tries replicas and shards.",
         results=False,
     ),
     "schedule": Verb(
@@ -94,8 +86,8 @@ VERBS = {
 """In the order of the help."""
 
 GROUPS = {
-    "The paper": ("list", "run", "compare", "report", "export", "check"),
-    "Your model": ("plan", "size", "schedule"),
+    "The paper": ("list", "run", "compare", "report"),
+    "Your model": ("plan", "schedule"),
     "Your engine and repository": ("check-engine", "guard"),
 }
 

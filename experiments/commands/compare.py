@@ -2,7 +2,7 @@
 
 Whoever has no records of an experiment is shown those that come with the project. With `--machines A B` the
 same cells of several machines in one table. A machine is a folder of records: one of those committed under
-results/reference, by its name, or any other by its path, or a file that `export` wrote.
+results/reference, by its name, or any other by its path, or one file of records of several experiments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -56,7 +55,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--machines", nargs="+", metavar="MACHINE",
         help="records of this machine, or of several in one table: names under results/reference, local, "
-        "folders, files of export",
+        "folders, files of records",
     )  # fmt: skip
 
 
@@ -74,16 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not machines:
         _one(arguments, experiment, *folder_of(experiment.name, arguments.results, is_own=arguments.is_own))
         return DONE
-    from gpipe_bench.harness.bundle import unpacked
-
-    packed = [name for name in machines if Path(name).is_file()]
-    with unpacked(map(Path, packed)) as folders:
-        files = dict(zip(packed, folders, strict=True))
-        found = machine_folders(machines, arguments.results, files=files)
-        if len(found) == 1:
-            _one(arguments, experiment, next(iter(found.values())))
-        else:
-            _several(arguments, experiment, found)
+    found = machine_folders(machines, arguments.results)
+    if len(found) == 1:
+        _one(arguments, experiment, next(iter(found.values())))
+    else:
+        _several(arguments, experiment, found)
     return DONE
 
 
@@ -196,7 +190,7 @@ def _shown(
     if not records and machine is None:
         raise ValueError(_nothing(name, arguments, folder, loaded))
     if not records:
-        there = ", ".join(sorted(path.stem for path in folder.glob("*.jsonl"))) or "nothing"
+        there = ", ".join(Store(folder).experiments()) or "nothing"
         wanted = f" of profile {profile}" if profile else ""
         raise ValueError(f"machine {machine!r} has no records of {name}{wanted}; it has: {there}")
     last = records[-1].options
@@ -214,29 +208,24 @@ def _shown(
     return shown
 
 
-def machine_folders(
-    names: Sequence[str],
-    results: Path,
-    references: Path = REFERENCE,
-    files: Mapping[str, Path] = MappingProxyType({}),
-) -> dict[str, Path]:
-    """Folder of each machine; `local` is the results folder, and a file's is where it is unpacked. Raises
-    ValueError naming those there are.
+def machine_folders(names: Sequence[str], results: Path, references: Path = REFERENCE) -> dict[str, Path]:
+    """Folder, or file, of each machine; `local` is the results folder. Raises ValueError naming those there
+    are.
     """
     known = {path.name: path for path in sorted(references.glob("*")) if path.is_dir()}
     if results.is_dir():
         known.setdefault(LOCAL, results)
     found: dict[str, Path] = {}
     for name in names:
-        folder = known.get(name, files.get(name, Path(name)))
-        if not folder.is_dir():
+        folder = known.get(name, Path(name))
+        if not folder.exists():
             raise ValueError(
                 f"unknown machine {name!r}{suggestion(name, known)}; there are: "
-                f"{', '.join(known) or 'none'}; or give a folder of records or a file of export"
+                f"{', '.join(known) or 'none'}; or give a folder or a file of records"
             )
         if folder.resolve() in {other.resolve() for other in found.values()}:
             raise ValueError(f"machine {name!r} is given twice; side by side takes different ones")
-        short = Path(name).stem if name in files else folder.name
+        short = folder.name if folder.is_dir() else folder.stem
         found[name if name in known or short in found else short] = folder
     return found
 

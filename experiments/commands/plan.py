@@ -1,4 +1,6 @@
-"""`plan`: how should a model be trained on given machines, and how long will a step take?"""
+"""`plan`: how should a model be trained on given machines, and how long will a step take? With `--bytes`
+only whether it fits as one pipeline (fits.py), for which no layer is timed.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.commands.output import DONE, tell, warn, write_text
-from gpipe_bench.experiments.commands.size import (
-    check_counts,
-    find_own_modules,
-    memory_bytes,
-    model_options,
-    precision,
-    reserve_bytes,
-    reserve_option,
-    training_options,
-)
+from gpipe_bench.experiments.commands.output import DONE, screen_width, tell, warn, write_text
+from gpipe_bench.experiments.commands.plan_options import check_counts, find_own_modules, request_of
+from gpipe_bench.experiments.commands.plan_options import options as options
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.files import draw
-from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
-from gpipe_bench.planner.request import MEASURED, Request, link_named, link_within
+from gpipe_bench.planner.request import MEASURED
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
@@ -54,89 +46,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Of ways; told apart with any eyes (Okabe and Ito)."""
 
 
-def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
-    model_options(verb)
-    machines = verb.add_argument_group("your machines")
-    machines.add_argument(
-        "--accelerators", type=int, required=True, metavar="N", help="of all hosts together"
-    )
-    machines.add_argument("--memory-gib", type=float, metavar="GIB", help="of each; needed without --card")
-    machines.add_argument(
-        "--card", metavar="TFLOPS,GIB,GB/S",
-        help="an accelerator that has no name here: its peak in 16 bits, memory, and the memory's rate",
-    )  # fmt: skip
-    reserve_option(machines)
-    machines.add_argument("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
-    machines.add_argument(
-        "--device-type", default="measured", metavar="NAME",
-        help="an accelerator by its name, such as h100, whose seconds are modelled (a roofline); default: "
-        "measured, the layers are timed on this machine",
-    )  # fmt: skip
-    machines.add_argument(
-        "--link", metavar="LINK",
-        help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink where the "
-        "accelerator has it, else pcie; loopback where the layers are timed here",
-    )  # fmt: skip
-    machines.add_argument("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
-    machines.add_argument(
-        "--cards", type=int, metavar="N",
-        help="network cards of a host; default: one for each accelerator where NVLink connects them, else 1",
-    )  # fmt: skip
-    training = verb.add_argument_group("how it is trained")
-    training.add_argument(
-        "--seq-len", type=int, metavar="T", help="tokens of an example, in the place of the shape's own"
-    )
-    training.add_argument(
-        "--batch-size", type=int, required=True, metavar="N", help="examples of a mini-batch, of all replicas"
-    )
-    training_options(training)
-    tried = verb.add_argument_group(
-        "what is tried", "everything by default, but for tensor parallelism; each may be repeated"
-    )
-    tried.add_argument(
-        "--schedule", action="append", default=[], metavar="NAME",
-        help=f"only this one, of {', '.join(NAMED)}",
-    )  # fmt: skip
-    tried.add_argument(
-        "--num-microbatches", action="append", type=int, default=[], metavar="M",
-        help="only so many micro-batches, of each replica",
-    )  # fmt: skip
-    tried.add_argument(
-        "--pp", action="append", type=int, default=[], metavar="K", help="only so many workers of a pipeline"
-    )
-    tried.add_argument(
-        "--tp", action="append", type=int, default=[], metavar="N",
-        help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
-    )  # fmt: skip
-    tried.add_argument("--no-fsdp", action="store_true", help="every replica holds all parameters")
-    clock = verb.add_argument_group("how layers are timed, where no accelerator is named")
-    clock.add_argument(
-        "--probe-s", type=float, default=60.0, metavar="S",
-        help="seconds after which no further round of steps is timed; default: %(default)g",
-    )  # fmt: skip
-    output = verb.add_argument_group("what is printed and written")
-    output.add_argument(
-        "--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s"
-    )
-    output.add_argument(
-        "--script", type=Path, metavar="FILE.py", help="write the script that trains as planned"
-    )
-    output.add_argument(
-        "--format", choices=tuple(FORMATS),
-        help="what it is: a script on this engine or on torch.distributed.pipelining, settings for "
-        "torchtitan, or flags of Megatron-LM; only what it can say is tried, and predicted as it runs there; "
-        "default: script, where --script is given",
-    )  # fmt: skip
-    output.add_argument(
-        "--full", action="store_true",
-        help="also the schedule, what less memory costs, where each number comes from, and the script",
-    )  # fmt: skip
-    output.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what cannot be planned."""
+    if arguments.bytes:
+        return _only_bytes(arguments)
+    if arguments.batch_size is None:
+        raise ValueError("--batch-size is needed: the examples of a mini-batch, such as 32; or give --bytes")
     request = request_of(arguments)
     name, form = str(arguments.script or NAME), arguments.format or "script"
     is_written = bool(arguments.script or arguments.format)
@@ -146,13 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     from gpipe_bench.planner.request import Space
 
     known = FORMATS[form]
+    if unsaid := [each for each in arguments.remat if is_written and each not in known.remats]:
+        raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(known.remats)}")
     possible = tuple(each for each in Space.schedules if not is_written or each in known.schedules)
     space = Space(
         schedules=tuple(arguments.schedule) or possible,
         microbatches=tuple(arguments.num_microbatches) or None,
         pp=tuple(arguments.pp) or None,
         tp=tuple(arguments.tp) or (1,),
-        remats=known.remats if is_written else REMATS,
+        remats=tuple(arguments.remat) or (known.remats if is_written else REMATS),
         sharded=not arguments.no_fsdp,
     )
     import torch
@@ -202,50 +119,26 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def request_of(arguments: argparse.Namespace) -> Request:
-    """What the options ask. Raises ValueError, naming value and remedy."""
-    check_counts(
-        arguments, "accelerators", "batch_size", "hosts", "top", "num_layers", "num_filters", "pp", "tp",
-        "num_microbatches", "cards",
+def _only_bytes(arguments: argparse.Namespace) -> int:
+    check_counts(arguments, "accelerators", "batch_size", "num_layers", "num_filters", "num_microbatches")
+    import torch
+
+    from gpipe_bench.experiments.commands.fits import fits
+    from gpipe_bench.planner.accelerators import accelerator
+    from gpipe_bench.planner.model import model_of
+
+    torch.set_num_threads(1)
+    find_own_modules()
+    model = model_of(
+        arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters,
+        seq_len=arguments.seq_len,
     )  # fmt: skip
-    if arguments.card is not None:
-        from gpipe_bench.planner.accelerators import accelerator
-
-        accelerator(arguments.card if "," in arguments.card else f"{arguments.card},")
-        arguments.device_type = arguments.card
-        if arguments.memory_gib is None:
-            arguments.memory_gib = float(arguments.card.split(",")[1])
-    if arguments.memory_gib is None:
-        raise ValueError("--memory-gib is needed: the GiB of one accelerator, such as 24")
-    device = arguments.device_type
-    if device != MEASURED:
-        from gpipe_bench.planner.accelerators import accelerator
-
-        try:
-            accelerator(device, precision(arguments))
-        except ValueError as error:
-            raise ValueError(f"--device-type {device}: {error}") from error
-    between = _link("--between", arguments.between, device) if arguments.between else None
-    if arguments.hosts > 1 and between is None:
-        raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
-    if arguments.hosts == 1 and between is not None:
-        raise ValueError(f"--between {arguments.between}: there is one host; give --hosts N, or leave it out")
-    return Request(
-        accelerators=arguments.accelerators, memory_bytes=memory_bytes(arguments),
-        batch_size=arguments.batch_size, link=_link("--link", arguments.link, device),
-        between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
-        precision=precision(arguments), device_type=device, compiled=arguments.compiled,
-        reserve_bytes=reserve_bytes(arguments), cards=arguments.cards,
-    )  # fmt: skip
-
-
-def _link(option: str, name: str | None, device_type: str) -> Link:
-    try:
-        if name is not None:
-            return link_named(name, device_type)
-        return LINKS["loopback"] if device_type == MEASURED else link_within(device_type)
-    except ValueError as error:
-        raise ValueError(f"{option}{f' {name}' if name else ''}: {error}") from error
+    arguments.batch_size = model.batch_size
+    request = request_of(arguments)
+    if request.device_type != MEASURED:
+        on = accelerator(request.device_type, request.precision)
+        model = replace(model, attention=on.attention)
+    return fits(model, request, arguments)
 
 
 class _Progress:
@@ -339,7 +232,7 @@ def _notes(plan: Plan) -> str:
 
 
 def fill(line: str, width: int) -> str:
-    return textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
+    return textwrap.fill(line, min(width, screen_width()), subsequent_indent="  ", break_on_hyphens=False)
 
 
 def seconds(value: float) -> str:

@@ -13,7 +13,6 @@ import msgspec
 from gpipe_bench.experiments.commands.output import DONE, print_line, warn
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.harness import short_path
-from gpipe_bench.harness.bundle import unpacked
 from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import cells_csv
 from gpipe_bench.harness.store import write_whole
@@ -25,21 +24,23 @@ def options(verb: argparse.ArgumentParser) -> None:
     """Of the verb."""
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
     verb.add_argument(
-        "--with", dest="with_", action="append", default=[], type=Path, metavar="FILE",
-        help="also the records of a file that export wrote; may be repeated",
+        "--with", dest="with_", action="append", default=[], type=Path, metavar="PATH",
+        help="also the records of another machine, a folder of them or one file; may be repeated",
     )  # fmt: skip
     verb.add_argument("--engine", metavar="NAME", help="first of all the runs in which it took part")
     verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb."""
-    with unpacked(arguments.with_) as folders:
-        others = [(path.stem, folder) for path, folder in zip(arguments.with_, folders, strict=True)]
-        page = build(
-            arguments.results, figures=not (arguments.no_figures or arguments.json), others=others,
-            engine=arguments.engine,
-        )  # fmt: skip
+    """Exit status of the verb. Raises ValueError for records that are not there."""
+    for path in arguments.with_:
+        if not path.exists():
+            raise ValueError(f"--with {path}: there is no such file; give a folder or a file of records")
+    page = build(
+        arguments.results, figures=not (arguments.no_figures or arguments.json),
+        others=[(path.name if path.is_dir() else path.stem, path) for path in arguments.with_],
+        engine=arguments.engine,
+    )  # fmt: skip
     warn(*page.warnings)
     if arguments.json:
         for table in page.tables:

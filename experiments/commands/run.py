@@ -148,7 +148,9 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
         ) from error
     gpus = _gpus(arguments, experiment, device)
     if arguments.gpus is not None:
-        only.setdefault("part", (experiment.on_gpus,))
+        from gpipe_bench.experiments.paper.on_gpus import PART
+
+        only.setdefault("part", (PART,))
     # Models that are scaled to two cores keep a GPU waiting for its host, and nothing else is timed.
     profile = arguments.profile or ("full" if device == "cuda" else "short")
     return replace(
@@ -181,7 +183,7 @@ def _gpus(arguments: argparse.Namespace, experiment: Experiment, device: str) ->
     """GPUs that a pipeline of the experiment may take: as many as are asked for, else all."""
     asked = arguments.gpus
     if asked is not None:
-        if not experiment.on_gpus:
+        if "gpus" not in experiment.takes:
             raise ValueError(
                 f"--gpus {asked}: {experiment.name} runs no pipeline over several GPUs; leave the option out"
             )
@@ -189,7 +191,7 @@ def _gpus(arguments: argparse.Namespace, experiment: Experiment, device: str) ->
             raise ValueError(f"--gpus {asked} and --device cpu exclude each other; leave one out")
         if asked < 2:
             raise ValueError(f"--gpus {asked}: a pipeline over GPUs has two stages or more; give 2 or more")
-    if device != "cuda" or not experiment.on_gpus:
+    if device != "cuda" or "gpus" not in experiment.takes:
         return 0
     import torch
 
@@ -211,7 +213,7 @@ def _engine(asked: str | None, experiment: Experiment) -> str | None:
         raise ValueError(f"--engine {asked}: {experiment.name} runs no engine; leave the option out")
     if asked in experiment.engines:
         return asked
-    names = asked.split(",") if experiment.several_engines else [asked]
+    names = asked.split(",") if "engines" in experiment.takes else [asked]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"--engine {asked}: {', '.join(sorted(twice))} is given twice; name each once")
     return ",".join(_own_engine(name, experiment) for name in names)

@@ -19,7 +19,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell, write_text
+from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, screen_width, tell, write_text
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
@@ -29,7 +29,6 @@ from gpipe_bench.pipeline.plan.schedule import Schedule, validate
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline, svg
 
-COLUMNS = 100  # of a picture as text; a longer one is folded
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""
 
@@ -223,10 +222,10 @@ def _length(facts: dict[str, Any]) -> str:
 
 
 def folded(picture: str) -> str:
-    """The picture in as many blocks as keep it within `COLUMNS`; slots are not divided."""
+    """The picture in as many blocks as a screen takes; slots are not divided."""
     rows = [line.partition("| ")[::2] for line in picture.splitlines()]
     slot = 1 + max(len(each) for _, grid in rows for each in grid.split())
-    width = max(1, (COLUMNS - len(rows[0][0]) - 2) // slot) * slot
+    width = max(1, (screen_width() - len(rows[0][0]) - 2) // slot) * slot
     longest = max(len(grid) for _, grid in rows)
     blocks = [
         "\n".join(f"{name}| {grid[start : start + width]}".rstrip() for name, grid in rows)

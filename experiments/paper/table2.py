@@ -422,7 +422,7 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     timelines=kept_timelines,
-    on_gpus=on_gpus.PART,
+    takes=("gpus",),
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

@@ -137,7 +137,7 @@ for package in ("pipeline", "planner", "models"):
     assert [getattr(module, name) for name in module.__all__]
 from gpipe_bench.experiments.commands.cli import main
 for line in ("list", "compare table2", "schedule zb-v --workers 4 --microbatches 8", "guard --help",
-             "plan --help", "size gpt2 --num-layers 2 --accelerators 2 --memory-gib 8"):
+             "plan --help", "plan gpt2 --bytes --num-layers 2 --accelerators 2 --memory-gib 8"):
     try:
         assert main(line.split()) == 0, line
     except SystemExit as error:

@@ -184,7 +184,7 @@ COMMANDS = [*dict.fromkeys(line.replace("python -m experiments ", "gpipe-bench "
 OURS = [line.partition("&& ")[2] if line.startswith("cd ") else line for line in COMMANDS]
 OURS = [line.removeprefix("gpipe-bench ") for line in OURS if line.startswith("gpipe-bench ")]
 # These cost nothing or little; of the others it is looked whether they are understood.
-RUN = ("list", "compare", "schedule", "size", "check-engine own_", "run table1 --only")
+RUN = ("list", "compare", "schedule", "plan gpt2-xl --bytes", "check-engine own_", "run table1 --only")
 PARSED = (
     "--device cuda",
     "--engine",
@@ -192,7 +192,7 @@ PARSED = (
     "--machines",
     "my_engine",
     "engines",
-    "laptop.zip",
+    "laptop.jsonl",
     "results/local",
 )
 
@@ -201,6 +201,7 @@ def test_every_command_is_of_a_known_kind() -> None:
     kinds = (
         *STARTS,
         "nox ",
+        "cat ",
         "pytest --pyargs gpipe_bench.conformance ",
         "cd examples && gpipe-bench ",
         ".ci/gpu",
@@ -208,7 +209,7 @@ def test_every_command_is_of_a_known_kind() -> None:
     )
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
     assert len(OURS) >= 30
-    assert sum(line.startswith("size ") for line in OURS) == 4
+    assert sum(" --bytes " in line for line in OURS) == 3
 
 
 @pytest.fixture(scope="module")

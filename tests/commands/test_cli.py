@@ -141,14 +141,14 @@ def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, gat
 
 
 def until_waiting(process):
-    """Reads progress until the run has done all that the other one is not doing."""
+    """Reads progress until the run waits for the other one."""
     for line in process.stderr:
-        if b"step=5" in line:
+        if b"another run is at work on it; waiting" in line:
             return
-    pytest.fail("the run ended without its last case")
+    pytest.fail("the run ended without waiting")
 
 
-def test_two_runs_at_once_share_the_cases_and_run_none_twice(tmp_path, gate):
+def test_two_runs_at_once_run_no_case_twice(tmp_path, gate):
     log, results = tmp_path / "log", tmp_path / "results"
     one = start_at(gate, results, log)
     two = start("run", "fake", "--device", "cpu", "--results", results, "--json", FAKE_LOG=str(log))
@@ -171,7 +171,7 @@ def test_a_case_is_taken_over_from_a_run_that_was_killed(tmp_path, gate):
     two.communicate(timeout=300)
     one.communicate()
     assert two.returncode == 0
-    assert steps(log) == [1, 2, 3, 4, 5, 2]
+    assert steps(log) == [1, 2, 2, 3, 4, 5]
 
 
 def test_a_reader_that_leaves_ends_the_run_quietly_and_loses_nothing(tmp_path):
@@ -388,6 +388,12 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
         assert main([*common, *engine]) == 0
         options = json.loads(capsys.readouterr().out)["options"]
         assert options["engine"] == stored
+
+
+def test_an_experiment_has_the_name_that_the_registry_calls_it_by(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(EXPERIMENTS, "other", "fake_experiment")
+    assert main(["run", "other", "--results", str(tmp_path)]) == 2
+    assert "'other' of the registry is called 'fake' in fake_experiment; give both" in capsys.readouterr().err
 
 
 def test_a_mistake_of_an_experiment_is_not_taken_for_bad_usage(fake, tmp_path, monkeypatch):

@@ -96,6 +96,27 @@ def test_folders_of_one_name_keep_their_paths(tmp_path):
     assert list(machine_folders([first, second], tmp_path)) == ["results", second]
 
 
+def test_a_file_may_hold_the_records_of_several_experiments(machines, tmp_path, capsys):
+    """Also where a line is no record; those of another experiment are no business of this one."""
+    put(tmp_path / "server", {1: 1.0}, experiment="else")
+    sent = tmp_path / "sent.jsonl"
+    sent.write_bytes(b"".join(p.read_bytes() for p in sorted(machines[1].glob("*.jsonl"))) + b"{\n")
+    assert cli.main(["compare", "fake", "--machines", str(machines[0]), str(sent)]) == DONE
+    shown = capsys.readouterr()
+    assert "sent (profile short)" in shown.out
+    assert "41M modelled, below" in shown.out
+    assert shown.err.count("warning") == 1
+    assert f"{sent}:4: not a complete line of JSON" in shown.err
+    assert cli.main(["compare", "table4", "--machines", "cpu-2-cores", str(sent)]) == BAD_USAGE
+    assert "machine 'sent' has no records of table4; it has: else, fake" in capsys.readouterr().err
+    folder = ["--results", str(tmp_path / "none"), "--output", str(tmp_path / "page")]
+    assert cli.main(["report", "--no-figures", "--with", str(sent), *folder]) == DONE
+    assert "sent" in (tmp_path / "page" / "report.md").read_text()
+    capsys.readouterr()
+    assert cli.main(["report", "--with", str(tmp_path / "nothing.jsonl"), *folder]) == BAD_USAGE
+    assert "there is no such file" in capsys.readouterr().err
+
+
 def test_a_machine_without_such_records_says_what_it_has(machines, tmp_path, capsys):
     put(tmp_path / "other", {1: 1.0}, experiment="else")
     names = [str(machines[0]), str(tmp_path / "other")]

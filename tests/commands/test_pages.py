@@ -26,7 +26,9 @@ def test_ones_own_model_is_sized_from_its_folder(
     assert "(../examples/own_model_plan.py)" in PLAN
     monkeypatch.chdir(Path(__file__).parents[2] / "examples")
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    command = "size own_model_plan:build --accelerators 4 --memory-gib 24 --batch-size 256 --schedule 1f1b"
+    command = (
+        "plan own_model_plan:build --bytes --accelerators 4 --memory-gib 24 --batch-size 256 --schedule 1f1b"
+    )
     assert main(command.split()) == 0
     embedding, block = 50257 * 2048, 12 * 2048**2 + 9 * 2048
     assert f"own_model_plan:build: {2 * embedding + 24 * block:,} parameters under 1f1b on 4 x 24 GiB" in (

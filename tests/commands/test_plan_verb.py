@@ -19,7 +19,7 @@ from forked import torchrun
 from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import LINKS
+from gpipe_bench.pipeline import LINKS, Link
 from gpipe_bench.planner import Candidate, Request, answer, model_of
 from gpipe_bench.planner.formats import command, script
 from gpipe_bench.planner.model import built
@@ -214,10 +214,10 @@ def test_a_typing_error_needs_no_torch() -> None:
 
 def test_several_hosts_meet_somewhere() -> None:
     from planning_models import planned
-    from test_planning_search import FAR, NEAR
 
+    near, far = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
     request = Request(
-        accelerators=8, memory_bytes=1, batch_size=16, link=NEAR, between=FAR, hosts=2, precision="bfloat16"
+        accelerators=8, memory_bytes=1, batch_size=16, link=near, between=far, hosts=2, precision="bfloat16"
     )
     assert command(request, "x.py") == (
         "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 x.py"

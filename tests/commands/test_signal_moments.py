@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import their_repository
-from command_line import ROOT, call, lines, surroundings
+from command_line import ROOT, lines, surroundings
 from forked import Script
 from records import record
 
@@ -306,51 +306,12 @@ def test_an_examination(ended: Callable[..., tuple[str, str]], moment: Moment) -
         ("plan", Moment("gpipe_bench.planner.answer:plan", INT)),
         ("plan", Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True)),
         ("plan", Moment("gpipe_bench.planner.model:Model.profile_of", INT)),
-        ("size", Moment("gpipe_bench.planner.model:model_of", INT)),
-        ("size", Moment("gpipe_bench.planner.model:Model.profile_of", TERM)),
+        ("plan --bytes", Moment("gpipe_bench.planner.model:model_of", INT)),
+        ("plan --bytes", Moment("gpipe_bench.planner.model:Model.profile_of", TERM)),
     ],
 )
 def test_a_plan(ended: Callable[..., tuple[str, str]], verb: str, moment: Moment) -> None:
     """While it starts, builds, profiles and searches, and while processes time the layers for it."""
     machines = ["--accelerators", "2", "--memory-gib", "8", "--batch-size", "4"]
-    out, _ = ended(moment, verb, "gpt2", *machines, "--num-layers", "1")
+    out, _ = ended(moment, *verb.split(), "gpt2", *machines, "--num-layers", "1")
     assert out == ""
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        Moment("gpipe_bench.experiments.commands.export", INT),
-        Moment("gpipe_bench.harness.bundle:pack", TERM),
-        Moment("os:replace", INT),
-    ],
-)
-def test_an_export_writes_its_file_whole_or_not(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment
-) -> None:
-    Store(tmp_path / "results").append(record(experiment="computed"))
-    parcel = tmp_path / "parcel"
-    parcel.mkdir()
-    before = parcel / "it.zip"
-    before.write_bytes(b"the one before")
-    out, _ = ended(moment, "export", "--results", tmp_path / "results", "--output", before)
-    assert out == ""
-    assert [(each.name, each.read_bytes()) for each in parcel.iterdir()] == [("it.zip", b"the one before")]
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        Moment("gpipe_bench.experiments.commands.check", TERM),
-        Moment("gpipe_bench.harness.bundle:unpack", INT),
-        Moment("gpipe_bench.experiments.commands.check:remarks", TERM),
-    ],
-)
-def test_a_check_says_nothing_of_a_file_that_it_did_not_finish(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment
-) -> None:
-    Store(tmp_path / "results").append(record(experiment="computed"))
-    path = tmp_path / "it.zip"
-    assert call("export", "--results", tmp_path / "results", "--output", path)[0] == 0
-    out, err = ended(moment, "check", path)
-    assert (out, err) == ("", "interrupted\n")

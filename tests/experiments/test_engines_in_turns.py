@@ -13,25 +13,21 @@ from command_line import call, lines
 from records import record
 from torch import nn
 
-from gpipe_bench.experiments.beyond.engines import (
+from gpipe_bench.experiments.beyond.engine_configurations import (
     ALL_CORES,
     ALONE,
     ALWAYS,
     BARE,
+    CONFIGURATIONS,
     COST,
-    EXPERIMENT,
     FACTORIES,
     GLOO,
     ON_GPUS,
-    PLANS,
     SHARE,
     SPEED,
-    job_of,
-    numbers,
-    own_engines,
-    plan_of,
-    tables,
+    configuration_of,
 )
+from gpipe_bench.experiments.beyond.engines import EXPERIMENT, job_of, numbers, own_engines, tables
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
 from gpipe_bench.experiments.paper.timed.engine_turns import Job, work
@@ -64,16 +60,16 @@ CASE = key("transformer", 2, 4, "except_last")
 
 
 def test_every_plan_has_a_key_of_its_own_and_engines_that_there_are() -> None:
-    plans = [*PLANS, *ON_GPUS]
-    assert all(plan_of(plan.key) is plan for plan in plans)
-    for plan in plans:
-        assert {*plan.engines} <= {*FACTORIES, *ENGINES}
-        assert {target.engine for target in plan.targets} <= {*plan.engines}
-        known = job_of(plan, None).engines
-        assert job_of(plan, "all").engines == known
-        beside = job_of(plan, USERS).engines
-        assert beside == {**known, "mine:Engine": (USERS, plan.remat)} or "mine:Engine" not in beside
-    job = job_of(plan_of(CASE), USERS)
+    every = [*CONFIGURATIONS, *ON_GPUS]
+    assert all(configuration_of(each.key) is each for each in every)
+    for each in every:
+        assert {*each.engines} <= {*FACTORIES, *ENGINES}
+        assert {target.engine for target in each.targets} <= {*each.engines}
+        known = job_of(each, None).engines
+        assert job_of(each, "all").engines == known
+        beside = job_of(each, USERS).engines
+        assert beside == {**known, "mine:Engine": (USERS, each.remat)} or "mine:Engine" not in beside
+    job = job_of(configuration_of(CASE), USERS)
     assert job.engines[ALWAYS] == ("ours", "always")
     assert "mine:Engine" in job.engines
 
@@ -153,7 +149,7 @@ def case_of(
         more = {"checks": {name: {} for name in times}, "peak_bytes": dict.fromkeys(times, 3 * 2**20)}
         pinned = {"pinned_cores": "0", "threads": "1"}
         found.append(Found(times, Usage(1.0, 3.0, 2.0, 2), pinned, {**details, **more}))
-    job, first = job_of(plan_of(case), extra), next(iter(of_processes[0]))
+    job, first = job_of(configuration_of(case), extra), next(iter(of_processes[0]))
     return side_by_side(lambda rounds: found, partial(numbers, job, {}), 6, control=first, again=False)
 
 
@@ -217,7 +213,7 @@ def test_small_actions_cost_what_the_layers_do_not() -> None:
     assert found[COST, "ours"].value == pytest.approx(1e3 / (4 * (8 + 8 + 7)))  # recomputations count
     assert found["peak memory", "torchgpipe", 0].value is None  # of its threads hardly any is seen
     times[GLOO] = times.pop("ours")
-    assert plan_of(key("small", 2, 64, over="gloo")).engines[0] == GLOO
+    assert configuration_of(key("small", 2, 64, over="gloo")).engines[0] == GLOO
 
 
 def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from command_line import call, lines
 from engines_checked import PAGE, rewritten
 from planted_engines import BREAK_LATER, NAMED, PLANTED, RIGHT
 
-from gpipe_bench.experiments.beyond.engines import ALWAYS, WORKLOADS
+from gpipe_bench.experiments.beyond.engine_configurations import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.engines import cases as cases_module
 from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, settled

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from records import ran
+from waiting_grid import LAYERS, Waits
 
 from gpipe_bench.experiments.beyond import grid
-from gpipe_bench.experiments.beyond.grid import EXPERIMENT, LAYERS, Waits
+from gpipe_bench.experiments.beyond.grid import EXPERIMENT
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline import Kind
 from gpipe_bench.planner.collectives import all_reduce_s

@@ -1,53 +1,74 @@
-"""How predictions are judged: errors, ranks, regret, and which candidates are run."""
+"""How predictions are judged: errors, ranks, regret, bytes, and which candidates are run."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from pandas import DataFrame
+from records import metric, record
 
-from gpipe_bench.experiments.beyond.plan.rules import (
-    RULES,
-    Compared,
-    Peaks,
-    Rule,
-    found,
-    rank_correlation,
-    regret,
-)
-from gpipe_bench.experiments.beyond.plan.steps import to_run
+from gpipe_bench.experiments.beyond.plan import experiment as plan
+from gpipe_bench.experiments.beyond.plan import peaks
+from gpipe_bench.experiments.beyond.plan.steps import BY_THE_CLOCK, PREDICTED, STEP, to_run
+from gpipe_bench.harness.record import Record
 
-SOME = [
-    Compared("one", "a", 1.0, 1.1, chosen=True),
-    Compared("one", "b", 1.2, 1.0, chosen=True),
-    Compared("one", "c", 2.0, 2.5),
-    Compared("two", "a", 3.0, 3.0, chosen=True),
-    Compared("two", "b", 4.0, 3.2),
-]
+SOME = {
+    "one": {"a": (1.0, 1.1), "b": (1.2, 1.0), "c": (2.0, 2.5)},
+    "two": {"a": (3.0, 3.0), "b": (4.0, 3.2)},
+}
+"""By model and configuration, milliseconds that were predicted and measured."""
+
+
+def records(void: str = "") -> list[Record]:
+    """Of the models, of which the first has counted peaks, too; the model `void` is."""
+    found = []
+    for model, ways in SOME.items():
+        numbers = [
+            metric(value, name=name, key={"configuration": way}, unit="ms", low=value, high=value)
+            for way, (predicted, measured) in ways.items()
+            for name, value in ((PREDICTED, predicted), (STEP, measured), (BY_THE_CLOCK, 2 * measured))
+        ]
+        details = {
+            "title": model, "scale": "tiny", "batch_size": 8, "chosen": 2,
+            "plan": {"places": [*range(len(ways))], "ranking": [{"name": way} for way in ways]},
+            "costs": {"plan_s": 1.0, "probes_s": 2.0},
+        }  # fmt: skip
+        if model == void:
+            details["void"] = "somebody else was there"
+        case = {"part": "steps", "model": model}
+        found.append(record(experiment="plan", case=case, metrics=tuple(numbers), details=details))
+    counted = tuple(
+        metric(value, name=name, key={"configuration": "a", "worker": worker}, unit="bytes")
+        for worker, (mine, theirs) in enumerate([(100, 101), (50, 60)])
+        for name, value in ((peaks.COUNTED, theirs), (peaks.MODELLED, mine))
+    )
+    case = {"part": "peaks", "model": "one"}
+    return [*found, record(experiment="plan", case=case, metrics=counted, details={"title": "one"})]
 
 
 def test_the_error_is_that_of_the_prediction_with_its_sign() -> None:
-    assert SOME[0].error == pytest.approx(1 / 1.1 - 1)
-    assert SOME[1].error == pytest.approx(0.2)
+    errors = plan.ran(records()).error
+    assert errors[0] == pytest.approx(1 / 1.1 - 1)
+    assert errors[1] == pytest.approx(0.2)
 
 
 def test_regret_is_what_the_first_choice_took_over_the_fastest_that_ran() -> None:
-    assert regret(SOME[:3]) == pytest.approx(0.1)
-    assert regret(SOME[3:]) == 0
+    own = plan.choices(plan.ran(records()))
+    assert own.regret.to_dict() == pytest.approx({"one": 0.1, "two": 0.0})
+    assert own["rank correlation"].to_dict() == pytest.approx({"one": 0.5, "two": 1.0})
 
 
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=12))
-def test_rank_correlation_is_scipys(pairs: list[tuple[int, int]]) -> None:
+def test_the_rank_correlation_is_scipys_and_none_where_all_is_equal() -> None:
     stats = pytest.importorskip("scipy.stats")
-    one, other = (list(map(float, column)) for column in zip(*pairs, strict=True))
-    varied = len(set(one)) > 1 and len(set(other)) > 1
-    expected = stats.spearmanr(one, other).statistic if varied else 0.0
-    assert rank_correlation(one, other) == pytest.approx(expected)
+    predicted, measured = [1.0, 2.0, 2.0, 5.0, 4.0], [2.0, 1.0, 3.0, 9.0, 9.0]
+    rows = {"model": ["m"] * 5, "predicted": predicted, "measured": measured}
+    (found,) = plan.choices(DataFrame(rows))["rank correlation"]
+    assert found == pytest.approx(stats.spearmanr(predicted, measured).statistic)
+    (equal,) = plan.choices(DataFrame(rows | {"predicted": [1.0] * 5}))["rank correlation"]
+    assert equal == 0
 
 
 def test_all_configurations_count_once_and_models_by_their_median() -> None:
-    numbers = found(SOME, [Peaks("one", "a", (100, 50), (101, 60))])
+    numbers = plan.found(plan.ran(records()), plan.counted(records()))
     expected = {
         "configurations": 5,
         "models": 2,
@@ -59,20 +80,31 @@ def test_all_configurations_count_once_and_models_by_their_median() -> None:
         "memory_error": 1 / 101,  # the fullest worker's, not the worst
     }
     assert numbers == pytest.approx(expected)
-    assert {rule.number for rule in RULES} == set(numbers)
+    assert {rule.number for rule in plan.RULES} == set(numbers)
 
 
 def test_the_worst_worker_keeps_its_sign() -> None:
-    peaks = Peaks("one", "a", (100, 50), (101, 60))
-    assert peaks.error == pytest.approx(-1 / 101)
-    assert peaks.of_any == pytest.approx(-1 / 6)
+    (row,) = plan.counted(records()).itertuples()
+    assert row.fullest == pytest.approx(-1 / 101)
+    assert row.of_any == pytest.approx(-1 / 6)
+
+
+def test_what_is_void_is_shown_and_not_judged() -> None:
+    text = plan.tables(records(void="one"))
+    assert "void: somebody else was there; measure again" in text
+    assert next(line for line in text.splitlines() if line.startswith("models among them")).split()[-2:] == [
+        "1",
+        "NO",
+    ]
+    assert len(plan.figures(records(void="one"))) == 1
+    assert plan.figures(records()[-1:]) == []
 
 
 def test_a_rule_holds_on_its_bound() -> None:
-    assert Rule("", "", True, 20).holds(20)
-    assert not Rule("", "", True, 20).holds(19)
-    assert Rule("", "", False, 0.05).holds(0.05)
-    assert not Rule("", "", False, 0.05).holds(0.051)
+    assert plan.Rule("", "", True, 20).holds(20)
+    assert not plan.Rule("", "", True, 20).holds(19)
+    assert plan.Rule("", "", False, 0.05).holds(0.05)
+    assert not plan.Rule("", "", False, 0.05).holds(0.051)
 
 
 @pytest.mark.parametrize("total", range(1, 40))

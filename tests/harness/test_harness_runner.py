@@ -13,6 +13,7 @@ from fake_experiment import steps
 
 import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
+from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.runner import Reporter, run_experiment
 from gpipe_bench.harness.store import Store
 
@@ -88,6 +89,14 @@ def test_an_outcome_of_the_wrong_kind_is_a_failure_with_its_name(store):
     experiment = dataclasses.replace(fake_experiment.EXPERIMENT, run=lambda case, options: {"time": 1})
     result, _ = go(store, experiment)
     assert {record.reason for record in result.failed} == {"TypeError: fake returned dict, not an Outcome"}
+
+
+def test_a_unit_that_nobody_knows_is_a_failed_case_and_not_a_comparison_that_fails(store):
+    odd = Outcome((Metric("length", 1.0, "furlong", "modelled"),))
+    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, run=lambda case, options: odd)
+    reasons = {record.reason for record in go(store, experiment)[0].failed}
+    assert all("metric 'length': unknown unit 'furlong'; known are bytes, MB," in each for each in reasons)
+    assert len(reasons) == 1
 
 
 def test_a_skipped_case_has_its_reason_and_is_tried_again(store, log, monkeypatch):

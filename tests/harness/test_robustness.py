@@ -424,20 +424,6 @@ def test_a_clock_that_runs_backwards_spoils_neither_order_nor_resume(tmp_path):
     assert steps(log) == [1, 2, 3, 4, 5] * 2
 
 
-def test_what_another_run_finished_is_seen_whatever_the_date_of_the_file(tmp_path, gate):
-    log, results = tmp_path / "log", tmp_path / "results"
-    common = ["run", "fake", "--device", "cpu", "--results", results]
-    one = start(*common, FAKE_GATE=str(gate.folder), FAKE_LOG=str(log))
-    gate.wait()
-    before = (results / "fake.jsonl").stat()
-    assert call(*common, "--only", "kind=odd", FAKE_LOG=str(log))[0] == 0
-    os.utime(results / "fake.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
-    gate.release()
-    one.communicate(timeout=300)
-    assert one.returncode == 0
-    assert sorted(steps(log)) == [1, 2, 3, 4, 5]
-
-
 @pytest.fixture(params=["LINE-14", "PST8PDT,M3.2.0,M11.1.0", "no such zone"])
 def zone(request):
     with pytest.MonkeyPatch.context() as patch:

@@ -20,7 +20,6 @@ RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 BESIDE = "import dataclasses, fake_experiment\n" + (
     "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
 )
-FORKED = BESIDE.replace("untimed=True", "untimed=True, preload=('json',)")
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
@@ -127,13 +126,12 @@ def test_a_launched_process_that_somebody_ends_is_a_failed_case(tmp_path, arrive
     assert kept(results) == [(1, "done"), (2, "failed"), (3, "done")]
 
 
-@pytest.mark.parametrize("code", [BESIDE, FORKED])
 @pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_cases_beside_each_other_end_too(tmp_path, gate, descendants, code, number, status):
+def test_cases_beside_each_other_end_too(tmp_path, gate, descendants, number, status):
     results = tmp_path / "results"
     process = command(
         "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", results, "--only", "step=1",
-        "--only", "step=2", code=code, FAKE_GATE=str(gate.folder),
+        "--only", "step=2", code=BESIDE, FAKE_GATE=str(gate.folder),
     )  # fmt: skip
     process.stdout.readline()
     gate.wait()

@@ -100,11 +100,11 @@ def with_remedy(request: Request, space: Space, option: str) -> tuple[Request, S
     return request, space
 
 
-def test_size_and_plan_agree(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_alone_and_a_plan_agree(capsys: pytest.CaptureFixture[str]) -> None:
     given = "gpt2 --num-layers 4 --accelerators 2 --batch-size 4 --device-type a100 --memory-gib 2"
     peaks = []
-    for verb in ("size", "plan"):
-        assert main(f"{verb} {given} --schedule 1f1b".split() + ["--pp", "2"] * (verb == "plan")) == 2
+    for asked in ("--bytes", "--pp 2"):
+        assert main(f"plan {given} --schedule 1f1b {asked}".split()) == 2
         error = capsys.readouterr().err
         assert "there are 2 GiB, 1.5 of them held back (--reserve-gib)" in error
         peaks.append(error.split("smallest peak is ")[1].split(" GiB")[0])

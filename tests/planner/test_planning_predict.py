@@ -7,7 +7,6 @@ from dataclasses import replace
 import planning_models
 import pytest
 
-from gpipe_bench.experiments.beyond.plan import exact, on_paper
 from gpipe_bench.experiments.beyond.plan.steps import WAYS, ranked, searched, title, with_replicas
 from gpipe_bench.pipeline import FREE, Link, partition
 from gpipe_bench.planner import Candidate, Costs, Request, Space
@@ -175,17 +174,6 @@ def test_every_pass_gathers_where_nothing_is_kept() -> None:
         predict(candidate("zb-h1", **shared), given, request(NEAR, 2, 8))
 
 
-def test_stages_that_wait_are_predicted_exactly() -> None:
-    steps = {
-        (each.schedule, each.num_microbatches, each.remat[0]): exact.waiting_step(each, 0.5).step_s
-        for each in exact.waiting_ways()
-    }
-    assert steps["gpipe", 4, "never"] == pytest.approx(0.5 * 3 * (4 + 1))
-    assert steps["gpipe", 4, "always"] == pytest.approx(0.5 * (4 + 1 + 4 * 3 + 2))
-    assert steps["zb-h1", 4, "never"] == pytest.approx(0.5 * (3 * 4 + 1))
-    assert steps["zb-v", 4, "never"] < steps["interleaved", 4, "never"]
-
-
 def test_a_plan_has_each_way_once_and_the_fastest_first() -> None:
     model = planning_models.planned("tied", 8)
     known = planning_models.costs_of(model, (2, 4, 8))
@@ -212,17 +200,6 @@ def test_what_is_ranked_is_what_the_search_of_the_verb_finds() -> None:
     found = searched(known, asked, (2, 4))
     never = [each for each in found if each.remat[0] == "never" and each.dp == 1]
     assert best.candidate == never[0]
-
-
-def test_published_orders_are_found_again() -> None:
-    large, small = on_paper.torchtitan()
-    assert large.correlation == small.correlation == 1
-    assert large.regret == small.regret == 0
-    (primus,) = on_paper.primus()
-    assert primus.correlation >= 0.9
-    ones = on_paper.zero_bubble()
-    assert len(ones) == 6
-    assert all(each.predicted[0] == min(each.predicted) for each in ones)  # 1F1B is the slowest
 
 
 def test_two_replicas_are_planned_and_the_best_of_them_runs() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.beyond.plan import exact
+from gpipe_bench.experiments.beyond.plan import peaks
 from gpipe_bench.experiments.beyond.plan.steps import Planned
 from gpipe_bench.planner import Candidate
 
@@ -74,12 +74,12 @@ def planned(name: str) -> Planned:
 
 def ways() -> list[Candidate]:
     """All ways to train."""
-    return exact.ways(planned("small"), MICROBATCHES)
+    return peaks.ways(planned("small"), MICROBATCHES)
 
 
 def count_all() -> dict[str, list[int]]:
     """What one process does: bytes of each way, by model, and by model over gloo."""
-    found = {name: exact.count(planned(name), ways()) for name in MODELS}
+    found = {name: peaks.count(planned(name), ways()) for name in MODELS}
     for name in ("small", "large"):
-        found[f"{name} over gloo"] = exact.count(planned(name), ways()[:4], share_memory=False)
+        found[f"{name} over gloo"] = peaks.count(planned(name), ways()[:4], share_memory=False)
     return found

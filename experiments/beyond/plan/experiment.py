@@ -11,20 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.beyond.plan import exact, on_paper, steps
-from gpipe_bench.experiments.beyond.plan.rules import (
-    EXACT_WITHIN,
-    INSIDE_SHARE,
-    MOST_WIDTH,
-    RULES,
-    Compared,
-    by_model,
-    found,
-    order_of,
-    regret,
-)
+from gpipe_bench.experiments.beyond.plan import peaks, published_steps, steps
 from gpipe_bench.experiments.beyond.plan.steps import MODELS
 from gpipe_bench.experiments.paper.timed.side_by_side import measured, trust_of
 from gpipe_bench.experiments.report.drawing import COLORS, picture
@@ -34,89 +23,173 @@ from gpipe_bench.harness.report.grid import Grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
-GIB = 2**30
 SECONDS = {
     steps.PART: {"smoke": 16.0, "short": 200.0, "full": 560.0},
-    exact.PEAKS: {"smoke": 8.0, "short": 25.0, "full": 25.0},
-    exact.WAITING: {"smoke": 24.0, "short": 60.0, "full": 70.0},
+    peaks.PART: {"smoke": 8.0, "short": 25.0, "full": 25.0},
 }
 
 
 def cases(options: RunOptions) -> list[Case]:
-    profile, smoke = options.profile, options.profile == "smoke"
     asked = [
-        Case({"part": part, "model": model}, SECONDS[part][profile])
-        for part in (steps.PART, exact.PEAKS)
-        for model in MODELS[profile]
+        Case({"part": part, "model": model}, SECONDS[part][options.profile])
+        for part in (steps.PART, peaks.PART)
+        for model in MODELS[options.profile]
     ]
-    asked.append(Case({"part": exact.WAITING}, SECONDS[exact.WAITING][profile]))
-    if not smoke:
-        scales = on_paper.SCALES.items()
-        asked += [Case({"part": on_paper.AT_SCALE, "model": name}, each.seconds) for name, each in scales]
-        asked.append(Case({"part": on_paper.PUBLISHED_STEPS}, on_paper.SECONDS))
-    return asked + [
-        Case({"part": on_paper.ELSEWHERE, "source": source}, seconds)
-        for source, seconds in on_paper.ORDER_S.items()
-        if not smoke or seconds <= 2
-    ]
+    if options.profile == "smoke":
+        return asked
+    asked.append(Case({"part": published_steps.PART}, published_steps.SECONDS))
+    if published_steps.sweeps():
+        asked.append(Case({"part": published_steps.SWEEPS}, published_steps.SECONDS))
+    return asked
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    key: dict[str, Any] = case.key
-    match key["part"]:
+    match case.key["part"]:
         case steps.PART:
-            return steps.run(key, options)
-        case exact.PEAKS:
-            return exact.run_peaks(key, options)
-        case exact.WAITING:
-            return exact.run_waiting(options)
-        case on_paper.AT_SCALE:
-            return on_paper.run_at_scale(key["model"])
-        case on_paper.PUBLISHED_STEPS:
-            return on_paper.run_published()
-    return on_paper.run_order(key["source"])
+            return steps.run(case.key, options)
+        case peaks.PART:
+            return peaks.run(case.key, options)
+        case published_steps.SWEEPS:
+            return published_steps.run_sweeps()
+    return published_steps.run()
 
 
 # What was predicted beside what was measured, what that comes to, and what was asked of it
 
 
-def tables(records: Sequence[Record]) -> str:
-    """The rules, a block for each model, the peaks, what waits, and what is on paper."""
-    done = {
-        part: of_case(records, "done", part=part)
-        for part in (steps.PART, exact.PEAKS, exact.WAITING, on_paper.ELSEWHERE)
+class Rule(NamedTuple):
+    """A number of `found` that should be at most or at least `bound`: for two cores, over all configurations
+    of all models that are not void, and asked before any prediction was compared with a step.
+    """
+
+    what: str
+    number: str
+    at_least: bool
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the number is as it should be."""
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+RULES = (
+    Rule("configurations that ran, not void", "configurations", True, 30),
+    Rule("models among them", "models", True, 6),
+    Rule("error of the step time, median", "median_error", False, 0.05),
+    Rule("error of the step time, worst", "worst_error", False, 0.12),
+    Rule("rank correlation, median over models", "rank_correlation", True, 0.9),
+    Rule("regret, median over models", "median_regret", False, 0.03),
+    Rule("regret, worst of a model", "worst_regret", False, 0.03),
+    Rule("error of the fullest worker's peak bytes, worst", "memory_error", False, 0.01),
+)
+
+
+def ran(records: Sequence[Record]) -> DataFrame:
+    """A row for each configuration that ran, in the order of its plan: milliseconds that were predicted and
+    measured, and the error of the prediction, with its sign.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for record in of_case(records, "done", part=steps.PART):
+        known: dict[Any, Any] = {(each.name, *each.key.values()): each for each in record.metrics}
+        for place, number in enumerate(record.details["plan"]["places"]):
+            name = record.details["plan"]["ranking"][number]["name"]
+            predicted, step, clock = (
+                known[what, name] for what in (steps.PREDICTED, steps.STEP, steps.BY_THE_CLOCK)
+            )
+            rows.append(
+                {
+                    "model": record.details["title"], "void": bool(record.details.get("void")),
+                    "rank": number + 1, "chosen": place < record.details["chosen"], "name": name,
+                    "predicted": predicted.value, "low": predicted.low, "high": predicted.high,
+                    "measured": step.value, "interval": measured(step),
+                    "error": predicted.value / step.value - 1, "clock": predicted.value / clock.value - 1,
+                }
+            )  # fmt: skip
+    return DataFrame(rows)
+
+
+def choices(ran: DataFrame) -> DataFrame:
+    """Of each model: Spearman's rank correlation of what was predicted with what was measured (0 where all
+    are equal), and the regret, how much longer the one predicted to be the fastest took than the fastest.
+    """
+    models = ran.groupby("model", sort=False)
+    first = ran.loc[models.predicted.idxmin()].set_index("model").measured
+    ranks = models[["predicted", "measured"]].rank()
+    order = ranks.groupby(ran.model, sort=False).apply(lambda own: own.predicted.corr(own.measured))
+    return order.fillna(0.0).to_frame("rank correlation").assign(regret=first / models.measured.min() - 1)
+
+
+def counted(records: Sequence[Record]) -> DataFrame:
+    """A row for each configuration whose bytes were counted: the error of the fullest worker's, which is what
+    a plan has to say, and the largest of any worker, with their signs.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for record in of_case(records, "done", part=peaks.PART):
+        names = dict.fromkeys(str(metric.key["configuration"]) for metric in record.metrics)
+        for name in names:
+            found, real = (
+                [m.value or 0 for m in record.metrics if (m.name, m.key["configuration"]) == (what, name)]
+                for what in (peaks.MODELLED, peaks.COUNTED)
+            )
+            errors = [mine / theirs - 1 for mine, theirs in zip(found, real, strict=True)]
+            fullest = max(found) / max(real) - 1
+            of_any = max(errors, key=abs)
+            rows.append({"model": record.details["title"], "fullest": fullest, "of_any": of_any})
+    return DataFrame(rows)
+
+
+def found(ran: DataFrame, counted: DataFrame) -> dict[str, float]:
+    """All that the rules are about, over everything that is not void; without `memory_error` where no bytes
+    were counted.
+    """
+    own = choices(ran)
+    numbers = {
+        "configurations": len(ran),
+        "models": ran.model.nunique(),
+        "median_error": ran.error.abs().median(),
+        "worst_error": ran.error.abs().max(),
+        "rank_correlation": own["rank correlation"].median(),
+        "median_regret": own.regret.median(),
+        "worst_regret": own.regret.max(),
     }
+    return numbers | ({"memory_error": counted.fullest.abs().max()} if len(counted) else {})
+
+
+def tables(records: Sequence[Record]) -> str:
+    """The rules, a block for each model, the peaks, and what others measured."""
+    steps_ran, bytes_counted = ran(records), counted(records)
+    judged = steps_ran[~steps_ran.void] if len(steps_ran) else steps_ran
     grids = [
-        _rules(done[steps.PART], done[exact.PEAKS]),
-        *map(_model, done[steps.PART]),
-        _peaks(done[exact.PEAKS]),
-        *map(_waiting, done[exact.WAITING]),
-        _elsewhere(done[on_paper.ELSEWHERE]),
-        *map(_at_scale, of_case(records, "done", part=on_paper.AT_SCALE)),
-        *map(_published, of_case(records, "done", part=on_paper.PUBLISHED_STEPS)),
+        *([_rules(found(judged, bytes_counted))] if len(judged) else []),
+        *(_model(record, ran([record])) for record in of_case(records, "done", part=steps.PART)),
+        *([_peaks(bytes_counted)] if len(bytes_counted) else []),
+        *map(published_steps.table, of_case(records, "done", part=published_steps.PART)),
+        *map(_sweeps, of_case(records, "done", part=published_steps.SWEEPS)),
     ]
-    shown = [grid.text() for grid in grids if grid.lines]
-    return "\n\n".join(shown) or "Plans against what ran: nothing on record"
+    return "\n\n".join(grid.text() for grid in grids) or "Plans against what ran: nothing on record"
 
 
-def _rules(ran: Sequence[Record], counted: Sequence[Record]) -> Grid:
-    """Over everything that is not void."""
-    configurations = [each for record in ran for each in steps.compared(record)]
-    peaks = [each for record in counted for each in exact.peaks(record)]
-    numbers = found(configurations, peaks) if configurations else {}
+def percent(value: float, form: str = ".1f") -> str:
+    """`1.9 %`"""
+    return f"{100 * value:{form}} %"
+
+
+def _rules(numbers: dict[str, float]) -> Grid:
     lines = []
-    for rule in RULES if configurations else ():
-        show = "{:.0f}".format if rule.bound >= 1 else "{:.2f}".format if rule.at_least else _percent
+    for rule in RULES:
+        show = "{:.0f}".format if rule.bound >= 1 else "{:.2f}".format if rule.at_least else percent
         value = numbers.get(rule.number)
-        lines.append(
-            [
-                rule.what,
-                f"{'>=' if rule.at_least else '<='} {show(rule.bound)}",
-                "-" if value is None else show(value),
-                "not run" if value is None else "yes" if rule.holds(value) else "NO",
-            ]
-        )
+        asked = f"{'>=' if rule.at_least else '<='} {show(rule.bound)}"
+        if value is None:
+            lines.append([rule.what, asked, "-", "not run"])
+        else:
+            lines.append([rule.what, asked, show(value), "yes" if rule.holds(value) else "NO"])
     return Grid(
         title="Plans against what ran: what was asked, and what was found",
         columns=["", "asked", "found", "holds?"],
@@ -128,57 +201,37 @@ def _rules(ran: Sequence[Record], counted: Sequence[Record]) -> Grid:
     )
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def _model(record: Record) -> Grid:
-    details = record.details
-    places, ranking, costs = details["plan"]["places"], details["plan"]["ranking"], details["costs"]
-    known: dict[Any, Any] = {(each.name, *each.key.values()): each for each in record.metrics}
-    lines = []
-    for place, number in enumerate(places):
-        name = ranking[number]["name"]
-        predicted, step, clock = (
-            known[what, name] for what in (steps.PREDICTED, steps.STEP, steps.BY_THE_CLOCK)
-        )
-        lines.append(
-            [
-                f"{number + 1}{'' if place < details['chosen'] else ' (other)'}",
-                name,
-                f"{predicted.value:.1f} [{predicted.low:.0f}, {predicted.high:.0f}]",
-                measured(step),
-                *(f"{100 * (predicted.value / each.value - 1):+.1f} %" for each in (step, clock)),
-            ]
-        )
-    own = steps.compared(record)
-    summary = f"{order_of(own):.2f}, regret {_percent(regret(own))}" if len(own) > 1 else ""
+def _model(record: Record, ran: DataFrame) -> Grid:
+    details, void = record.details, record.details.get("void")
+    costs, summary = details["costs"], "nothing to compare"
+    if len(ran) > 1 and not void:
+        own = choices(ran).iloc[0]
+        summary = f"rank correlation {own['rank correlation']:.2f}, regret {percent(own.regret)}"
     drift = ", ".join(f"{each.value:.2f}" for each in record.metrics if each.name == "drift")
     return Grid(
         title=f"{details['title']}, {details['scale']}, mini-batch of {details['batch_size']}, two processes",
         columns=["rank", "configuration", "predicted (ms)", "measured (ms) [95 %]", "error", "by the clock"],
-        lines=lines,
-        notes=[
-            f"{len(ranking)} planned in {costs['plan_s']:.1f} s after {costs['probes_s']:.0f} s of probes; "
-            + (f"rank correlation {summary}" if summary else "nothing to compare"),
-            "; ".join([*trust_of(record), f"drift {drift}"]),
-            *([f"void: {details['void']}; measure again"] if details.get("void") else []),
+        lines=[
+            [
+                f"{row.rank}{'' if row.chosen else ' (other)'}", row.name,
+                f"{row.predicted:.1f} [{row.low:.0f}, {row.high:.0f}]", row.interval,
+                percent(row.error, "+.1f"), percent(row.clock, "+.1f"),
+            ]
+            for row in ran.itertuples(index=False)
         ],
-    )
+        notes=[
+            f"{len(details['plan']['ranking'])} planned in {costs['plan_s']:.1f} s after "
+            f"{costs['probes_s']:.0f} s of probes; {summary}",
+            "; ".join([*trust_of(record), f"drift {drift}"]),
+            *([f"void: {void}; measure again"] if void else []),
+        ],
+    )  # fmt: skip
 
 
-def _peaks(records: Sequence[Record]) -> Grid:
-    models = by_model([each for record in records for each in exact.peaks(record)])
+def _peaks(counted: DataFrame) -> Grid:
     lines = [
-        [
-            model,
-            str(len(own)),
-            *(
-                f"{100 * max(errors, key=abs):+.2f} %"
-                for errors in zip(*((e.error, e.of_any) for e in own), strict=True)
-            ),
-        ]
-        for model, own in models.items()
+        [model, str(len(own)), *(percent(max(own[what], key=abs), "+.2f") for what in ("fullest", "of_any"))]
+        for model, own in counted.groupby("model", sort=False)
     ]
     return Grid(
         title="Peak bytes, predicted against counted over two processes: the largest error",
@@ -192,227 +245,88 @@ def _peaks(records: Sequence[Record]) -> Grid:
     )
 
 
-def _waiting(record: Record) -> Grid:
-    lines = []
-    for metric in record.metrics:
-        step: Any = record.metric(exact.STEP, **metric.key)
-        if metric.name == exact.PREDICTED and metric.value:
-            error = metric.value / step.value - 1
-            again = ", recomputed" if metric.key["remat"] == "always" else ""
-            lines.append(
-                [
-                    f"{metric.key['schedule']}, M = {metric.key['M']}{again}",
-                    f"{metric.value:.1f}",
-                    measured(step),
-                    f"{100 * error:+.2f} %",
-                    "yes" if abs(error) <= EXACT_WITHIN else "NO",
-                ]
-            )
+def _sweeps(record: Record) -> Grid:
+    """Whether the fastest way of others was the one that is predicted to be; seconds an example, since ways
+    of one sweep may have had different mini-batches.
+    """
+    from pandas import DataFrame
+
+    rows = DataFrame(record.details["steps"]).rename(columns={"sweep": "model"})
+    rows["predicted"], rows["measured"] = rows.step_s / rows.batch_size, rows.measured_s / rows.batch_size
+    rows["inside"] = (rows.low_s <= rows.measured_s) & (rows.measured_s <= rows.high_s)
+    of_each = rows.groupby("model", sort=False).inside.agg(["size", "sum"]).join(choices(rows))
     return Grid(
-        title=f"Stages that wait {record.details['slot_ms']:.0f} ms per slot: times that are known exactly",
-        columns=["schedule", "predicted (ms)", "measured (ms) [95 %]", "error", f"<= {EXACT_WITHIN:.0%}"],
-        lines=lines,
-    )
-
-
-def _elsewhere(records: Sequence[Record]) -> Grid:
-    lines = []
-    for each in (order for record in records for order in record.details["orders"]):
-        orders = (zip(each[what], each["names"], strict=True) for what in ("speeds", "predicted"))
-        lines.append(
-            [
-                each["group"],
-                *(" > ".join(name for _, name in sorted(order, key=lambda one: -one[0])) for order in orders),
-                f"{each['correlation']:.2f}",
-                _percent(each["regret"]),
-            ]
-        )
-    return Grid(
-        title="What others measured, in the order of our predictions (modelled), the fastest first",
-        columns=["source", "measured there", "predicted here", "rank correlation", "regret"],
-        lines=lines,
-        notes=["Regret: how much longer a step of what we would have chosen took there than of the best."],
-    )
-
-
-def _at_scale(record: Record) -> Grid:
-    """Of one model: what others did first, then the fastest first."""
-    details = record.details
-    lines = [
-        [
-            row["name"] or "planned", row["K"],
-            f"{row['dp']}, {row['fsdp']} of them ZeRO-{row['fsdp_level']}" if row["fsdp"] > 1 else row["dp"],
-            row["tp"], row["schedule"], row["M"], f"{row['recomputed']}/{row['stages']}",
-            f"{row['step_s']:.1f} [{row['low_s']:.1f}, {row['high_s']:.1f}]",
-            f"{row['measured_s']:.1f}" if row.get("measured_s") else "-",
-            f"{row['peak_bytes'] / GIB:.1f}" + ("" if row["fits"] else " (too much)"),
-        ]
-        for row in (*details["done"], *sorted(details["grids"], key=lambda row: row["step_s"]))
-    ]  # fmt: skip
-    words = ["K", "dp", "tp", "schedule", "M", "recomputed"]
-    return Grid(
-        title=f"{details['title']}, mini-batch of {details['batch_size']}, on paper (modelled)",
-        columns=["", *words, "step (s) [range]", "measured (s)", "GiB"],
-        lines=lines,
-        notes=[
-            f"{details['num_parameters']:,} parameters; {details['tried']} ways laid out, "
-            f"{details['skipped']} left out by their bounds; recomputed: stages of all",
-            *(f"{row['name']}: {row['source']}" for row in details["done"]),
-        ],
-        right=frozenset({1, 3, 5}),
-    )
-
-
-def _published(record: Record) -> Grid:
-    """Published steps beside the range that is predicted of each."""
-    rows = record.details["steps"]
-    inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
-    widest = max(row["high_s"] / row["low_s"] for row in rows)
-    enough = "yes" if sum(inside) >= INSIDE_SHARE * len(rows) and widest <= MOST_WIDTH else "NO"
-    return Grid(
-        title="Published steps of the largest models, on paper (modelled)",
-        columns=["", "measured (s)", "predicted (s) [range]", "inside"],
+        title="Sweeps of others, in the order of our predictions (modelled)",
+        columns=["", "ways", "inside", "rank correlation", "regret"],
         lines=[
-            [
-                row["name"], f"{row['measured_s']:.2f}",
-                f"{row['step_s']:.2f} [{row['low_s']:.2f}, {row['high_s']:.2f}]", "yes" if each else "NO",
-            ]
-            for row, each in zip(rows, inside, strict=True)
+            [name, ways, inside, f"{order:.2f}", percent(regret)]
+            for name, ways, inside, order, regret in of_each.itertuples()
         ],
-        notes=[
-            f"{sum(inside)} of {len(rows)} inside, the widest range a factor of {widest:.2f}; asked: "
-            f"{INSIDE_SHARE:.0%} of them, and at most {MOST_WIDTH:g}: {enough}",
-            *(f"{row['name']}: {row['source']}; not in the prediction: {row['differs']}" for row in rows),
-        ],
-        right=frozenset({1}),
-    )  # fmt: skip
+        notes=["Regret: how much longer a step of the way predicted to be the fastest took there."],
+        right=frozenset({1, 2, 3, 4}),
+    )
 
 
 BAND = 0.12
 """The worst error that was asked for, either way."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-"""Told apart with any eyes (Okabe and Ito)."""
 TICKS_MS = (5, 10, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700, 1000)
-TICKS_S = (1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 35, 40, 50, 60, 70, 80, 100, 150, 200, 300, 500, 1000)
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """The plots of what is on record."""
-    found = [each for r in of_case(records, "done", part=steps.PART) for each in steps.compared(r)]
-    scales = of_case(records, "done", part=on_paper.AT_SCALE)
-    return [
-        picture(
-            name="plan-predicted",
-            caption="Steps that ran on two processes against their predictions, made before any of them ran",
-            alt=(
-                "A panel for each model: a point for each configuration near the diagonal, filled for the "
-                "plan's best five and square for replicas; the grey band is an error of 12 % either way."
-            ),
-            draw=partial(_draw_predicted, by_model(found)),
-        )
-    ][: bool(found)] + [
-        picture(
-            name="plan-at-scale",
-            caption="The step of the largest models over (dp, tp, K), on paper, beside what others did",
-            alt=(
-                "A panel for each model: seconds of a step over K, a line for each size of tensor "
-                "parallelism with the range of the roofline; diamonds are what others did, predicted, "
-                "and crosses what they measured."
-            ),
-            draw=partial(_draw_at_scale, scales),
-        )
-    ][: bool(scales)]
+    """A panel for each model, where any ran and was not void."""
+    shown = picture(
+        name="plan-predicted",
+        caption="Steps that ran on two processes against their predictions, made before any of them ran",
+        alt=(
+            "A panel for each model: a point for each configuration near the diagonal, filled for the "
+            "plan's best five and square for replicas; the grey band is an error of 12 % either way."
+        ),
+        draw=partial(_draw, records),
+    )
+    done = of_case(records, "done", part=steps.PART)
+    return [shown] if any(not record.details.get("void") for record in done) else []
 
 
-def _draw_predicted(models: dict[str, list[Compared]]) -> Figure:
-    """A panel per model, both axes in milliseconds, logarithmic: shards take several times as long."""
+def _draw(records: Sequence[Record]) -> Figure:
+    """Both axes in milliseconds, logarithmic: shards take several times as long."""
     from matplotlib.figure import Figure
 
+    every = ran(records)
+    models = every[~every.void].groupby("model", sort=False)
     columns = min(len(models), 2)
     rows = -(-len(models) // columns)
     figure = Figure(figsize=(3.6 * columns, 3.5 * rows), layout="constrained")
-    for place, (model, own) in enumerate(models.items()):
+    for place, (model, own) in enumerate(models):
         axes = figure.add_subplot(rows, columns, place + 1)
-        values = [1e3 * value for each in own for value in (each.predicted_s, each.measured_s)]
-        line = [0.9 * min(values), 1.05 * max(values)]
+        values = own[["predicted", "measured"]].to_numpy()
+        line = [0.9 * values.min(), 1.05 * values.max()]
         low, high = ([x * (1 + off) for x in line] for off in (-BAND, BAND))
-        axes.fill_between(line, low, high, color="0.92", linewidth=0)
+        axes.fill_between(line, low, high, color="0.92")
         axes.plot(line, line, color="0.6", linewidth=0.8)
-        for chosen, replicas in ((True, False), (True, True), (False, False), (False, True)):
-            points = [each for each in own if (each.chosen, each.name.startswith("dp")) == (chosen, replicas)]
-            if points or not replicas:
-                axes.plot(
-                    [1e3 * each.predicted_s for each in points], [1e3 * each.measured_s for each in points],
-                    linestyle="none", marker="s" if replicas else "o", markersize=5, color=COLORS["B"],
-                    markerfacecolor=COLORS["B"] if chosen else "white",
-                    label=("the plan's best" if chosen else "others") + ", replicas" * replicas,
-                )  # fmt: skip
+        for (others, replicas), points in own.groupby([~own.chosen, own.name.str.startswith("dp")]):
+            axes.plot(
+                points.predicted, points.measured, linestyle="none", marker="s" if replicas else "o",
+                markersize=5, color=COLORS["B"], markerfacecolor="white" if others else COLORS["B"],
+                label=("others" if others else "the plan's best") + ", replicas" * replicas,
+            )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=line, ylim=line)
         axes.set(xlabel="predicted (ms)", ylabel="measured (ms)")
         ticks = [tick for tick in TICKS_MS if line[0] <= tick <= line[1]]
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks(ticks, [str(tick) for tick in ticks])
             axis.set_ticks([], minor=True)
-        summary = (
-            f"\nrank correlation {order_of(own):.2f}, regret {100 * regret(own):.1f} %" if own[1:] else ""
-        )
-        axes.set_title(model + summary, fontsize="medium")
+        axes.set_title(model, fontsize="medium")
         axes.legend(loc="upper left", frameon=False, fontsize="small")
-    return figure
-
-
-def _draw_at_scale(records: Sequence[Record]) -> Figure:
-    """A panel for each model: the step over K, a line for each size of tensor parallelism."""
-    import pandas
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(records), 3.8), layout="constrained")
-    for panel, record in enumerate(records, start=1):
-        axes = figure.add_subplot(1, len(records), panel)
-        grids, done = (pandas.DataFrame(record.details[what]) for what in ("grids", "done"))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        for place, (tp, mine) in enumerate(grids.sort_values("K").groupby("tp")):
-            color = COLOURS[place % len(COLOURS)]
-            axes.plot(mine.K, mine.step_s, color=color, marker="o", markersize=4, label=f"tp {tp}")
-            axes.fill_between(mine.K, mine.low_s, mine.high_s, color=color, alpha=0.12, linewidth=0)
-            for row in mine.itertuples():
-                axes.annotate(  # of neighbouring lines one has its numbers above, the other one below
-                    f"{row.dp}", (row.K, row.step_s), xytext=(0, -11 if place % 2 else 5),
-                    textcoords="offset points", fontsize=6, color=color, ha="center",
-                )  # fmt: skip
-        axes.plot(
-            done.K,
-            done.step_s,
-            "D",
-            markersize=5,
-            color="black",
-            markerfacecolor="none",
-            label="others, predicted",
-        )
-        measured = done[done.measured_s > 0]
-        if len(measured):
-            axes.plot(measured.K, measured.measured_s, "x", color="black", label="others, measured")
-        low_s, high_s = axes.get_ylim()
-        shown_s = [tick for tick in TICKS_S if low_s <= tick <= high_s]
-        axes.set_yticks(shown_s, [str(tick) for tick in shown_s])
-        axes.set_yticks([], minor=True)
-        ticks = sorted({*grids.K, *done.K})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set(xlabel="K, workers of a pipeline (small numbers: dp)", ylabel="step (s), modelled")
-        axes.set_title(record.details["title"], fontsize="small")
-        axes.legend(frameon=False, fontsize="x-small")
     return figure
 
 
 EXPERIMENT = Experiment(
     name="plan",
     title="Plans against what ran: the prediction's error and the choice's regret",
-    source="beyond the paper; arXiv 2401.10241, torchtitan, Primus, torchgpipe",
+    source="beyond the paper",
     describe=(
         "Layers are timed, all ways to train on two processes predicted, the best five and five others run: "
-        "error, rank correlation, regret, peaks; published configurations in the order of our predictions; "
-        "the step over (dp, tp, K) of the largest models on paper, and published steps of such models."
+        "error, rank correlation, regret, peaks; and published steps of the largest models on paper."
     ),
     profiles={
         "smoke": "one tiny model, three configurations",

@@ -20,10 +20,9 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond.plan.rules import CHOSEN, MOST_DRIFT, OTHERS, Compared
 from gpipe_bench.experiments.paper.timed.side_by_side import Found, conditions_of, facts_of, void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
+from gpipe_bench.harness.record import Metric, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
@@ -132,6 +131,10 @@ PART = "steps"
 NUM_WORKERS = 2
 SEED = 1811
 MEMORY_BYTES = 2**40  # no cap: what is asked is time
+CHOSEN, OTHERS = 5, 5
+"""How many of a model are run: the best five of the plan, and five more from the rest of it."""
+MOST_DRIFT = 2.0
+"""A core that runs at less than half or more than double the speed of the probes makes a case void."""
 STEP, BY_THE_CLOCK, PREDICTED = "step", "step by the clock", "predicted step"
 WAYS = (
     ("gpipe", 1, "never"), ("gpipe", 1, "always"), ("gpipe", 1, "except_last"), ("1f1b", 1, "never"),
@@ -423,17 +426,3 @@ def at_reference_s(
         step_s * plain_s / float(layout.timeline(around).makespan_s)
         for step_s, around in zip(steps_s, zip(*speeds, strict=True), strict=True)
     ]
-
-
-def compared(record: Record) -> list[Compared]:
-    """The configurations of a record, in the order of the plan; none of a void one."""
-    if record.status != "done" or record.details.get("void"):
-        return []
-    found = []
-    for place, metric in enumerate(each for each in record.metrics if each.name == PREDICTED):
-        step = record.metric(STEP, **metric.key)
-        if step is not None and step.value and metric.value is not None:
-            name, seconds = str(metric.key["configuration"]), (metric.value / 1e3, step.value / 1e3)
-            chosen = place < record.details["chosen"]
-            found.append(Compared(str(record.details["title"]), name, *seconds, chosen))
-    return found

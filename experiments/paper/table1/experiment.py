@@ -32,12 +32,6 @@ FIRST_PARTS = (("paper", "float32"), ("largest", "bfloat16"))
 """The first cases of a precision, in which its layers are profiled ..."""
 FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
 """... and how long that takes."""
-PRELOAD = (
-    "torch._dynamo",
-    "gpipe_bench.experiments.paper.largest",
-    "gpipe_bench.experiments.paper.table1.real_steps",
-)
-"""Fake tensors and optimizers import the first one sooner or later."""
 
 VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
 VERIFIED_STAGES = (1, 2, 4)
@@ -236,5 +230,4 @@ EXPERIMENT = Experiment(
     figures=figures,
     options=("device",),
     untimed=True,
-    preload=PRELOAD,
 )

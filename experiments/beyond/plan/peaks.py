@@ -1,14 +1,10 @@
-"""What a plan should say exactly, on two processes: bytes that are counted, and steps of stages that wait.
+"""What a plan should say exactly: the peak bytes of two processes, beside those that are counted.
 
-Peaks: every way to train of the plan, with four micro-batches; the layers are cut evenly, because bytes need
-no clock. In each process a dispatch mode follows every storage from the operation that makes it to its death,
+Every way to train of the plan, with four micro-batches; the layers are cut evenly, because bytes need no
+clock. In each process a dispatch mode follows every storage from the operation that makes it to its death,
 the optimizer's too. The buffers that messages arrive in are counted with them: they lie in memory that both
 processes map, are no storages that an operation makes, and stay from step to step. Both numbers are what the
 worker's device would hold if it were an accelerator, where these buffers lie on it.
-
-Waiting stages: what is wrong with a prediction of measured layers may be the layers or the laying out. Here
-every action takes the slots it is told to, so what a step takes beyond its prediction is the laying out, and
-the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.beyond.plan.rules import Peaks
 from gpipe_bench.experiments.beyond.plan.steps import (
     MODELS,
     NUM_WORKERS,
@@ -28,12 +23,11 @@ from gpipe_bench.experiments.beyond.plan.steps import (
     title,
 )
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
+from gpipe_bench.harness.record import Metric, Scalar
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.simulate import SLOTS
-from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.candidate import Candidate
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request
@@ -41,25 +35,15 @@ from gpipe_bench.planner.request import Request
 if TYPE_CHECKING:
     from gpipe_bench.pipeline import Pipeline
 
-PEAKS, WAITING = "peaks", "waiting stages"
+PART = "peaks"
 COUNTED, MODELLED = "counted peak", "predicted peak"
 MICROBATCHES = {"smoke": 2, "short": 4, "full": 4}
 SMOKE = 3  # ways
 OPTIMIZER = "sgd"
 KINDS = ("F", "G", "R", "B", "I", "W")
 
-STEP, PREDICTED = "waiting step", "predicted waiting step"
-LAYERS, BATCH_SIZE = 8, 8
-SLOT_S = {"smoke": 10e-3, "short": 20e-3, "full": 20e-3}
-STEPS = {"smoke": 3, "short": 7, "full": 15}
-NUMBERS = (2, 4)
-WAITING_WAYS = (
-    ("gpipe", 1, "never"), ("gpipe", 1, "always"), ("1f1b", 1, "never"), ("zb-h1", 1, "never"),
-    ("interleaved", 2, "never"), ("zb-v", 2, "never"),
-)  # fmt: skip
 
-
-def run_peaks(key: dict[str, Scalar], options: RunOptions) -> Outcome:
+def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
     """The case of one model."""
     from gpipe_bench.experiments.paper.timed.steps import run_processes
 
@@ -171,73 +155,3 @@ def _pipeline(candidate: Candidate, layers: Sequence[Any], **more: Any) -> Pipel
         layers, partition=candidate.cut, num_microbatches=candidate.num_microbatches,
         schedule=candidate.rows(), **processes_of(candidate), **more,
     )  # fmt: skip
-
-
-def peaks(record: Record) -> list[Peaks]:
-    """The configurations of a record, each with the bytes of its workers in their order."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for metric in sorted(record.metrics, key=lambda each: int(str(each.key["worker"]))):
-        if metric.value is not None:
-            of = found.setdefault(str(metric.key["configuration"]), {COUNTED: [], MODELLED: []})
-            of[metric.name].append(int(metric.value))
-    title = str(record.details.get("title"))
-    return [Peaks(title, name, tuple(of[MODELLED]), tuple(of[COUNTED])) for name, of in found.items()]
-
-
-def run_waiting(options: RunOptions) -> Outcome:
-    """The case of all schedules of stages that wait."""
-    from gpipe_bench.experiments.paper.timed.steps import run_processes
-
-    slot_s, steps, candidates = SLOT_S[options.profile], STEPS[options.profile], waiting_ways()
-    found = run_processes(wait, NUM_WORKERS, candidates, slot_s, steps, device="cpu")
-    metrics: list[Metric] = []
-    for place, candidate in enumerate(candidates):
-        where: dict[str, Scalar] = {
-            "schedule": candidate.schedule, "M": candidate.num_microbatches, "remat": candidate.remat[0],
-        }  # fmt: skip
-        samples = [1e3 * max(each) for each in zip(*(one[place] for one in found), strict=True)]
-        predicted_ms = 1e3 * waiting_step(candidate, slot_s).step_s
-        metrics += [
-            Metric(PREDICTED, predicted_ms, "ms", "replayed", key=where),
-            from_samples(STEP, samples, "ms", key=where),
-        ]
-    return Outcome(tuple(metrics), {"slot_ms": 1e3 * slot_s})
-
-
-def waiting_ways() -> list[Candidate]:
-    """Schedules on two workers, of equal stages."""
-    return [_candidate(LAYERS, *way, number) for number in NUMBERS for way in WAITING_WAYS]
-
-
-def waiting_step(candidate: Candidate, slot_s: float) -> Prediction:
-    """Of stages that wait, over a free link: an action takes its slots, whatever its stage holds."""
-    nothing = dict.fromkeys(KINDS, (0.0,) * LAYERS)
-    slots = {str(kind): count * slot_s for kind, count in SLOTS.items()}
-    size = SizeCosts(layers_s=nothing, action_s={**slots, "G": slots["F"]})
-    costs = Costs(
-        sizes={BATCH_SIZE // number: size for number in NUMBERS},
-        provenance={"layers": "by definition: stages that wait"},
-    )
-    request = Request(accelerators=NUM_WORKERS, memory_bytes=2**60, batch_size=BATCH_SIZE, link=FREE)
-    return predict(candidate, costs, request)
-
-
-def wait(candidates: Sequence[Candidate], slot_s: float, steps: int) -> list[list[float]]:
-    """What one process does: seconds of some steps of each."""
-    import torch
-    from torch import nn
-
-    from gpipe_bench.experiments.paper.timed.engine_turns import waiting_stages
-    from gpipe_bench.planner.timing import time_step
-
-    torch.manual_seed(0)
-    layers = [nn.Linear(8, 8) for _ in range(LAYERS)]
-    batch = torch.randn(BATCH_SIZE, 8)
-    found = []
-    with waiting_stages(slot_s):
-        for each in candidates:
-            with _pipeline(each, layers) as pipeline:
-                step = partial(pipeline.step, batch, batch, nn.functional.mse_loss)
-                time_step(step, layers)  # agrees on shapes
-                found.append([time_step(step, layers) for _ in range(steps)])
-    return found

@@ -1,0 +1,207 @@
+"""Steps that others measured on many accelerators (results/published-steps.toml), predicted on paper.
+
+They are laid out as they were stated and not searched for: the cut is even by the work of layers, and memory
+is not asked. A share of recomputation between none and all lies between those two steps. Layers are a
+roofline of the accelerator and links are nominal, so every number is modelled and has the range of the share
+of the peak.
+
+Sweeps are ways to train one model on one cluster that somebody tried in turn: a plan needs no right number to
+be right, only the right order.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from gpipe_bench.harness import PUBLISHED
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Metric, Record
+from gpipe_bench.harness.report.grid import Grid as TextGrid
+from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.planner.candidate import Grid, Prediction, Way
+from gpipe_bench.planner.collectives import forward_kind
+from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.predict import predict
+from gpipe_bench.planner.request import Request, link_named
+
+if TYPE_CHECKING:
+    from gpipe_bench.planner.model import Model
+
+PART, SWEEPS, STEP = "published steps", "published sweeps", "step"
+PATH = PUBLISHED / "published-steps.toml"
+SECONDS = 130.0
+"""That each of the two cases takes, about."""
+HOST = 8
+"""Accelerators of a host, in all of them."""
+INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
+"""The share of the steps that is asked to lie in its predicted range, and how wide that may be at most, its
+upper end over its lower end: fixed before any of them was predicted."""
+
+
+def request_of(
+    device_type: str, link: str, between: str, cards: int = HOST, per_host: int = HOST, **asked: Any
+) -> Request:
+    """As `plan` is asked, with so many network cards per host."""
+    far = link_named(between, device_type) if between else None
+    near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // per_host)
+    return Request(link=near, between=far, hosts=hosts, cards=cards, device_type=device_type, **asked)
+
+
+def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Prediction:
+    """A way, cut evenly by the work of layers."""
+    seconds = costs.at(way.microbatch_size).layers_s
+    ahead_s, back_s = seconds[forward_kind(seconds)], seconds["B"]
+    cut = partition([a + b for a, b in zip(ahead_s, back_s, strict=True)], way.num_stages)
+    candidate = way.candidate(cut, (remat,) * way.num_stages)
+    return predict(candidate, replace(costs, profiles=None), request, parts=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A row of the file, which says what each of them is."""
+
+    name: str
+    source: str
+    device: str
+    accelerators: int
+    link: str
+    batch_size: int
+    recomputed: float
+    attention: str
+    differs: str
+    shape: str = ""
+    builder: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    between: str = ""
+    cards: int = HOST
+    per_host: int = HOST
+    precision: str = "bfloat16"
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    level: int = 0
+    tp: int = 1
+    schedule: str = "1f1b"
+    stages_per_worker: int = 1
+    num_microbatches: int = 1
+    fuses: bool = False
+    speed: float = 0.0
+    step_s: float = 0.0
+
+    @property
+    def measured_s(self) -> float:
+        """Of a step."""
+        if self.step_s:
+            return self.step_s
+        return self.batch_size * int(self.model().inputs.tensors[0].shape[1]) / self.accelerators / self.speed
+
+    def model(self) -> Model:
+        """On the meta device, with the attention that it had."""
+        from gpipe_bench.models import SHAPES
+        from gpipe_bench.planner.model import built
+
+        builder, options = SHAPES[self.shape] if self.shape else (self.builder, self.options)
+        return replace(built(self.name, builder, options, self.batch_size), attention=self.attention)
+
+    def predicted(self) -> tuple[float, float, float]:
+        """Seconds of the step, and the ends of its range."""
+        from gpipe_bench.planner.accelerators import accelerator
+        from gpipe_bench.planner.roofline import by_roofline
+
+        request = request_of(
+            self.device, self.link, self.between, self.cards, self.per_host, accelerators=self.accelerators,
+            memory_bytes=2**60, batch_size=self.batch_size, precision=self.precision,
+        )  # fmt: skip
+        size = self.batch_size // (self.dp * self.fsdp * self.num_microbatches)
+        on = replace(accelerator(self.device, self.precision), fuses=self.fuses)
+        costs = by_roofline(self.model(), request, (size,), on)
+        grid = Grid(self.pp, self.dp, self.fsdp, self.level, self.tp)
+        way = Way(grid, self.schedule, self.stages_per_worker, self.num_microbatches, size)
+        none, every = (as_stated(costs, request, way, remat) for remat in ("never", "always"))
+        middle, low, high = (
+            (1 - self.recomputed) * getattr(none, end) + self.recomputed * getattr(every, end)
+            for end in ("step_s", "low_s", "high_s")
+        )
+        return middle, low, high
+
+
+@cache
+def steps() -> tuple[Step, ...]:
+    """Of the file."""
+    return tuple(Step(**row) for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["step"])
+
+
+@cache
+def sweeps() -> dict[str, tuple[Step, ...]]:
+    """Of the file: ways of one cluster, by the sweep's name."""
+    found = {}
+    for row in tomllib.loads(PATH.read_text(encoding="utf-8")).get("sweep", ()):
+        common = {key: value for key, value in row.items() if key != "ways"}
+        found[row["name"]] = tuple(Step(**(common | way)) for way in row["ways"])
+    return found
+
+
+def way_of(step: Step) -> str:
+    """What tells it from the others of a sweep: `pp 2 dp 4 tp 1 M 8 a100`."""
+    return f"pp {step.pp} dp {step.dp * step.fsdp} tp {step.tp} M {step.num_microbatches} {step.device}"
+
+
+def run() -> Outcome:
+    """The case of all published steps."""
+    return _outcome([(step.name, step) for step in steps()])
+
+
+def run_sweeps() -> Outcome:
+    """The case of all sweeps."""
+    named = [
+        (f"{name}, {number}: {way_of(step)}", step)
+        for name, ways in sweeps().items()
+        for number, step in enumerate(ways, start=1)
+    ]
+    return _outcome(named)
+
+
+def _outcome(named: Sequence[tuple[str, Step]]) -> Outcome:
+    rows: list[dict[str, Any]] = [
+        {"name": name, "source": step.source, "differs": step.differs, "measured_s": step.measured_s}
+        | {"sweep": step.name, "batch_size": step.batch_size}
+        | dict(zip(("step_s", "low_s", "high_s"), step.predicted(), strict=True))
+        for name, step in named
+    ]
+    metrics = [
+        Metric(
+            STEP, row["step_s"], "s", "modelled", key={"name": row["name"]}, low=row["low_s"],
+            high=row["high_s"],
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Outcome(tuple(metrics), {"steps": rows})
+
+
+def table(record: Record) -> TextGrid:
+    """Each step beside the range that is predicted of it."""
+    rows = record.details["steps"]
+    inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
+    widest = max(row["high_s"] / row["low_s"] for row in rows)
+    enough = "yes" if sum(inside) >= INSIDE_SHARE * len(rows) and widest <= MOST_WIDTH else "NO"
+    return TextGrid(
+        title="Published steps of the largest models, on paper (modelled)",
+        columns=["", "measured (s)", "predicted (s) [range]", "inside"],
+        lines=[
+            [
+                row["name"], f"{row['measured_s']:.2f}",
+                f"{row['step_s']:.2f} [{row['low_s']:.2f}, {row['high_s']:.2f}]", "yes" if each else "NO",
+            ]
+            for row, each in zip(rows, inside, strict=True)
+        ],
+        notes=[
+            f"{sum(inside)} of {len(rows)} inside, the widest range a factor of {widest:.2f}; asked: "
+            f"{INSIDE_SHARE:.0%} of them, and at most {MOST_WIDTH:g}: {enough}",
+            *(f"{row['name']}: {row['source']}; not in the prediction: {row['differs']}" for row in rows),
+        ],
+        right=frozenset({1}),
+    )  # fmt: skip

@@ -64,7 +64,7 @@ from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.wire import Form, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes
-from gpipe_bench.pipeline.transport import InProcess, Plan, rows_for
+from gpipe_bench.pipeline.transport import InProcess, StepPlan, rows_for
 
 _LOSS_TAG = 2**29
 
@@ -199,7 +199,7 @@ class PointToPoint:
 
     # A step
 
-    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+    def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
         self._ties.refuse_after_failure()
         self._ties.detector.refuse_after_notice()
         if plan is not None:
@@ -213,7 +213,7 @@ class PointToPoint:
         if self._behind is not None:
             self._control.send(self._behind, "step", tuple(header))
         number, examples, num_microbatches, self._training, shared = header
-        found = Plan(examples, num_microbatches, self._training)
+        found = StepPlan(examples, num_microbatches, self._training)
         schedule = self._full
         if num_microbatches != schedule.num_microbatches:
             schedule = rows_for(schedule, found, is_own=self._is_own)

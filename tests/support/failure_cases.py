@@ -12,12 +12,13 @@ from unittest import mock
 
 import torch
 from ranks import TIMEOUT_S, Ranks, raises, shared_folder
+from side_effects import Dense, HiddenTie
 from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from gpipe_bench.pipeline import ActionError, checkpoint, gpipe
+from gpipe_bench.pipeline import ActionError, Pipeline, checkpoint, gpipe
 from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
@@ -92,6 +93,32 @@ def a_wrong_name_in_shared() -> None:
                 pipeline(batch, shared={"typo": 1})
 
 
+def a_loss_on_one_rank_alone() -> None:
+    """The ranks that have none say so at once, and the one that has does not wait for them."""
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
+    with raises((ValueError, ActionError), "loss_fn is None; give a function"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss if ranks.is_last else None)
+
+
+def a_weight_of_another_stage_that_is_not_registered() -> None:
+    dense = Dense()
+    layers = [layer.double() for layer in (dense, Dense(), HiddenTie(dense), Dense())]
+    pipeline = Ranks().pipeline(layers, timeout_s=PATIENCE_S)
+    with raises(ActionError, "uses 0.linear.weight, which a stage of another process trains"):
+        pipeline.step(*mlp_batch(8), mse_loss)
+
+
+def an_optimizer_that_decides_by_all_gradients() -> None:
+    """As each rank would by its own; on a grid of replicas alone all have all of them."""
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp))
+    with raises(ValueError, "LBFGS decides by the gradients of all parameters, and each rank has only"):
+        torch.optim.LBFGS(pipeline.parameters()).step(lambda: torch.zeros(()))
+    alone = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4)
+    torch.optim.LBFGS(alone.parameters()).step(lambda: alone.step(*mlp_batch(8), mse_loss))
+
+
 def an_interrupt_of_a_save() -> None:
     """Whoever has written its part does not take the checkpoint for saved."""
     ranks, folder = Ranks(), shared_folder()
@@ -147,14 +174,14 @@ class Sparse(nn.Module):
         return x.to_sparse()
 
 
-class Dense(nn.Module):
+class ToDense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.to_dense()
 
 
 def a_sparse_tensor_between_processes() -> None:
     ranks = Ranks()
-    pipeline = ranks.pipeline([Sparse(), Dense(), *seeded(mlp)[:2]], timeout_s=PATIENCE_S)
+    pipeline = ranks.pipeline([Sparse(), ToDense(), *seeded(mlp)[:2]], timeout_s=PATIENCE_S)
     with raises((ValueError, ActionError), "is a tensor of the layout torch.sparse_coo, and processes send"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
@@ -305,6 +332,9 @@ CASES = (
     a_failure_that_is_noticed_after_the_last_receive,
     a_rank_that_cannot_write,
     a_wrong_name_in_shared,
+    a_loss_on_one_rank_alone,
+    a_weight_of_another_stage_that_is_not_registered,
+    an_optimizer_that_decides_by_all_gradients,
     an_interrupt_of_a_save,
     a_build_that_fails_on_one_rank,
     ranks_on_devices_of_different_types,

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -349,9 +350,8 @@ def neighbours(
     else none, and the ranks talk through the network. All ranks call, each among the peers of its peers.
 
     By `exchange` all learn what each of them says of something. Each rank listens on a socket for each of its
-    peers that come after it and says its name; the peers connect, and all say whether they did. Who says so
-    has connected, so nothing is waited for at a socket, and with a socket for each nobody is taken for
-    another. Where one cannot (another host, another network namespace, another system) none does.
+    peers that come after it, says its name and where such names are known, and the peers connect. With a
+    socket for each nobody is taken for another.
 
     `ValueError`, on every rank alike, where ranks are on devices of different types.
     """
@@ -364,24 +364,20 @@ def neighbours(
             listeners[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listeners[peer].bind(_name(token, peer))
             listeners[peer].listen(1)
-        said = exchange("address", json.dumps([device_type, machine_id(), token]))
-        types, machines, tokens = zip(*map(json.loads, said), strict=True)
+        said = exchange("address", json.dumps([device_type, network_id(), token]))
+        types, networks, tokens = zip(*map(json.loads, said), strict=True)
         if (other := next((r for r, each in enumerate(types) if each != types[0]), None)) is not None:
             raise ValueError(
                 f"the stages of rank 0 are on {types[0]} and those of rank {other} on {types[other]}, and "
                 "messages between ranks go from one type of device to the same; move the layers, or pass "
                 "devices= on every rank"
             )
-        if not all(tokens) or len(set(machines)) > 1:
+        if not all(tokens) or len(set(networks)) > 1:
             return {}
-        reached = {peer: _reached(tokens[peer], rank) for peer in peers if peer < rank}
-        if "no" in exchange("reached", "no" if None in reached.values() else "yes"):
-            for link in filter(None, reached.values()):
-                link.close()
-            return {}
-        for peer, connected in reached.items():
-            assert connected is not None
-            found[peer] = Neighbour(connected, timeout_s)
+        for peer in [peer for peer in peers if peer < rank]:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            link.connect(_name(tokens[peer], rank))
+            found[peer] = Neighbour(link, timeout_s)
         for peer, listener in listeners.items():
             found[peer] = Neighbour(listener.accept()[0], timeout_s)
     for one, other_one in permutations(found.values(), 2):
@@ -389,22 +385,17 @@ def neighbours(
     return found
 
 
+def network_id() -> str:
+    """Equal for two processes only if they see the same local sockets: one kernel, one network namespace."""
+    namespace = Path("/proc/self/ns/net")
+    return f"{machine_id()} {namespace.readlink() if namespace.is_symlink() else ''}"
+
+
 def _name(token: str, rank: int) -> str:
     """Where a rank connects to: abstract, so that no file could stay behind. The token's 128 random bits come
     from the store alone, so whoever listens there is the right one.
     """
     return f"\0pipeline-{token}-{rank}"
-
-
-def _reached(token: str, rank: int) -> socket.socket | None:
-    """The connection of `rank` to who listens by that token, if that is in this network namespace."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        link.connect(_name(token, rank))
-    except OSError:
-        link.close()
-        return None
-    return link
 
 
 # Who talks to whom, and over which connections: the messages of edges, the header of a step and its loss.

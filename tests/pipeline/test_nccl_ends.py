@@ -197,19 +197,6 @@ def test_nobody_is_missed_for_a_time_in_which_all_were_stopped() -> None:
     assert {rank: error.peer for rank, error in life.pass_time(12, {0, 2}).items()} == {0: 1}
 
 
-def test_who_left_after_fewer_steps_is_named_by_those_that_take_one_more() -> None:
-    """Whoever is between them in the ring, and however many steps that one has taken."""
-    life = Life(4)
-    for rank, steps in enumerate((2, 2, 2, 1)):
-        life.of_rank[rank].num_steps = steps
-    life.of_rank[2].leave()
-    assert life.pass_time(3, {0, 1, 3}) == {}
-    life.of_rank[3].leave()
-    found = life.pass_time(3, {0, 1})
-    cause = "rank 3 left after 1 training step, and others go on; give all replicas equally many mini-batches"
-    assert {rank: (error.peer, error.cause) for rank, error in found.items()} == {1: (3, cause)}
-
-
 def test_who_took_leave_is_not_missed_and_whoever_it_watched_is() -> None:
     life = Life(3)
     assert life.pass_time(5, {0, 1, 2}) == {}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -287,33 +284,6 @@ def a_rank_that_cannot_write() -> None:
     assert not (folder / ".metadata").exists()
     checkpoint.save(folder, pipeline, optimizer)
     checkpoint.load(folder, pipeline, optimizer)
-
-
-def kill_one(folder: str, rank: int, world_size: int, port: int, victim: int) -> None:
-    """A step in which one process is killed; the others write what they raised, none waits for a time-out."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-
-    class Victim(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if rank == victim and torch.is_grad_enabled() and calls[0] > 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls[0] += 1
-            return super().forward(x)
-
-    calls = [0]
-    layers = [Victim(6, 6).double() for _ in range(world_size)]
-    ranks = Ranks()
-    pipeline = ranks.pipeline(layers, remat="always", timeout_s=PATIENCE_S)
-    try:
-        for _ in range(2):
-            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-    except ActionError as error:
-        Path(folder, str(rank)).write_text(str(error))
-        raise
 
 
 def raise_one(schedule_name: str) -> None:

@@ -281,8 +281,8 @@ class Pipeline(nn.Module):
         if self._ranks is None:
             return self.timeline
         device = next(iter(self._stages.values())).device
-        with self._ranks.together() as together:
-            return gather_timeline(together, self._steps.clock, device, self._schedule)
+        with self._ranks.collectives() as collectives:
+            return gather_timeline(collectives, self._steps.clock, device, self._schedule)
 
     @property
     def place(self) -> str:
@@ -562,12 +562,12 @@ class Pipeline(nn.Module):
         """
         if self._ranks is None:
             return [mine]
-        with self._ranks.together() as together:
-            return together.gather(mine)
+        with self._ranks.collectives() as collectives:
+            return collectives.gather(mine)
 
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""
         if self._ranks is None or self.grid is None:
             return self.gather(mine)
-        with self._ranks.all_together() as together:
-            return together.gather(mine)
+        with self._ranks.collectives_of_all() as collectives:
+            return collectives.gather(mine)

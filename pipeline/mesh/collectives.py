@@ -25,7 +25,7 @@ from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
 from gpipe_bench.pipeline.ranks.control import ObjectCollectives
 from gpipe_bench.pipeline.ranks.failure import FailureDetector, missing
-from gpipe_bench.pipeline.ranks.wire import Connection, Form, Transit, backend
+from gpipe_bench.pipeline.ranks.wire import Connection, TensorSpec, Transit, backend
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class GlobalShares(Sequence[float]):
     def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
         self._lengths, self._collectives = lengths, collectives
         self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
-        self._work = collectives.sum(self._examples)
+        self._work: Transit | None = collectives.sum(self._examples)
         self._shares: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
@@ -143,7 +143,9 @@ class GlobalShares(Sequence[float]):
 
     def __getitem__(self, index: Any) -> Any:
         if self._shares is None:
+            assert self._work is not None
             self._collectives.wait(self._work)
+            self._work = None  # it would keep the connection open
             examples = int(self._examples)
             self._shares = tuple([length / examples for length in self._lengths])
         return self._shares[index]
@@ -161,7 +163,7 @@ class FlatBucket:
 
     def __init__(self, positions: Sequence[int], like: Sequence[Tensor]) -> None:
         self.positions = tuple(positions)
-        self._forms = [Form.of(tensor) for tensor in like]
+        self._specs = [TensorSpec.of(tensor) for tensor in like]
         self._dtype, self._device = like[0].dtype, like[0].device
         self._num_elements = sum(tensor.numel() for tensor in like)
         self.empty()
@@ -192,9 +194,9 @@ class FlatBucket:
 
     def _divide(self, memory: Tensor) -> None:
         self.views, start = [], 0
-        for form in self._forms:
-            self.views.append(memory.as_strided(form.shape, form.stride, start))
-            start += form.num_bytes // form.dtype.itemsize
+        for tensor_spec in self._specs:
+            self.views.append(memory.as_strided(tensor_spec.shape, tensor_spec.stride, start))
+            start += tensor_spec.num_bytes // tensor_spec.dtype.itemsize
         self.marks = memory[start:]
 
 

@@ -40,11 +40,11 @@ from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector, watch
 from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, Form, Transit, backend
+from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
 
-_FIRST_TAG, _FIRST_FORM = 2**29 + 1, Form((1,), (1,), torch.float32)
+_FIRST_TAG, _FIRST_SPEC = 2**29 + 1, TensorSpec((1,), (1,), torch.float32)
 T = TypeVar("T")
-Greeting = tuple[Connection, int, int]
+FirstMessage = tuple[Connection, int, int]
 """The first message on a connection from one rank to another."""
 
 
@@ -216,7 +216,7 @@ def open_connections(
     """Connects the rank of the session with all others, which must call too, and watches them from then on.
 
     Returns connections that go ways of their own, so that none queues behind another: for headers and
-    outlines, which the host reads; for what all ranks exchange outside of steps; for activations and
+    specs, which the host reads; for what all ranks exchange outside of steps; for activations and
     gradients, by the way that they take; for the loss; and for portals.
 
     `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
@@ -231,17 +231,17 @@ def open_connections(
         willing=share_memory and not accelerated,
         timeout_s=session.timeout_s,
     )
-    # Headers and outlines are read by the host, so they never go through NCCL.
+    # Headers and specs are read by the host, so they never go through NCCL.
     control = session.connect("control", near)
-    together = ObjectCollectives(control, network.rank, network.size)
+    collectives = ObjectCollectives(control, network.rank, network.size)
     if accelerated:
-        _refuse_shared_devices(together.gather((network.identity(session.device), str(session.device))))
+        _refuse_shared_devices(collectives.gather((network.identity(session.device), str(session.device))))
     by_heading = {
         heading: session.connect(name, near, accelerated=accelerated)
         for heading, name in connection_names(schedule).items()
     }
     # What each connection takes first, from which rank to which.
-    greetings: list[Greeting] = [
+    first_messages: list[FirstMessage] = [
         (by_heading[gradients, target > source], source, target)
         for source, target, gradients in sorted(channels(schedule))
     ]
@@ -249,7 +249,7 @@ def open_connections(
     loss = by_heading[True, False]
     if accelerated and schedule.placement:
         loss = session.connect("loss", near, accelerated=accelerated)
-        greetings += [(loss, *pair) for pair in pairwise(loss_chain(schedule))]
+        first_messages += [(loss, *pair) for pair in pairwise(loss_chain(schedule))]
     portals: dict[Direction, Connection] = {}
     if lines and not accelerated:  # tags tell their messages apart
         portals = dict.fromkeys(
@@ -262,11 +262,11 @@ def open_connections(
             for gradients, ends in ((False, (source, target)), (True, (target, source))):
                 name = f"portal {line.number}{' back' * gradients}"
                 portals[line.number, gradients] = session.connect(name, near, accelerated=True)
-                greetings.append((portals[line.number, gradients], *ends))
+                first_messages.append((portals[line.number, gradients], *ends))
     session.watch()
     if accelerated:
-        warm_up(session, greetings)
-    return control, together, by_heading, loss, portals
+        warm_up(session, first_messages)
+    return control, collectives, by_heading, loss, portals
 
 
 def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
@@ -285,10 +285,10 @@ def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
-    """Sends the first message of every pair of ranks that will talk over NCCL, before any step; `greetings`
-    are those of all ranks, in one order. `PeerError` names the rank that does not come within the timeout; a
-    failure elsewhere that is noticed meanwhile ends it too.
+def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:
+    """Sends the first message of every pair of ranks that will talk over NCCL, before any step;
+    `first_messages` are those of all ranks, in one order. `PeerError` names the rank that does not come
+    within the timeout; a failure elsewhere that is noticed meanwhile ends it too.
 
     NCCL connects two ranks when the first message passes between them, and the host stands still until both
     are there, for ever if one of them has failed. In a step that would hold up the pipeline, without a bound.
@@ -297,8 +297,8 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
     would carry the messages to both neighbours, one after another.)
     """
     network, device = session.network, session.device
-    pairs: dict[tuple[int, int], list[Greeting]] = {}
-    for connection, source, target in greetings:
+    pairs: dict[tuple[int, int], list[FirstMessage]] = {}
+    for connection, source, target in first_messages:
         pairs.setdefault((min(source, target), max(source, target)), []).append((connection, source, target))
     deadline_s = network.now() + session.timeout_s
     for pair in in_turn(pairs):
@@ -306,10 +306,10 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
             continue
         peer = sum(pair) - network.rank
 
-        def greet(greetings: list[Greeting] = pairs[pair], peer: int = peer) -> None:
+        def exchange(first_messages: list[FirstMessage] = pairs[pair], peer: int = peer) -> None:
             works: list[tuple[Connection, Transit, Tensor]] = []  # the tensors stay until they are gone
-            for connection, source, target in greetings:
-                buffer = connection.buffer(_FIRST_FORM, source, device)
+            for connection, source, target in first_messages:
+                buffer = connection.buffer(_FIRST_SPEC, source, device)
                 if network.rank == source:
                     work = connection.send(buffer.flat.zero_(), target, _FIRST_TAG)
                 else:
@@ -320,7 +320,7 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
             session.synchronize()
 
         try:
-            network.bounded(device, greet, deadline_s - network.now(), lambda: session.detector.noticed)
+            network.bounded(device, exchange, deadline_s - network.now(), lambda: session.detector.noticed)
         except TimeoutError as error:
             what = f"did not answer: it did not come to connect within {session.timeout_s:g} s"
             raise PeerError(None, peer, what, timed_out=True) from error

@@ -15,7 +15,7 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks.connect import in_turn
 from gpipe_bench.pipeline.ranks.failure import Heartbeat
 from gpipe_bench.pipeline.ranks.store import bounded
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, Form, nccl_options, unreachable
+from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, nccl_options, unreachable
 
 DUPLICATE = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)
@@ -73,7 +73,7 @@ class Wire:
 def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torch.dtype) -> None:
     wire = Wire()
     connection = Connection(wire, 0, {}, frozenset({torch.float32}))
-    buffer = connection.buffer(Form((), (), dtype), 0, torch.device("cpu"))
+    buffer = connection.buffer(TensorSpec((), (), dtype), 0, torch.device("cpu"))
     connection.receive(buffer, 0, 0)
     connection.send(buffer.flat, 0, 0)
     for tensor in wire.tensors:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline import Action, ActionError, Schedule, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.control import Control
-from gpipe_bench.pipeline.ranks.ends import Outline, Progress, Receiver, Sender
+from gpipe_bench.pipeline.ranks.ends import MessageSpec, Progress, Receiver, Sender
 from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.shared_memory import Holders
 
@@ -160,18 +160,19 @@ def freed_message() -> AbstractContextManager[Any]:
     return patched((Sender, "send", sent))()
 
 
-def larger_outline() -> AbstractContextManager[Any]:
+def larger_spec() -> AbstractContextManager[Any]:
     """A receiver believes that messages are larger than they are."""
     receive = Control.receive
 
     def received(self: Control, *arguments: Any) -> Any:
-        outline = receive(self, *arguments)
-        if not isinstance(outline, Outline):
-            return outline
-        forms = tuple(
-            form and form._replace(shape=(form.shape[0] + 1, *form.shape[1:])) for form in outline.forms
+        spec = receive(self, *arguments)
+        if not isinstance(spec, MessageSpec):
+            return spec
+        tensors = tuple(
+            tensor_spec and tensor_spec._replace(shape=(tensor_spec.shape[0] + 1, *tensor_spec.shape[1:]))
+            for tensor_spec in spec.tensors
         )
-        return outline._replace(forms=forms)
+        return spec._replace(tensors=tensors)
 
     return patched((Control, "receive", received))()
 
@@ -216,7 +217,7 @@ PLANTED = {
         at_once,
         STUCK,
     ),
-    "unequal sizes": Planted(trains(gpipe(2, 4), lambda: layers(2)), larger_outline, (RuleBroken,)),
+    "unequal sizes": Planted(trains(gpipe(2, 4), lambda: layers(2)), larger_spec, (RuleBroken,)),
     "no warm-up": Planted(
         a_rank_fails_before_the_first_message,
         patched((connect, "warm_up", lambda *arguments: None)),

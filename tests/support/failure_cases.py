@@ -217,7 +217,7 @@ def a_failure_that_only_the_store_tells() -> None:
     ranks = Ranks()
     pipeline = ranks.pipeline(seeded(mlp))
     pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-    detector = pipeline._transport._ties.detector
+    detector = pipeline._transport._session.detector
     detector.watch(TIMEOUT_S, TIMEOUT_S)
     dist.barrier()
     assert not detector.noticed
@@ -241,9 +241,9 @@ def a_failure_that_is_noticed_after_the_last_receive() -> None:
         transport, last = pipeline._transport, pipeline.schedule.actions[ranks.rank][-1]
 
         def notice(transport=transport) -> None:
-            transport._ties.detector.report(ActionError(None, "told", 2))
+            transport._session.detector.report(ActionError(None, "told", 2))
             with mock.patch.object(Connection, "cut"):
-                transport._ties.detector.notice()
+                transport._session.detector.notice()
 
         @contextmanager
         def observe(action, when=when, last=last, notice=notice):

@@ -26,7 +26,6 @@ from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.store import Store
 
 NUM_MICROBATCHES, WIDTH = 3, 6
-TIMEOUT_S = 4.0  # the pipelines'; a rank that is stopped is missed after it
 # Longer than any fault may take, so that only the pipeline's own timeout can be what ends a rank.
 GROUP_TIMEOUT_S = 600.0
 REDUCING = "before reducing"  # the step is over but for what the replicas of a grid do together
@@ -47,6 +46,11 @@ class Fault:
     step: int = 0
     schedule: str = "gpipe"
     dp: int = 1
+
+    @property
+    def timeout_s(self) -> float:
+        """The pipeline's. Only a rank that is stopped, or has yet to connect, is missed by it."""
+        return 300.0 if self.kind == "kill" and "construction" not in self.place else 10.0
 
     @property
     def pp(self) -> int:
@@ -179,7 +183,7 @@ def train(fault: Fault, folder: Path) -> None:
                 num_microbatches=NUM_MICROBATCHES,
                 schedule=schedule,
                 cost=[1] * len(layers),
-                timeout_s=TIMEOUT_S,
+                timeout_s=fault.timeout_s,
                 share_memory=fault.transport == "shared memory",
                 **where,
             )

@@ -139,7 +139,7 @@ class Pipeline(nn.Module):
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
         self._has_warned = False  # of an evaluation in training mode
-        # Who else takes part, and what becomes of all if one fails.
+        # The other processes, and what is known of their failures.
         self.grid: Grid | None = None
         detector: FailureDetector | None = None
         if mesh is not None:
@@ -246,7 +246,7 @@ class Pipeline(nn.Module):
 
     @property
     def _replicas(self) -> Replicas | None:
-        """Who else has the stages of this process."""
+        """The processes that have the same stages as this one."""
         return None if self._data_parallel is None else self._data_parallel.replicas
 
     @property
@@ -421,7 +421,7 @@ class Pipeline(nn.Module):
                 f"pipeline(inputs) ran in training mode, and layer {drew[0]} ({type(layer).__name__}) drew "
                 "random numbers, as dropout does; call pipeline.eval() before an evaluation, and "
                 "pipeline.train() after it",
-                stacklevel=4,  # of whoever calls the module
+                stacklevel=4,  # of the caller of the module
             )
         stage = self._stages.get(self._schedule.num_stages - 1)
         if stage is None:

@@ -234,7 +234,7 @@ class PortalTransport:
             needed = tuple([needs_grad[i] for i in positions])
             portals = Message(tuple([given[i] for i in positions]), None, needed)
             self.inner.send(line, microbatch, portals)
-        # After the portals: who sends an output may be made to wait.
+        # After the portals: the send of an output may wait.
         needed = tuple([needs_grad[i] for i in of_output])
         aliases = tuple([i for i, place in enumerate(of_output) if place in message.aliases])
         self.inner.send(edge, microbatch, Message(tensors, structure, needed, aliases))

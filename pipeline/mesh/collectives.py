@@ -1,13 +1,12 @@
 """What the replicas of a stage tell and send each other, and how long they wait for it.
 
-Each replica waits for the others no longer than its pipeline waits for anything. One that waits in vain asks
-what happened where all of the job do (`ranks.failure`), because the replica that it waits for may only wait
-for a rank of its own pipeline.
+A replica waits for the others no longer than `timeout_s`. Then it looks for the cause where all ranks of the
+job look (`ranks.failure`): the replica that did not come may itself wait for a rank of its own pipeline.
 
-In a step they send sums, begun early and waited for at the end. Every replica begins the same collectives in
-the same order; which ones there are follows from the schedule and the parameters alone. They go by
-connections of their own, beside the messages of the pipeline, and gradients travel some megabytes at a time,
-end to end in one piece of memory, because a collective costs the same few messages whatever it moves.
+In a step the replicas add up gradients. Each sum begins early and is waited for at the end. Every replica
+begins the same collectives in the same order, which follows from the schedule and the parameters alone. They
+have connections of their own, beside the messages of the pipeline. Gradients travel in buckets of some
+megabytes, because a collective costs the same few messages whatever it moves.
 """
 
 from __future__ import annotations

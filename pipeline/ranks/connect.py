@@ -393,12 +393,13 @@ def network_id() -> str:
 
 def _name(token: str, rank: int) -> str:
     """Where a rank connects to: abstract, so that no file could stay behind. The token's 128 random bits come
-    from the store alone, so whoever listens there is the right one.
+    from the store alone, so only the right rank can listen there.
     """
     return f"\0pipeline-{token}-{rank}"
 
 
-# Who talks to whom, and over which connections: the messages of edges, the header of a step and its loss.
+# Which ranks send to which, and over which connections: the messages of edges, the header of a step and its
+# loss.
 #
 # A connection takes what is sent between two ranks in one order, so activations and gradients have one
 # each. Where ranks have several stages, activations also go down the ranks and gradients up, which gets

@@ -142,7 +142,7 @@ class Control:
             if len(posted) < FRAMES_AHEAD:
                 try:
                     self._post(source)
-                except PeerError:  # who has no more to say may be gone
+                except PeerError:  # a rank with no more to send may be gone
                     if not posted:
                         raise
             buffer, work = posted.popleft()
@@ -186,7 +186,7 @@ class Control:
     def finish(self) -> None:
         """Waits until everything that was sent is gone, as it is for others in turn."""
         for source in self._posted:
-            with suppress(PeerError):  # who has no more to say may be gone
+            with suppress(PeerError):  # a rank with no more to send may be gone
                 self._post(source)
         for sender in self._senders.values():
             sender.finish()

@@ -234,8 +234,8 @@ class Receiver:
         return True
 
     def take(self, microbatch: int, action: Action) -> tuple[Tensor | None, ...]:
-        """The tensors of a message that `action` sends, when they are there; whoever keeps one keeps its
-        memory.
+        """The tensors of a message that `action` sends, when they are there. A tensor that is kept keeps
+        its memory.
         """
         if microbatch not in self._posted:  # its spec was not known
             self.queue.post()

@@ -85,11 +85,11 @@ class Buffer(NamedTuple):
 
 
 class DeviceWaits:
-    """For whom an accelerator waits, in the order in which it will: its host goes on meanwhile, and would
-    never know that it waits in vain.
+    """The ranks that an accelerator waits for, in the order of its waits.
 
-    Behind every wait that is given to the device a mark is given to it, and behind what it computes. Whoever
-    watches the rank asks for the first mark that the device has not reached. `now` is a clock in seconds.
+    The host goes on while its device waits, and would not know that the device waits in vain. So an event (a
+    mark) is recorded behind every wait that the device is given, and behind what it computes. The thread that
+    watches the rank looks for the first mark that the device has not reached. `now` is a clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

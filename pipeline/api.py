@@ -175,7 +175,7 @@ class Pipeline(nn.Module):
             self._data_parallel = data_parallel_of(self.grid, detector, device, *self._of_replicas)
             self._hold(layers, assigned, move=devices is not None)
             if self._data_parallel is not None:
-                self._data_parallel.start_alike((*assigned.same_on_all(), seed), self)
+                self._data_parallel.start_alike((assigned.same_on_all(), seed), self)
             if self._divided is not None:
                 self._divided.check_own(self._layers)
                 self._divided.divide(self._layers)

@@ -124,7 +124,7 @@ class Steps:
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
                 "the pipeline is in the middle of a step or an evaluation, in another thread or in a hook; "
-                "take one after the other, or build a pipeline for each thread"
+                "take one after the other"
             )
         # What is cached without a graph must not meet one, and the caches would keep a copy of every weight.
         casts, parametrized = torch.is_autocast_cache_enabled(), parametrize._cache_enabled

@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 from ranks import TIMEOUT_S, Ranks, raises, shared_folder
-from side_effects import Dense, HiddenTie
 from tiny_models import mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -96,14 +95,6 @@ def a_loss_on_one_rank_alone() -> None:
     pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
     with raises((ValueError, ActionError), "loss_fn is None; give a function"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss if ranks.is_last else None)
-
-
-def a_weight_of_another_stage_that_is_not_registered() -> None:
-    dense = Dense()
-    layers = [layer.double() for layer in (dense, Dense(), HiddenTie(dense), Dense())]
-    pipeline = Ranks().pipeline(layers, timeout_s=PATIENCE_S)
-    with raises(ActionError, "uses 0.linear.weight, which a stage of another process trains"):
-        pipeline.step(*mlp_batch(8), mse_loss)
 
 
 def an_optimizer_that_decides_by_all_gradients() -> None:
@@ -303,7 +294,6 @@ CASES = (
     a_rank_that_cannot_write,
     a_wrong_name_in_shared,
     a_loss_on_one_rank_alone,
-    a_weight_of_another_stage_that_is_not_registered,
     an_optimizer_that_decides_by_all_gradients,
     an_interrupt_of_a_save,
     a_build_that_fails_on_one_rank,

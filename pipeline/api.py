@@ -151,6 +151,7 @@ class Pipeline(nn.Module):
         # A rank that fails before its pipeline is there must not be waited for.
         with nullcontext() if detector is None else detector.building():
             self._divided, self._backend = divided_over(self.grid, zero), backend_of(compile)
+            # Which layers make up which stage, and which of them are this process's.
             assigned = Assignment(
                 layers,
                 network,
@@ -170,6 +171,7 @@ class Pipeline(nn.Module):
                     dict(assigned.named), assigned.ties, self._schedule, compiles=bool(compile)
                 )
                 share_memory = False  # nobody moves messages along while an action waits for other processes
+            # What replicas do together. They begin with the same values.
             self._of_replicas = (timeout_s, bucket_bytes, self._divided)
             device = self._devices[assigned.local[0]]
             self._data_parallel = data_parallel_of(self.grid, detector, device, *self._of_replicas)
@@ -179,6 +181,7 @@ class Pipeline(nn.Module):
             if self._divided is not None:
                 self._divided.check_own(self._layers)
                 self._divided.divide(self._layers)
+            # The stages, what moves messages between them, and the loop that takes their actions.
             shared = [tie for tie in assigned.ties if len(tie.stages) > 1]
             self._stages = self._make_stages(assigned.local, [tie.parameter for tie in shared])
             apart = len(set(self._devices)) > 1

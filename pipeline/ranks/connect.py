@@ -353,6 +353,8 @@ def neighbours(
     peers that come after it, says its name and where such names are known, and the peers connect. With a
     socket for each nobody is taken for another.
 
+    `PeerError` for a peer that listens no more.
+
     `ValueError`, on every rank alike, where ranks are on devices of different types.
     """
     willing = willing and sys.platform == "linux"
@@ -375,9 +377,13 @@ def neighbours(
         if not all(tokens) or len(set(networks)) > 1:
             return {}
         for peer in [peer for peer in peers if peer < rank]:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            link.connect(_name(tokens[peer], rank))
-            found[peer] = Neighbour(link, timeout_s)
+            link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                link.connect(_name(tokens[peer], rank))
+            except OSError as error:  # it has given up, because this rank has come too late
+                raise PeerError(None, peer, f"disappeared: {error}", timed_out=False) from error
+            found[peer] = Neighbour(link.dup(), timeout_s)
+        exchange("connected", "")  # so that nothing is waited for at a socket
         for peer, listener in listeners.items():
             found[peer] = Neighbour(listener.accept()[0], timeout_s)
     for one, other_one in permutations(found.values(), 2):

@@ -55,7 +55,7 @@ def test_who_learns_from_whom() -> None:
     assert loss_chain(named("zb-v", 3, 2)) == (0, 1, 2)
 
 
-def test_ways() -> None:
+def test_the_connections_that_a_schedule_needs() -> None:
     plain = {(False, True): "activations", (True, False): "gradients"}
     both = {**plain, (False, False): "activations down", (True, True): "gradients up"}
     assert connection_names(gpipe(3, 2)) == connection_names(gpipe(1, 2)) == plain

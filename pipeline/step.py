@@ -162,7 +162,8 @@ class Steps:
         """The error of arguments with which no step can be taken, once the other ranks, which may have
         begun, know that they need not wait.
         """
-        self._give_up(error)
+        if self._ranks is not None:
+            self._give_up(error)
         return error
 
     def _give_up(self, error: BaseException) -> ActionError:

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import Device, Layout, backend_of, check_arguments
-from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for
+from gpipe_bench.pipeline.arguments import Assignment, Device, backend_of, check_arguments
+from gpipe_bench.pipeline.mesh.collectives import Replicas
+from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
 from gpipe_bench.pipeline.mesh.grid import Grid, join, watch_over
 from gpipe_bench.pipeline.mesh.reduce import data_parallel_of, divided_over
 from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
@@ -39,10 +39,9 @@ from gpipe_bench.pipeline.ranks.connect import Network, detector_of, network_of
 from gpipe_bench.pipeline.ranks.control import check_equal, gather_timeline
 from gpipe_bench.pipeline.ranks.distributed import PointToPoint
 from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
+from gpipe_bench.pipeline.ranks.tied import Tie, TiedWeights
 from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.portals import declarations, portals_of
+from gpipe_bench.pipeline.stage.portals import portals_of
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.trees import Keywords, Tree, merge
 from gpipe_bench.pipeline.step import Observer, Steps, refuse_elsewhere
@@ -136,18 +135,24 @@ class Pipeline(nn.Module):
         """The arguments are described with the class: `help(Pipeline)`."""
         super().__init__()
         check_arguments(num_stages, num_microbatches, num_workers, timeout_s, group, mesh, transport)
+        self.seed, self._is_own = seed, isinstance(schedule, Schedule)
+        self.num_steps = 0  # training steps taken, which number the random streams
+        self._num_forwards = 0
+        self._has_warned = False  # of an evaluation in training mode
+        # The other processes, and what is known of their failures.
         self.grid: Grid | None = None
         detector: FailureDetector | None = None
         if mesh is not None:
             self.grid, detector = join(mesh, timeout_s)
             group = self.grid.group("pp")
-        network = None if group is None else network_of(group)
+        self.group, network = group, None if group is None else network_of(group)
         if network is not None and detector is None:
             detector = detector_of(network, timeout_s)
         # A rank that fails before its pipeline is there must not be waited for.
         with nullcontext() if detector is None else detector.building():
-            self._divided = divided_over(self.grid, zero)
-            layout = Layout(
+            self._divided, self._backend = divided_over(self.grid, zero), backend_of(compile)
+            # Which layers make up which stage, and which of them are this process's.
+            assigned = Assignment(
                 layers,
                 network,
                 num_stages=num_stages,
@@ -160,85 +165,92 @@ class Pipeline(nn.Module):
                 example=example,
                 devices=devices,
             )
-            self._schedule = layout.schedule
-            self._is_own = isinstance(schedule, Schedule)
-            self._partition, self._devices = layout.partition, layout.devices
-            modules, local, ties = layout.modules, layout.local, layout.ties
-            # On every rank, whosever layer it is: one that refuses alone would be waited for.
-            refuse_unsupported(part for layer in modules for part in layer.modules())
-            self._portals = declarations(modules)
-            self._lines = edges_of(self._portals, self._partition)
-            self.tied_names = {name: tie.names[0] for tie in ties for name in tie.names[1:]}
+            self._know(assigned)
             if self._divided is not None:
-                self._divided.check(dict(layout.named), ties, self._schedule, compiles=bool(compile))
+                self._divided.check(
+                    dict(assigned.named), assigned.ties, self._schedule, compiles=bool(compile)
+                )
                 share_memory = False  # nobody moves messages along while an action waits for other processes
-            self._reduction = (timeout_s, bucket_bytes, self._divided)
-            self._joint = data_parallel_of(self.grid, detector, self._devices[local[0]], *self._reduction)
-            self._replicas = None if self._joint is None else self._joint.replicas
-            self._layers = layout.layers(move=devices is not None)  # those of this process, by name
-            self._whole = [
-                ref(layer) for layer in modules
-            ]  # of all processes, as long as somebody holds them
-            own = {parameter for layer in self._layers.values() for parameter in layer.parameters()}
-            self._elsewhere = {
-                id(parameter): (ref(parameter), f"{name}.{path}")
-                for name, layer in layout.named
-                for path, parameter in layer.named_parameters()
-                if parameter not in own
-            }
-            self.seed = seed
-            self.group = group
-            self._backend = backend_of(compile)
-            self._layer_names = tuple(name for name, _ in layout.named)
-            self._keywords = Keywords.of_all(modules)
-            if isinstance(layers, OwnLayers):
-                layers.give_to(self, self._parts)
-            else:
-                self._modules.update(self._layers)
-            self._tied: TiedWeights | None = None
-            of_ties = [(tie.names, tie.stages, tie.parameter.shape, tie.parameter.dtype) for tie in ties]
-            mine = (self._layer_names, self._partition, self._schedule, seed, of_ties, self._portals)
-            if self._joint is not None:
-                self._joint.start_alike(mine, self)
+            # What replicas do together. They begin with the same values.
+            self._of_replicas = (timeout_s, bucket_bytes, self._divided)
+            device = self._devices[assigned.local[0]]
+            self._data_parallel = data_parallel_of(self.grid, detector, device, *self._of_replicas)
+            self._hold(layers, assigned, move=devices is not None)
+            if self._data_parallel is not None:
+                self._data_parallel.start_alike((assigned.same_on_all(), seed), self)
             if self._divided is not None:
                 self._divided.check_own(self._layers)
                 self._divided.divide(self._layers)
-            several = [tie for tie in ties if len(tie.stages) > 1]
-            self._stages = self._make_stages(local, [tie.parameter for tie in several])
-            self._ranks: PointToPoint | None = None
+            # The stages, what moves messages between them, and the loop that takes their actions.
+            shared = [tie for tie in assigned.ties if len(tie.stages) > 1]
+            self._stages = self._make_stages(assigned.local, [tie.parameter for tie in shared])
             apart = len(set(self._devices)) > 1
             self._transport: EdgeTransport = transport or InProcess(devices=self._devices if apart else ())
-            if network is not None:
-                self._ranks = PointToPoint(
+            self._ranks: PointToPoint | None = None
+            self._tied: TiedWeights | None = None
+            if network is not None and detector is not None:
+                self._transport = self._ranks = PointToPoint(
                     network,
                     self._schedule,
-                    self._devices[local[0]],
+                    device,
                     timeout_s=timeout_s,
                     share_memory=share_memory,
-                    portals=self._lines,
+                    portals=self._portal_edges,
                     detector=detector,
                     is_own=self._is_own,
                 )
-                self._transport = self._ranks
-                check_equal(self.gather(mine))
-                own_rank, joint = self._ranks.rank, self._joint
-                here = [tie for tie in several if own_rank in tie.ranks]
-                self._tied = TiedWeights(
-                    [tie for tie in here if len(tie.ranks) > 1 or self._replicas is not None],
-                    self._ranks,
-                    self,
-                    replica=0 if self._replicas is None else self._replicas.rank,
-                    over_replicas=None if joint is None or self._replicas is None else joint.sum_of,
-                )
-                self._tied.share_values()
-            if self._lines:
-                self._transport = PortalTransport(self._transport, self._lines)
+                check_equal(self.gather((assigned.same_on_all(), seed)))
+                self._tied = self._tie(shared, self._ranks)
+                refuse_optimizers(self, num_workers=network.size)
+            if self._portal_edges:
+                self._transport = PortalTransport(self._transport, self._portal_edges)
             self._prepare()
             if self.grid is not None and detector is not None:
                 watch_over(self.grid, detector, timeout_s)
-        self.num_steps = 0  # training steps taken, which number the random streams
-        self._num_forwards = 0
-        self._has_warned = False  # of an evaluation in training mode
+
+    def _know(self, assigned: Assignment) -> None:
+        """What is known of the whole model, on every rank alike."""
+        modules = assigned.modules
+        self._schedule, self._partition = assigned.schedule, assigned.partition
+        self._devices, self._layer_names = assigned.devices, tuple(name for name, _ in assigned.named)
+        self._portals, self._portal_edges = assigned.portals, assigned.portal_edges
+        self._keywords = Keywords.of_all(modules)
+        self.tied_names = {name: tie.names[0] for tie in assigned.ties for name in tie.names[1:]}
+        self._whole = [ref(layer) for layer in modules]  # as long as somebody holds them
+
+    def _hold(self, layers: object, assigned: Assignment, *, move: bool) -> None:
+        """Takes the layers of this process as submodules, and remembers what others train."""
+        self._layers = assigned.layers(move=move)
+        own = {parameter for layer in self._layers.values() for parameter in layer.parameters()}
+        self._elsewhere = {
+            id(parameter): (ref(parameter), f"{name}.{path}")
+            for name, layer in assigned.named
+            for path, parameter in layer.named_parameters()
+            if parameter not in own
+        }
+        if isinstance(layers, OwnLayers):
+            layers.give_to(self, self._parts)
+        else:
+            self._modules.update(self._layers)
+
+    def _tie(self, shared: Sequence[Tie], ranks: PointToPoint) -> TiedWeights:
+        """The weights that this process has in common with others, all with the values of the first."""
+        joint = self._data_parallel if self._replicas is not None else None
+        here = [tie for tie in shared if ranks.rank in tie.ranks]
+        found = TiedWeights(
+            [tie for tie in here if len(tie.ranks) > 1 or joint is not None],
+            ranks,
+            self,
+            replica=0 if self._replicas is None else self._replicas.rank,
+            over_replicas=None if joint is None else joint.sum_of,
+        )
+        found.share_values()
+        return found
+
+    @property
+    def _replicas(self) -> Replicas | None:
+        """The processes that have the same stages as this one."""
+        return None if self._data_parallel is None else self._data_parallel.replicas
 
     @property
     def schedule(self) -> Schedule:
@@ -253,7 +265,7 @@ class Pipeline(nn.Module):
     @property
     def portals(self) -> tuple[Edge, ...]:
         """What goes past stages, for `replay`."""
-        return self._lines
+        return self._portal_edges
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -272,8 +284,8 @@ class Pipeline(nn.Module):
         if self._ranks is None:
             return self.timeline
         device = next(iter(self._stages.values())).device
-        with self._ranks.together() as together:
-            return gather_timeline(together, self._steps.clock, device, self._schedule)
+        with self._ranks.collectives() as collectives:
+            return gather_timeline(collectives, self._steps.clock, device, self._schedule)
 
     @property
     def place(self) -> str:
@@ -321,21 +333,24 @@ class Pipeline(nn.Module):
         completed actions stay in `.grad`.
         """
         if not callable(loss_fn):
-            raise ValueError(
+            wrong = ValueError(
                 f"loss_fn is {loss_fn!r}; give a function of the output and the target that returns the mean "
                 "loss over the examples, such as torch.nn.functional.cross_entropy; to evaluate, call "
                 "pipeline(inputs)"
             )
+            raise self._steps.refused(wrong)
         if not torch.is_grad_enabled():
-            raise RuntimeError(
+            disabled = RuntimeError(
                 "step() trains, but gradients are disabled here; to evaluate, call pipeline.eval() and "
                 "pipeline(inputs)"
             )
+            raise self._steps.refused(disabled)
         if scaler is not None and self.group is not None and not decides_for(scaler, self):
-            raise ValueError(
+            alone = ValueError(
                 "this scaler would decide on every rank by that rank's gradients alone; make it with "
                 "pipeline.scaler() on every rank"
             )
+            raise self._steps.refused(alone)
         loss = self._steps.take(
             self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler, sync=sync
         )
@@ -409,7 +424,7 @@ class Pipeline(nn.Module):
                 f"pipeline(inputs) ran in training mode, and layer {drew[0]} ({type(layer).__name__}) drew "
                 "random numbers, as dropout does; call pipeline.eval() before an evaluation, and "
                 "pipeline.train() after it",
-                stacklevel=4,  # of whoever calls the module
+                stacklevel=4,  # of the caller of the module
             )
         stage = self._stages.get(self._schedule.num_stages - 1)
         if stage is None:
@@ -471,9 +486,9 @@ class Pipeline(nn.Module):
         layers = {i: self._layers[self._layer_names[i]] for index in local for i in self._partition[index]}
         make: Callable[..., Stage] = Stage
         first_microbatch = 0
-        if self._joint is not None:
+        if self._data_parallel is not None:
             made = Stage if self._divided is None else self._divided.makes
-            make = partial(made, reduction=self._joint.reduction)
+            make = partial(made, reduction=self._data_parallel.reduction)
             if self.grid is not None:
                 first_microbatch = self.grid.replica * self._schedule.num_microbatches
         return {
@@ -486,7 +501,7 @@ class Pipeline(nn.Module):
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
                 backend=self._backend,
-                portals=portals_of(self._portals, self._partition, self._lines, index),
+                portals=portals_of(self._portals, self._partition, self._portal_edges, index),
                 tied=tied,
                 elsewhere=partial(refuse_elsewhere, self._elsewhere) if self._elsewhere else None,
                 first_microbatch=first_microbatch,
@@ -503,7 +518,7 @@ class Pipeline(nn.Module):
         for stage in self._stages.values():
             stage.follow(self._schedule)
         self._steps = Steps(
-            self._schedule, self._stages, self._devices, self._transport, self._tied, self._joint,
+            self._schedule, self._stages, self._devices, self._transport, self._tied, self._data_parallel,
             self._elsewhere, self._keywords,
             is_own=self._is_own,
         )  # fmt: skip
@@ -516,12 +531,12 @@ class Pipeline(nn.Module):
                 "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
                 "every rank and load its state_dict"
             )
-        made = ("_stages", "_steps", "_joint", "_whole")
+        made = ("_stages", "_steps", "_data_parallel", "_whole")
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(dict(state))
-        self._joint = data_parallel_of(None, None, self._devices[0], *self._reduction)
+        self._data_parallel = data_parallel_of(None, None, self._devices[0], *self._of_replicas)
         self._whole = [ref(layer) for layer in self._layers.values()]
         self._stages = self._make_stages(range(self._schedule.num_stages))
         self._prepare()
@@ -550,12 +565,12 @@ class Pipeline(nn.Module):
         """
         if self._ranks is None:
             return [mine]
-        with self._ranks.together() as together:
-            return together.gather(mine)
+        with self._ranks.collectives() as collectives:
+            return collectives.gather(mine)
 
     def gather_all(self, mine: T) -> list[T]:
         """The same of all processes of the grid, in the order of the mesh's ranks."""
         if self._ranks is None or self.grid is None:
             return self.gather(mine)
-        with self._ranks.all_together() as together:
-            return together.gather(mine)
+        with self._ranks.collectives_of_all() as collectives:
+            return collectives.gather(mine)

@@ -23,12 +23,15 @@ from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.names import suggestion
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.partition import partition as balanced
+from gpipe_bench.pipeline.plan.portals import edges_of
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
 from gpipe_bench.pipeline.plan.vee import shared_by
 from gpipe_bench.pipeline.ranks.connect import Network
 from gpipe_bench.pipeline.ranks.tied import find_ties
+from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
 from gpipe_bench.pipeline.stage.compiled import BACKEND
+from gpipe_bench.pipeline.stage.portals import declarations
 from gpipe_bench.pipeline.stage.trees import Tree
 
 Device = torch.device | str
@@ -71,14 +74,19 @@ def check_arguments(
         )
 
 
-class Layout:
-    """The layers of the whole model by name, in stages, and what of it is in this process: the arguments of
-    `Pipeline`, completed. `ValueError` names one that does not fit and what would.
+class Assignment:
+    """Which layers make up which stage, and which stages are this process's: the arguments of `Pipeline`,
+    completed. `ValueError` names one that does not fit and what would.
 
-    `named` are the layers with the names that the plain model's `state_dict` uses, `schedule` is what the
-    steps take. `partition` are the layer
-    indices of each stage, `devices` of every stage, `local` the stages of this process, and `ties` the
-    weights with several places in the model.
+    Attributes:
+        named: the layers, with the names that the plain model's `state_dict` uses
+        schedule: what the steps take
+        partition: the layer indices of each stage
+        devices: of every stage
+        local: the stages of this process
+        ties: the weights with several places in the model
+        portals: what each layer stashes and pops
+        portal_edges: which portals go from which stage to which
     """
 
     def __init__(
@@ -118,6 +126,8 @@ class Layout:
         self.devices = devices_of(
             devices, num_stages, [modules[i] for k in self.local for i in cuts[k]], modules
         )
+        # On every rank, whosever layer it is: one that refuses alone would be waited for.
+        refuse_unsupported(part for layer in modules for part in layer.modules())
         refuse_split_statistics(modules, cuts)
         homes = [self.schedule.worker(stage) for stage in range(num_stages)]
         if network is None:
@@ -125,6 +135,13 @@ class Layout:
             homes = [0] * num_stages
         named = [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else self.named
         self.ties = find_ties(named, cuts, homes)
+        self.portals = declarations(modules)
+        self.portal_edges = edges_of(self.portals, cuts)
+
+    def same_on_all(self) -> object:
+        """What all ranks of a pipeline must have given alike."""
+        ties = [(tie.names, tie.stages, tie.parameter.shape, tie.parameter.dtype) for tie in self.ties]
+        return [name for name, _ in self.named], self.partition, self.schedule, ties, self.portals
 
     def layers(self, *, move: bool) -> dict[str, nn.Module]:
         """The layers of this process, by name; moved to the devices of their stages, if asked to."""

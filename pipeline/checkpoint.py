@@ -25,7 +25,7 @@ import itertools
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -50,9 +50,10 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
     """Writes weights, buffers, optimizer state and step count to the folder `path`. All ranks must call, on a
     grid those of the whole mesh; a rank that has nothing to train gives None as its optimizer.
 
-    `RuntimeError`, on every rank, if one of them cannot write, another job saves there or the pipeline has
-    failed; `ActionError` if a rank does not come within the pipeline's `timeout_s`. Whenever it ends or is
-    killed, `path` holds the checkpoint of before or the new one; the next save removes what was left behind.
+    `RuntimeError`, on every rank, if one of them cannot write or the pipeline has failed; `ActionError` if a
+    rank does not come within the pipeline's `timeout_s`. Whenever it ends or is killed, `path` holds the
+    checkpoint of before or the new one; the next save removes what was left behind. One job at a time may
+    save there.
     """
     path, planner = Path(path), DefaultSavePlanner()
     writer = FileSystemWriter(path)
@@ -62,7 +63,8 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
 
     def plan() -> Any:
         if rank == 0:
-            stack.enter_context(alone(path))
+            path.mkdir(parents=True, exist_ok=True)
+            _tidy(path)  # what a killed save left
         planner.set_up_planner(_state(pipeline, optimizer), writer.storage_meta(), is_coordinator=rank == 0)
         for key, place in planner.mappings.items():
             if place[0] == "optimizer" and any(isinstance(part, int) for part in place):
@@ -88,15 +90,17 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
             os.replace(path / f"__{rank}_{name}.metadata", path / ".metadata")
             sync(path)
             sync(path.parent)
-            stack.close()
 
     what = f"the checkpoint {path} can't be written"
-    with ExitStack() as stack:
+    try:
         # Every rank makes the plan of all, which is the same everywhere.
         plans, metadata = planner.create_global_plan(_on_all(pipeline, plan, what))
         mine = writer.prepare_global_plan(plans)[rank]
         results = _on_all(pipeline, write, what)
         _on_all(pipeline, finish, what)
+    finally:
+        if rank == 0:
+            _tidy(path)  # the version that was replaced, or what there is of this one
 
 
 def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
@@ -270,11 +274,6 @@ def _by_position(
 # came from elsewhere must not be able to run anything, so only the few types that such a file needs are let
 # through.
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _KNOWN = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -286,27 +285,6 @@ _KNOWN = {
     "collections": {"OrderedDict"},
 }  # fmt: skip
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """While one job saves: makes the folder, and keeps others from saving there where the file system can.
-    Removes what the index does not name, before (what a killed save left) and after (the version replaced).
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        if fcntl is not None:
-            descriptor = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RuntimeError("another job is saving there; save to a folder of its own") from error
-            except OSError:  # a file system without such locks
-                pass
-        _tidy(folder)
-        stack.callback(_tidy, folder)
-        yield
 
 
 def _tidy(folder: Path) -> None:

@@ -163,8 +163,8 @@ def pinned(tensor: Tensor) -> Tensor:
 def hold(device: torch.device, seconds: float) -> None:
     """Keeps the current stream of a CUDA device busy for about so long; nothing on others.
 
-    Whoever times short work lets the host run ahead meanwhile, by no more than the thousand operations that a
-    stream takes: events around the work then tell what the device takes, not how fast Python asks for it.
+    A caller that times short work lets the host run ahead meanwhile, by no more than the thousand operations
+    that a stream takes: events around the work then tell what the device takes, not how fast Python asks.
     """
     if device.type == "cuda" and seconds > 0:
         with on(device):

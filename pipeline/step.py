@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -43,20 +43,28 @@ from gpipe_bench.pipeline.stage.trees import (
     sizes,
     unflatten_shared,
 )
-from gpipe_bench.pipeline.transport import EdgeTransport, Plan, PortalTransport, ShortBatchError, rows_for
+from gpipe_bench.pipeline.transport import EdgeTransport, PortalTransport, ShortBatchError, StepPlan, rows_for
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
 F, R, B, I, W = Kind  # noqa: E741
+T = TypeVar("T", bound=BaseException)
 
 
 class Steps:
-    """Takes mini-batches through `stages`, those of this process by their indices.
+    """Takes mini-batches through the stages of this process.
 
-    `stage_devices` is the device of each stage of the pipeline; `tied` are the weights that stages of
-    several processes use; `joint` is what is done with other replicas; `is_own` as in `rows_for`. `elsewhere`
-    are the parameters of the layers of other processes, by their id, as far as this process still has them,
-    with their names. `keywords` are what the layers may share.
+    Args:
+        schedule: what a step of `num_microbatches` takes.
+        stages: those of this process, by their index.
+        stage_devices: of every stage of the pipeline.
+        transport: what moves messages between stages.
+        tied: the weights that stages of several processes use.
+        data_parallel: what is done with other replicas.
+        elsewhere: the parameters that other processes train, by their id, with their names, as far as this
+            process still has them.
+        keywords: what the layers may share.
+        is_own: as in `rows_for`.
     """
 
     def __init__(
@@ -66,13 +74,13 @@ class Steps:
         stage_devices: Sequence[torch.device],
         transport: EdgeTransport,
         tied: TiedWeights | None = None,
-        joint: DataParallel | None = None,
+        data_parallel: DataParallel | None = None,
         elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]] | None = None,
         keywords: Keywords | None = None,
         *,
         is_own: bool = False,
     ) -> None:
-        self._schedule, self._stages, self._joint = schedule, stages, joint
+        self._schedule, self._stages, self._data_parallel = schedule, stages, data_parallel
         self._is_own, self._devices = is_own, tuple(stage_devices)
         self._transport, self._tied, self._elsewhere = transport, tied, elsewhere or {}
         self._keywords = keywords
@@ -80,22 +88,12 @@ class Steps:
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
         messages = transport.inner if isinstance(transport, PortalTransport) else transport
-        self._asks = isinstance(messages, PointToPoint)  # which mini-batches have messages of equal shapes
-        self._is_let_down = (
-            messages.is_let_down if isinstance(messages, PointToPoint) else lambda error: False
-        )
+        self._ranks = messages if isinstance(messages, PointToPoint) else None
         self._turn = Lock()  # one pass at a time
         self._programs: dict[tuple[int, bool], tuple[tuple[Instruction, ...], Clock]] = {}
         self._rows = schedule  # of the latest step
         self.latest = schedule  # of the latest step that trained
         self._program(schedule, training=True)
-
-    def _program(self, schedule: Schedule, *, training: bool) -> tuple[tuple[Instruction, ...], Clock]:
-        program = prepare(schedule, self._stages, training=training)
-        journal = None if self._joint is None else self._joint.journal
-        clock = Clock([instruction.action for instruction in program], self._devices, journal)
-        self._programs[schedule.num_microbatches, training] = program, clock
-        return program, clock
 
     @property
     def clock(self) -> Clock:
@@ -126,23 +124,22 @@ class Steps:
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
                 "the pipeline is in the middle of a step or an evaluation, in another thread or in a hook; "
-                "take one after the other, or build a pipeline for each thread"
+                "take one after the other"
             )
         # What is cached without a graph must not meet one, and the caches would keep a copy of every weight.
         casts, parametrized = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
         torch.set_autocast_cache_enabled(False)
         parametrize._cache_enabled = 0
         try:
-            plan, feed = self._plan(model, batch, shared, training=loss_fn is not None)
-            program, clock = self._begin(
-                number, plan, feed, target, loss_fn, scaler, sync=sync, inference=inference
-            )
+            plan, microbatches = self._plan(model, batch, shared, training=loss_fn is not None)
+            rows, lengths = self._rows_of(plan), sizes(plan.examples, plan.num_microbatches)
+            shares = self._share(lengths, loss_fn, sync=sync) if plan.training else ()
+            self._feed(number, plan, microbatches, target, loss_fn, shares, scaler, inference=inference)
             if 0 in self._stages and (first := self._stages[0].first) is not None:
                 first.begin(batch, target)
+            program, clock = self._program(rows, training=plan.training)
             versions = None if plan.shared is None else shared_versions(plan.shared)
-            if self._on_accelerators:
-                observe = on_their_devices(self._stages, observe)
-            run(program, self._transport, clock, observe)
+            run(program, self._transport, clock, self._on_their_devices(observe))
             if plan.shared is not None and versions != shared_versions(plan.shared):
                 raise RuntimeError(
                     "a layer has changed a tensor of shared in place, which all layers and micro-batches "
@@ -152,15 +149,8 @@ class Steps:
         except ShortBatchError:
             raise  # on every rank alike, and nothing has begun
         except BaseException as error:
-            for stage in self._stages.values():
-                stage.finish(complete=False)
-            if self._tied is not None:
-                self._tied.restore()
-            if self._joint is not None:
-                self._joint.reset()
-            # The others must not wait.
-            failure = error if isinstance(error, ActionError) else self._transport.abort(None, error)
-            if self._is_let_down(error):
+            failure = self._give_up(error)
+            if self._ranks is not None and self._ranks.is_let_down(error):
                 raise failure from error
             raise
         finally:
@@ -168,9 +158,27 @@ class Steps:
             parametrize._cache_enabled = parametrized
             self._turn.release()
 
+    def refused(self, error: T) -> T:
+        """The error of arguments with which no step can be taken, once the other ranks, which may have
+        begun, know that they need not wait.
+        """
+        if self._ranks is not None:
+            self._give_up(error)
+        return error
+
+    def _give_up(self, error: BaseException) -> ActionError:
+        """Ends the step here and on all ranks; what happened, as far as anybody knows."""
+        for stage in self._stages.values():
+            stage.finish(complete=False)
+        if self._tied is not None:
+            self._tied.restore()
+        if self._data_parallel is not None:
+            self._data_parallel.reset()
+        return error if isinstance(error, ActionError) else self._transport.abort(None, error)
+
     def _plan(
         self, model: nn.Module, batch: Tree | None, shared: Mapping[str, Any] | None, *, training: bool
-    ) -> tuple[Plan, Sequence[Tree]]:
+    ) -> tuple[StepPlan, Sequence[Tree]]:
         """What all ranks must know of the step, from the first stage, which divides the mini-batch."""
         if 0 not in self._stages:
             return self._transport.begin(None, None), ()
@@ -179,22 +187,22 @@ class Steps:
         examples = num_examples(batch)
         count = max(1, min(examples, self._schedule.num_microbatches))
         sizes(examples, count)  # refuses an empty mini-batch before another rank is told of it
-        if self._joint is not None:
-            count = self._joint.agree(count, training=training, is_own=self._is_own)
+        if self._data_parallel is not None:
+            count = self._data_parallel.agree(count, training=training, is_own=self._is_own)
         tensors, structure = flatten(batch, "the mini-batch")
         if any(tensor.requires_grad for tensor in tensors):
             raise ValueError(
                 "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
             )
-        plan = Plan(examples, count, training, flatten_shared(shared) if shared else None)
+        plan = StepPlan(examples, count, training, flatten_shared(shared) if shared else None)
         signature: Hashable = None
-        if self._asks:  # what the shapes, dtypes and gradients of all messages may depend on
+        if self._ranks is not None:  # what the shapes, dtypes and gradients of all messages may depend on
             signature = (
                 training,
                 count,
                 model.training,
-                _outline(Message(tensors, structure, ())),
-                _outline(plan.shared),
+                _signature(Message(tensors, structure, ())),
+                _signature(plan.shared),
                 tuple(p.requires_grad for p in model.parameters()),
                 tuple(
                     (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._device_types
@@ -202,82 +210,112 @@ class Steps:
             )
         return self._transport.begin(plan, signature), divide(batch, sizes(examples, count))
 
-    def _begin(
+    def _rows_of(self, plan: StepPlan) -> Schedule:
+        """The schedule of this step, which the stages follow from now on."""
+        rows = self._schedule
+        if plan.num_microbatches != rows.num_microbatches:
+            rows = rows_for(rows, plan, is_own=self._is_own)
+        if rows is not self._rows:
+            self._rows = rows
+            for stage in self._stages.values():
+                stage.follow(rows, short=True)
+        if plan.training:
+            self.latest = rows
+        return rows
+
+    def _share(self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool) -> Sequence[float]:
+        """What each micro-batch counts for in the loss. Gradients that need more than an addition to `.grad`
+        are prepared.
+        """
+        if self._tied is not None:
+            self._tied.begin()
+        if self._data_parallel is not None:
+            return self._data_parallel.begin(lengths, loss_fn, sync=sync, has_loss=self._has_last)
+        return tuple([length / sum(lengths) for length in lengths])
+
+    def _feed(
         self,
         number: int,
-        plan: Plan,
-        feed: Sequence[Tree],
+        plan: StepPlan,
+        microbatches: Sequence[Tree],
         target: Tree | None,
         loss_fn: LossFn | None,
+        shares: Sequence[float],
         scaler: torch.amp.GradScaler | None,
         *,
-        sync: bool,
         inference: bool,
-    ) -> tuple[tuple[Instruction, ...], Clock]:
-        """Gives each stage its part of the step; the actions to take."""
-        count, training = plan.num_microbatches, plan.training
-        schedule = self._schedule
-        if count != schedule.num_microbatches:
-            schedule = rows_for(schedule, plan, is_own=self._is_own)
-        if schedule is not self._rows:
-            self._rows = schedule
-            for stage in self._stages.values():
-                stage.follow(schedule, short=True)
-        lengths = sizes(plan.examples, count)
-        shares: Sequence[float] = tuple([length / plan.examples for length in lengths])
-        if training:
-            self.latest = schedule
-            if self._tied is not None:
-                self._tied.begin()
-            if self._joint is not None:
-                shares = self._joint.begin(lengths, loss_fn, sync=sync, has_loss=self._has_last)
+    ) -> None:
+        """Gives each stage its part of the step."""
         for stage in self._stages.values():
-            targets: Sequence[Tree | None] = ()
-            if stage.is_last and training:
-                targets = [None] * count
-                if target is not None:
-                    found = num_examples(target, "the target")
-                    if found != plan.examples:
-                        raise ValueError(
-                            f"the mini-batch has {plan.examples} examples but the target {found}"
-                        )
-                    targets = divide(target, lengths, "the target")
+            has_loss = stage.is_last and plan.training
             stage.begin(
                 number,
-                count,
-                training=training,
+                plan.num_microbatches,
+                training=plan.training,
                 inference=inference,
-                feed=feed if stage.is_first else (),
-                targets=targets,
+                feed=microbatches if stage.is_first else (),
+                targets=_targets(target, plan) if has_loss else (),
                 loss_fn=loss_fn,
                 shares=shares,
                 shared=None if plan.shared is None else unflatten_shared(plan.shared, stage.device),
                 scaler=scaler if stage.is_last else None,
             )
-            if training and self._elsewhere:
-                self._refuse_elsewhere(stage)
+            if plan.training and self._elsewhere:
+                for parameter in stage.parameters:
+                    refuse_elsewhere(self._elsewhere, parameter)
             if scaler is not None:  # it learns its device, and all ranks begin with the same scale
                 scaler.scale(torch.zeros((), device=stage.device))
-        return self._programs.get((count, training)) or self._program(schedule, training=training)
+
+    def _program(self, rows: Schedule, *, training: bool) -> tuple[tuple[Instruction, ...], Clock]:
+        """What is taken by these rows, and when."""
+        key = rows.num_microbatches, training
+        if key not in self._programs:
+            program = prepare(rows, self._stages, training=training)
+            journal = None if self._data_parallel is None else self._data_parallel.journal
+            clock = Clock([instruction.action for instruction in program], self._devices, journal)
+            self._programs[key] = program, clock
+        return self._programs[key]
+
+    def _on_their_devices(self, observe: Observer | None) -> Observer | None:
+        """`observe`, with the device of an action's stage as the current one in the action: layers may ask
+        for "the" accelerator without saying which. Where there are only CPUs there is no need of it.
+        """
+        if not self._on_accelerators:
+            return observe
+
+        @contextmanager
+        def guarded(action: Action) -> Iterator[None]:
+            with (
+                devices.on(self._stages[action.stage].device),
+                _UNOBSERVED if observe is None else observe(action),
+            ):
+                yield
+
+        return guarded
 
     def _finish(self, *, sync: bool) -> Tensor | None:
         """All actions are taken: the loss of a training step, and gradients that the optimizer may use."""
         loss = self._transport.finish()
-        if self._joint is not None:
+        if self._data_parallel is not None:
             if loss is None:
-                self._joint.evaluated()
+                self._data_parallel.evaluated()
             else:
-                loss = self._joint.finish(loss)
+                loss = self._data_parallel.finish(loss)
         if loss is not None and self._tied is not None:
             self._tied.sum_gradients(sync=sync)
         for stage in self._stages.values():
             stage.finish()
         return loss
 
-    def _refuse_elsewhere(self, stage: Stage) -> None:
-        """`ValueError` where a layer or the loss has got a weight that another process trains."""
-        for parameter in stage.parameters:
-            refuse_elsewhere(self._elsewhere, parameter)
+
+def _targets(target: Tree | None, plan: StepPlan) -> Sequence[Tree | None]:
+    """That of each micro-batch."""
+    if target is None:
+        return [None] * plan.num_microbatches
+    found = num_examples(target, "the target")
+    if found != plan.examples:
+        raise ValueError(f"the mini-batch has {plan.examples} examples but the target {found}")
+    return divide(target, sizes(plan.examples, plan.num_microbatches), "the target")
 
 
 def refuse_elsewhere(elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]], parameter: nn.Parameter) -> None:
@@ -331,19 +369,6 @@ def prepare(
         for action in actions
         if action.stage in stages and (training or action.kind is Kind.F)
     )
-
-
-def on_their_devices(stages: Mapping[int, Stage], observe: Observer | None) -> Observer:
-    """`observe`, with the device of an action's stage as the current one in the action: layers may ask for
-    "the" accelerator without saying which. Where there are only CPUs there is no need of it.
-    """
-
-    @contextmanager
-    def guarded(action: Action) -> Iterator[None]:
-        with devices.on(stages[action.stage].device), _UNOBSERVED if observe is None else observe(action):
-            yield
-
-    return guarded
 
 
 def run(
@@ -404,7 +429,7 @@ def _take(instruction: Instruction, position: int, transport: EdgeTransport, clo
             transport.send_back(before, m, passed)
 
 
-def _outline(message: Message | None) -> Hashable:
+def _signature(message: Message | None) -> Hashable:
     """What shapes may depend on of tensors and what comes with them."""
     if message is None:
         return None

@@ -32,7 +32,7 @@ from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Message, flatten, unflatten
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What every process must know of a step before it begins."""
 
     examples: int  # in the mini-batch
@@ -45,7 +45,7 @@ class ShortBatchError(ValueError):
     """A mini-batch that a schedule cannot take; nothing of it was sent, and the next step may train."""
 
 
-def rows_for(schedule: Schedule, plan: Plan, *, is_own: bool) -> Schedule:
+def rows_for(schedule: Schedule, plan: StepPlan, *, is_own: bool) -> Schedule:
     """What a step takes that has fewer micro-batches than `schedule`: the same one for these, unless it is
     one of the user's own, which says nothing about them.
     """
@@ -65,7 +65,7 @@ class EdgeTransport(Protocol):
     order of sends and receives is that of the schedule.
     """
 
-    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+    def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
         """Starts a step; the process of the first stage brings the plan, all learn it.
 
         Under an equal `signature` (that of the first stage counts) all messages have the same shapes and
@@ -130,7 +130,7 @@ class InProcess:
         self._versions: dict[tuple[int, int], tuple[int, ...]] = {}  # of portals
         self._loss: Tensor | None = None
 
-    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+    def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
         assert plan is not None
         return plan
 
@@ -213,7 +213,7 @@ class PortalTransport:
         # By stage and micro-batch: how many tensors the stage gave, and where its output and portals are.
         self._places: dict[tuple[int, int], tuple[int, tuple[int, ...], dict[str, int]]] = {}
 
-    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
+    def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
         self._places.clear()
         return self.inner.begin(plan, signature)
 
@@ -234,7 +234,7 @@ class PortalTransport:
             needed = tuple([needs_grad[i] for i in positions])
             portals = Message(tuple([given[i] for i in positions]), None, needed)
             self.inner.send(line, microbatch, portals)
-        # After the portals: who sends an output may be made to wait.
+        # After the portals: the send of an output may wait.
         needed = tuple([needs_grad[i] for i in of_output])
         aliases = tuple([i for i, place in enumerate(of_output) if place in message.aliases])
         self.inner.send(edge, microbatch, Message(tensors, structure, needed, aliases))

@@ -168,7 +168,7 @@ def _as_pipeline(
     def watched(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(m: int, *arguments: Any) -> Any:
             message = forward(m, *arguments)
-            if isinstance(message, Message) and not pipeline._lines:  # portals leave with the output
+            if isinstance(message, Message) and not pipeline.portals:  # portals leave with the output
                 step.outputs[index, m] = _sums(message.tensors)
             return message
 
@@ -229,7 +229,7 @@ def _as_plain(
         runner.begin(pipeline.num_steps, targets, loss_fn, shared)
         microbatches = [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]
         for m in microbatches:
-            if not pipeline._lines:
+            if not pipeline.portals:
                 calls = enumerate(runner._calls)
                 runner._calls = [
                     (_noting(call, step, ends[i], m) if i in ends else call, key, keywords)

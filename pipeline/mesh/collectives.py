@@ -1,13 +1,12 @@
 """What the replicas of a stage tell and send each other, and how long they wait for it.
 
-Each replica waits for the others no longer than its pipeline waits for anything. One that waits in vain asks
-what happened where all of the job do (`ranks.failure`), because the replica that it waits for may only wait
-for a rank of its own pipeline.
+A replica waits for the others no longer than `timeout_s`. Then it looks for the cause where all ranks of the
+job look (`ranks.failure`): the replica that did not come may itself wait for a rank of its own pipeline.
 
-In a step they send sums, begun early and waited for at the end. Every replica begins the same collectives in
-the same order; which ones there are follows from the schedule and the parameters alone. They go by
-connections of their own, beside the messages of the pipeline, and gradients travel some megabytes at a time,
-end to end in one piece of memory, because a collective costs the same few messages whatever it moves.
+In a step the replicas add up gradients. Each sum begins early and is waited for at the end. Every replica
+begins the same collectives in the same order, which follows from the schedule and the parameters alone. They
+have connections of their own, beside the messages of the pipeline. Gradients travel in buckets of some
+megabytes, because a collective costs the same few messages whatever it moves.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
 from gpipe_bench.pipeline.ranks.control import ObjectCollectives
 from gpipe_bench.pipeline.ranks.failure import FailureDetector, missing
-from gpipe_bench.pipeline.ranks.wire import Connection, Form, Transit, backend
+from gpipe_bench.pipeline.ranks.wire import Connection, TensorSpec, Transit, backend
 
 T = TypeVar("T")
 
@@ -135,7 +134,7 @@ class GlobalShares(Sequence[float]):
     def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
         self._lengths, self._collectives = lengths, collectives
         self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
-        self._work = collectives.sum(self._examples)
+        self._work: Transit | None = collectives.sum(self._examples)
         self._shares: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
@@ -143,7 +142,9 @@ class GlobalShares(Sequence[float]):
 
     def __getitem__(self, index: Any) -> Any:
         if self._shares is None:
+            assert self._work is not None
             self._collectives.wait(self._work)
+            self._work = None  # it would keep the connection open
             examples = int(self._examples)
             self._shares = tuple([length / examples for length in self._lengths])
         return self._shares[index]
@@ -161,7 +162,7 @@ class FlatBucket:
 
     def __init__(self, positions: Sequence[int], like: Sequence[Tensor]) -> None:
         self.positions = tuple(positions)
-        self._forms = [Form.of(tensor) for tensor in like]
+        self._specs = [TensorSpec.of(tensor) for tensor in like]
         self._dtype, self._device = like[0].dtype, like[0].device
         self._num_elements = sum(tensor.numel() for tensor in like)
         self.empty()
@@ -192,9 +193,9 @@ class FlatBucket:
 
     def _divide(self, memory: Tensor) -> None:
         self.views, start = [], 0
-        for form in self._forms:
-            self.views.append(memory.as_strided(form.shape, form.stride, start))
-            start += form.num_bytes // form.dtype.itemsize
+        for tensor_spec in self._specs:
+            self.views.append(memory.as_strided(tensor_spec.shape, tensor_spec.stride, start))
+            start += tensor_spec.num_bytes // tensor_spec.dtype.itemsize
         self.marks = memory[start:]
 
 

@@ -1,4 +1,5 @@
-"""What is done with all gradients of a step together: clipping by their norm, and scaling.
+"""What is done with all gradients of a step together: clipping by their norm, scaling, and which optimizers
+may step by them.
 
 The norm is made of one norm per parameter in the model's order, wherever the stages and the parts of the
 parameters are, so that every number of stages gives the same bits. Where processes have a part of a gradient
@@ -13,10 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.tensors import is_divided, local
@@ -176,3 +179,37 @@ class GradScaler(torch.amp.GradScaler):
 def decides_for(scaler: torch.amp.GradScaler, pipeline: Gathering) -> bool:
     """Whether the decisions of `scaler` hold for all ranks of `pipeline`."""
     return isinstance(scaler, GradScaler) and scaler._pipeline is pipeline
+
+
+_OF_ALL_PARAMETERS: tuple[type, ...] = (torch.optim.LBFGS,)
+"""Optimizers that decide by the gradients of all parameters at once."""
+_OF_WHOLE_PARAMETERS: tuple[type, ...] = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
+"""Optimizers whose operations torch has only for parameters that are whole."""
+
+
+def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
+    """From now on `ValueError` where an optimizer would step by what this process has of a `pipeline` over
+    processes, and would not do what it does with the plain model.
+    """
+    watched = ref(pipeline)
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not isinstance(optimizer, (*_OF_ALL_PARAMETERS, *_OF_WHOLE_PARAMETERS)):
+            return
+        alive = watched()
+        own = set() if alive is None else set(alive.parameters())
+        mine = [each for group in optimizer.param_groups for each in group["params"] if each in own]
+        name = type(optimizer).__name__
+        if mine and num_workers > 1 and isinstance(optimizer, _OF_ALL_PARAMETERS):
+            raise ValueError(
+                f"{name} decides by the gradients of all parameters, and each rank has only those of its "
+                "stages; use an optimizer that takes each parameter by itself, such as AdamW, or train in "
+                "one process"
+            )
+        if any(map(is_divided, mine)) and isinstance(optimizer, _OF_WHOLE_PARAMETERS):
+            raise ValueError(
+                f"{name} needs whole parameters, and those of this mesh are divided along 'fsdp' or 'tp'; "
+                "use AdamW or SGD, or the dimension 'dp' instead"
+            )
+
+    finalize(pipeline, register_optimizer_step_pre_hook(refuse).remove).atexit = False

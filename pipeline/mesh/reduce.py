@@ -65,7 +65,6 @@ class DataParallel:
         self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
         self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
-        self._num_steps = 0  # that trained, to their end
         self.journal = Journal(device)
         self._collectives = self._of_hosts = None
         if replicas is not None:
@@ -146,10 +145,7 @@ class DataParallel:
         alike = self._divided is not None and self._divided.by_layer
         if self.replicas is None or not (alike or (training and is_own)):
             return num_microbatches
-        self._tell_steps(self._num_steps + training)
-        found = min(self.replicas.share(num_microbatches))
-        self._tell_steps(self._num_steps)  # it may be refused
-        return found
+        return min(self.replicas.share(num_microbatches))
 
     def begin(
         self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool, has_loss: bool
@@ -157,7 +153,6 @@ class DataParallel:
         """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
         the process that has the loss.
         """
-        self._tell_steps(self._num_steps + 1)
         for stage in self._stages:
             stage.look(loss_fn)
         self._go_on_alike()
@@ -177,7 +172,6 @@ class DataParallel:
             reduction.finish()
         if collectives is not None:
             collectives.wait(of_all)
-        self._num_steps += 1
         return loss
 
     def sum_of(self, like: Tensor, gradient: Tensor | None) -> Tensor | None:
@@ -186,11 +180,6 @@ class DataParallel:
         (bucket,) = buckets_of([like.detach()])
         self._collectives.wait(self._collectives.sum(bucket.fill([gradient])))
         return bucket.views[0] if bucket.marks[0] else None
-
-    def _tell_steps(self, number: int) -> None:
-        """That this replica has begun so many training steps, in which the others must take part."""
-        if self.replicas is not None:
-            self.replicas.detector.heartbeat.num_steps = number
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""

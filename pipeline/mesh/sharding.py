@@ -90,10 +90,10 @@ def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None
     for layer in layers.values():
         if next(layer.parameters(), None) is not None:
             fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3)
-            around = _Around()
-            layer.register_forward_pre_hook(around.come, prepend=True)
-            layer.register_forward_pre_hook(around.enter)
-            layer.register_forward_hook(around.leave, prepend=True)
+            hidden = _HiddenHooks()
+            layer.register_forward_pre_hook(hidden.come, prepend=True)
+            layer.register_forward_pre_hook(hidden.enter)
+            layer.register_forward_hook(hidden.leave, prepend=True)
 
 
 class Shards(Reduction):
@@ -302,7 +302,7 @@ class _Scatter(_Allocated, ReduceScatter):
         return work
 
 
-class _Around:
+class _HiddenHooks:
     """Hides torch's hooks around a layer from what the layer and its neighbours do with their tensors.
 
     The hook before makes views of the inputs, and a view has other strides where a dimension has the length

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,11 +40,11 @@ from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector, watch
 from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, Form, Transit, backend
+from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
 
-_FIRST_TAG, _FIRST_FORM = 2**29 + 1, Form((1,), (1,), torch.float32)
+_FIRST_TAG, _FIRST_SPEC = 2**29 + 1, TensorSpec((1,), (1,), torch.float32)
 T = TypeVar("T")
-Greeting = tuple[Connection, int, int]
+FirstMessage = tuple[Connection, int, int]
 """The first message on a connection from one rank to another."""
 
 
@@ -215,7 +216,7 @@ def open_connections(
     """Connects the rank of the session with all others, which must call too, and watches them from then on.
 
     Returns connections that go ways of their own, so that none queues behind another: for headers and
-    outlines, which the host reads; for what all ranks exchange outside of steps; for activations and
+    specs, which the host reads; for what all ranks exchange outside of steps; for activations and
     gradients, by the way that they take; for the loss; and for portals.
 
     `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
@@ -230,17 +231,17 @@ def open_connections(
         willing=share_memory and not accelerated,
         timeout_s=session.timeout_s,
     )
-    # Headers and outlines are read by the host, so they never go through NCCL.
+    # Headers and specs are read by the host, so they never go through NCCL.
     control = session.connect("control", near)
-    together = ObjectCollectives(control, network.rank, network.size)
+    collectives = ObjectCollectives(control, network.rank, network.size)
     if accelerated:
-        _refuse_shared_devices(together.gather((network.identity(session.device), str(session.device))))
+        _refuse_shared_devices(collectives.gather((network.identity(session.device), str(session.device))))
     by_heading = {
         heading: session.connect(name, near, accelerated=accelerated)
         for heading, name in connection_names(schedule).items()
     }
     # What each connection takes first, from which rank to which.
-    greetings: list[Greeting] = [
+    first_messages: list[FirstMessage] = [
         (by_heading[gradients, target > source], source, target)
         for source, target, gradients in sorted(channels(schedule))
     ]
@@ -248,7 +249,7 @@ def open_connections(
     loss = by_heading[True, False]
     if accelerated and schedule.placement:
         loss = session.connect("loss", near, accelerated=accelerated)
-        greetings += [(loss, *pair) for pair in pairwise(loss_chain(schedule))]
+        first_messages += [(loss, *pair) for pair in pairwise(loss_chain(schedule))]
     portals: dict[Direction, Connection] = {}
     if lines and not accelerated:  # tags tell their messages apart
         portals = dict.fromkeys(
@@ -261,11 +262,11 @@ def open_connections(
             for gradients, ends in ((False, (source, target)), (True, (target, source))):
                 name = f"portal {line.number}{' back' * gradients}"
                 portals[line.number, gradients] = session.connect(name, near, accelerated=True)
-                greetings.append((portals[line.number, gradients], *ends))
+                first_messages.append((portals[line.number, gradients], *ends))
     session.watch()
     if accelerated:
-        warm_up(session, greetings)
-    return control, together, by_heading, loss, portals
+        warm_up(session, first_messages)
+    return control, collectives, by_heading, loss, portals
 
 
 def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
@@ -284,10 +285,10 @@ def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
-    """Sends the first message of every pair of ranks that will talk over NCCL, before any step; `greetings`
-    are those of all ranks, in one order. `PeerError` names the rank that does not come within the timeout; a
-    failure elsewhere that is noticed meanwhile ends it too.
+def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:
+    """Sends the first message of every pair of ranks that will talk over NCCL, before any step;
+    `first_messages` are those of all ranks, in one order. `PeerError` names the rank that does not come
+    within the timeout; a failure elsewhere that is noticed meanwhile ends it too.
 
     NCCL connects two ranks when the first message passes between them, and the host stands still until both
     are there, for ever if one of them has failed. In a step that would hold up the pipeline, without a bound.
@@ -296,8 +297,8 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
     would carry the messages to both neighbours, one after another.)
     """
     network, device = session.network, session.device
-    pairs: dict[tuple[int, int], list[Greeting]] = {}
-    for connection, source, target in greetings:
+    pairs: dict[tuple[int, int], list[FirstMessage]] = {}
+    for connection, source, target in first_messages:
         pairs.setdefault((min(source, target), max(source, target)), []).append((connection, source, target))
     deadline_s = network.now() + session.timeout_s
     for pair in in_turn(pairs):
@@ -305,10 +306,10 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
             continue
         peer = sum(pair) - network.rank
 
-        def greet(greetings: list[Greeting] = pairs[pair], peer: int = peer) -> None:
+        def exchange(first_messages: list[FirstMessage] = pairs[pair], peer: int = peer) -> None:
             works: list[tuple[Connection, Transit, Tensor]] = []  # the tensors stay until they are gone
-            for connection, source, target in greetings:
-                buffer = connection.buffer(_FIRST_FORM, source, device)
+            for connection, source, target in first_messages:
+                buffer = connection.buffer(_FIRST_SPEC, source, device)
                 if network.rank == source:
                     work = connection.send(buffer.flat.zero_(), target, _FIRST_TAG)
                 else:
@@ -319,7 +320,7 @@ def warm_up(session: Session, greetings: Iterable[Greeting]) -> None:
             session.synchronize()
 
         try:
-            network.bounded(device, greet, deadline_s - network.now(), lambda: session.detector.noticed)
+            network.bounded(device, exchange, deadline_s - network.now(), lambda: session.detector.noticed)
         except TimeoutError as error:
             what = f"did not answer: it did not come to connect within {session.timeout_s:g} s"
             raise PeerError(None, peer, what, timed_out=True) from error
@@ -349,9 +350,10 @@ def neighbours(
     else none, and the ranks talk through the network. All ranks call, each among the peers of its peers.
 
     By `exchange` all learn what each of them says of something. Each rank listens on a socket for each of its
-    peers that come after it and says its name; the peers connect, and all say whether they did. Who says so
-    has connected, so nothing is waited for at a socket, and with a socket for each nobody is taken for
-    another. Where one cannot (another host, another network namespace, another system) none does.
+    peers that come after it, says its name and where such names are known, and the peers connect. With a
+    socket for each nobody is taken for another.
+
+    `PeerError` for a peer that listens no more.
 
     `ValueError`, on every rank alike, where ranks are on devices of different types.
     """
@@ -364,24 +366,24 @@ def neighbours(
             listeners[peer] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listeners[peer].bind(_name(token, peer))
             listeners[peer].listen(1)
-        said = exchange("address", json.dumps([device_type, machine_id(), token]))
-        types, machines, tokens = zip(*map(json.loads, said), strict=True)
+        said = exchange("address", json.dumps([device_type, network_id(), token]))
+        types, networks, tokens = zip(*map(json.loads, said), strict=True)
         if (other := next((r for r, each in enumerate(types) if each != types[0]), None)) is not None:
             raise ValueError(
                 f"the stages of rank 0 are on {types[0]} and those of rank {other} on {types[other]}, and "
                 "messages between ranks go from one type of device to the same; move the layers, or pass "
                 "devices= on every rank"
             )
-        if not all(tokens) or len(set(machines)) > 1:
+        if not all(tokens) or len(set(networks)) > 1:
             return {}
-        reached = {peer: _reached(tokens[peer], rank) for peer in peers if peer < rank}
-        if "no" in exchange("reached", "no" if None in reached.values() else "yes"):
-            for link in filter(None, reached.values()):
-                link.close()
-            return {}
-        for peer, connected in reached.items():
-            assert connected is not None
-            found[peer] = Neighbour(connected, timeout_s)
+        for peer in [peer for peer in peers if peer < rank]:
+            link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                link.connect(_name(tokens[peer], rank))
+            except OSError as error:  # it has given up, because this rank has come too late
+                raise PeerError(None, peer, f"disappeared: {error}", timed_out=False) from error
+            found[peer] = Neighbour(link.dup(), timeout_s)
+        exchange("connected", "")  # so that nothing is waited for at a socket
         for peer, listener in listeners.items():
             found[peer] = Neighbour(listener.accept()[0], timeout_s)
     for one, other_one in permutations(found.values(), 2):
@@ -389,25 +391,21 @@ def neighbours(
     return found
 
 
+def network_id() -> str:
+    """Equal for two processes only if they see the same local sockets: one kernel, one network namespace."""
+    namespace = Path("/proc/self/ns/net")
+    return f"{machine_id()} {namespace.readlink() if namespace.is_symlink() else ''}"
+
+
 def _name(token: str, rank: int) -> str:
     """Where a rank connects to: abstract, so that no file could stay behind. The token's 128 random bits come
-    from the store alone, so whoever listens there is the right one.
+    from the store alone, so only the right rank can listen there.
     """
     return f"\0pipeline-{token}-{rank}"
 
 
-def _reached(token: str, rank: int) -> socket.socket | None:
-    """The connection of `rank` to who listens by that token, if that is in this network namespace."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        link.connect(_name(token, rank))
-    except OSError:
-        link.close()
-        return None
-    return link
-
-
-# Who talks to whom, and over which connections: the messages of edges, the header of a step and its loss.
+# Which ranks send to which, and over which connections: the messages of edges, the header of a step and its
+# loss.
 #
 # A connection takes what is sent between two ranks in one order, so activations and gradients have one
 # each. Where ranks have several stages, activations also go down the ranks and gradients up, which gets

@@ -6,8 +6,8 @@ NCCL's, and queues behind no activation. Between two ranks it is one stream of f
 says what it is about, and an object; what does not fit follows. Some receives of frames are always posted.
 
     a step             its header, from rank to rank in the order of their first stages
-    what is shared     an outline, and the tensors behind it
-    an edge            an outline before the first message of each size, and, where messages are trees,
+    what is shared     an spec, and the tensors behind it
+    an edge            an spec before the first message of each size, and, where messages are trees,
                        with each further one the structure if it is another one
     the loss           where hosts wait for messages
 
@@ -25,7 +25,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,38 +35,29 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.edges import Direction
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
-from gpipe_bench.pipeline.ranks.ends import Outline, Sender, conform
+from gpipe_bench.pipeline.ranks.ends import MessageSpec, Sender, conform
 from gpipe_bench.pipeline.ranks.launch import machine_id
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Transit
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit
 from gpipe_bench.pipeline.stage.trees import Message
 
-_FRAME = Form((1024,), (1,), torch.uint8)
+_FRAME = TensorSpec((1024,), (1,), torch.uint8)
 _LENGTH_BYTES = 8
 # Frames that may come before anybody reads one, from each rank; each takes a page of shared memory.
 FRAMES_AHEAD = 2
 _FRAME_TAG, _REST_TAG, _TENSORS_TAG = 0, 1, 2
+_SHARED = "shared"  # the key of what all layers share
 # Kinds of steps that are known at a time; with one more the ranks begin anew.
 MOST_AGREEMENTS = 256
 _CPU = torch.device("cpu")
 
 
-class Header(NamedTuple):
-    """What every rank is told before a step."""
-
-    number: int  # of the agreement
-    examples: int  # in the mini-batch
-    num_microbatches: int
-    training: bool  # or forwards only
-    shared: bool  # whether what the layers share follows (`SharedArguments`)
-
-
 class Agreement:
-    """What is known of the messages of one kind of step. Micro-batches of one size have one outline."""
+    """What is known of the messages of one kind of step. Micro-batches of one size have one spec."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.lengths = lengths  # examples in each micro-batch
-        self.outlines: dict[Direction, dict[int, Outline]] = defaultdict(dict)  # by number of examples
-        self.loss: Form | None = None
+        self.specs: dict[Direction, dict[int, MessageSpec]] = defaultdict(dict)  # by number of examples
+        self.loss: TensorSpec | None = None
 
 
 class Agreements:
@@ -151,7 +142,7 @@ class Control:
             if len(posted) < FRAMES_AHEAD:
                 try:
                     self._post(source)
-                except PeerError:  # who has no more to say may be gone
+                except PeerError:  # a rank with no more to send may be gone
                     if not posted:
                         raise
             buffer, work = posted.popleft()
@@ -160,64 +151,53 @@ class Control:
             self._free[source].append(buffer)
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
             if end > len(data):
-                rest = Form((end - len(data),), (1,), torch.uint8)
+                rest = TensorSpec((end - len(data),), (1,), torch.uint8)
                 data += self._receive_now(rest, source, _REST_TAG, action).numpy().tobytes()
             about, content = pickle.loads(data[_LENGTH_BYTES:end])
             self._unread[source, about].append(content)
         return unread.popleft()
 
-    def send_tensors(self, target: int, key: Hashable, message: Message, *, bounded: bool) -> None:
-        """Sends tensors of the CPU; `bounded` as in `Sender.send`."""
-        outline = Outline(tuple([Form.of(tensor) for tensor in message.tensors]), message.structure)
-        self.send(target, key, outline)
-        tensors = conform(message.tensors, outline, _CPU, "shared arguments")
-        self._senders[target].send(tensors, _TENSORS_TAG, bounded=bounded)
-
-    def receive_tensors(self, source: int, key: Hashable) -> Message:
-        """What is sent in that way."""
-        outline: Outline = self.receive(source, key)
-        tensors = [
-            self._receive_now(form, source, _TENSORS_TAG + i, None)
-            for i, form in enumerate(outline.forms)
-            if form is not None
-        ]
-        return Message(tuple(tensors), outline.structure, (False,) * len(tensors))
+    def pass_on(
+        self, message: Message | None, before: int | None, behind: int | None, *, bounded: bool
+    ) -> Message:
+        """What all layers share in a step: rank `before` has sent it, or this is the first rank, which brings
+        it; sends it to rank `behind`. `bounded` as in `Sender.send`.
+        """
+        if message is None:
+            assert before is not None
+            spec: MessageSpec = self.receive(before, _SHARED)
+            received = [
+                self._receive_now(each, before, _TENSORS_TAG + i, None)
+                for i, each in enumerate(spec.tensors)
+                if each is not None
+            ]
+            message = sent = Message(tuple(received), spec.structure, (False,) * len(received))
+        elif behind is not None:
+            # Copied, because the user may change a tensor while it is on its way.
+            copies = tuple([torch.clone(tensor.cpu()) for tensor in message.tensors])
+            sent = message._replace(tensors=copies)
+        if behind is not None:
+            spec = MessageSpec(tuple([TensorSpec.of(tensor) for tensor in sent.tensors]), sent.structure)
+            self.send(behind, _SHARED, spec)
+            tensors = conform(sent.tensors, spec, _CPU, "shared arguments")
+            self._senders[behind].send(tensors, _TENSORS_TAG, bounded=bounded)
+        return message
 
     def finish(self) -> None:
         """Waits until everything that was sent is gone, as it is for others in turn."""
         for source in self._posted:
-            with suppress(PeerError):  # who has no more to say may be gone
+            with suppress(PeerError):  # a rank with no more to send may be gone
                 self._post(source)
         for sender in self._senders.values():
             sender.finish()
 
-    def _receive_now(self, form: Form, source: int, tag: int, action: Action | None) -> Tensor:
-        buffer = self._connection.buffer(form, source, _CPU)
-        if form.num_bytes:
+    def _receive_now(self, tensor_spec: TensorSpec, source: int, tag: int, action: Action | None) -> Tensor:
+        buffer = self._connection.buffer(tensor_spec, source, _CPU)
+        if tensor_spec.num_bytes:
             self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
         data = buffer.tensor.clone()
         self._connection.give_back(buffer, source)
         return data
-
-
-class SharedArguments:
-    """One rank's part in passing on what all layers share in a step, behind the header, from rank to rank."""
-
-    def __init__(self, control: Control, before: int | None, behind: int | None) -> None:
-        self._control, self._before, self._behind = control, before, behind
-
-    def pass_on(self, message: Message | None, *, bounded: bool) -> Message:
-        """What is shared in this step, which only the first rank brings; sends it to the next one."""
-        if message is None:
-            assert self._before is not None
-            message = sent = self._control.receive_tensors(self._before, "shared")
-        elif self._behind is not None:
-            # Copied, because the user may change a tensor while it is on its way.
-            copies = tuple([torch.clone(tensor.cpu()) for tensor in message.tensors])
-            sent = message._replace(tensors=copies)
-        if self._behind is not None:
-            self._control.send_tensors(self._behind, "shared", sent, bounded=bounded)
-        return message
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -259,8 +239,8 @@ class ObjectCollectives:
         ]
         found = [mine] * self.size
         for rank in others:
-            num_bytes = int(self._receive(Form((1,), (1,), torch.int64), rank, _LENGTH_TAG))
-            received = self._receive(Form((num_bytes,), (1,), torch.uint8), rank, _DATA_TAG)
+            num_bytes = int(self._receive(TensorSpec((1,), (1,), torch.int64), rank, _LENGTH_TAG))
+            received = self._receive(TensorSpec((num_bytes,), (1,), torch.uint8), rank, _DATA_TAG)
             found[rank] = pickle.loads(received.numpy().tobytes())
         for rank, work in sent:
             self._connection.wait(work, None, rank)
@@ -276,8 +256,10 @@ class ObjectCollectives:
         """A tensor of the shape and dtype of `like`, on its device."""
         if not self.receive(source):
             return None
-        form = Form.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
-        received = self._receive(form, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
+        tensor_spec = TensorSpec.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
+        received = (
+            self._receive(tensor_spec, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
+        )
         return received.to(like.device, like.dtype)
 
     def send(self, number: int, target: int) -> None:
@@ -285,13 +267,13 @@ class ObjectCollectives:
         self._send(torch.tensor([number]), target, _NUMBER_TAG)
 
     def receive(self, source: int) -> int:
-        return int(self._receive(Form((1,), (1,), torch.int64), source, _NUMBER_TAG))
+        return int(self._receive(TensorSpec((1,), (1,), torch.int64), source, _NUMBER_TAG))
 
     def _send(self, tensor: Tensor, target: int, tag: int) -> None:
         self._connection.wait(self._connection.send(tensor, target, tag), None, target)
 
-    def _receive(self, form: Form, source: int, tag: int) -> Tensor:
-        buffer = self._connection.buffer(form, source, torch.device("cpu"))
+    def _receive(self, tensor_spec: TensorSpec, source: int, tag: int) -> Tensor:
+        buffer = self._connection.buffer(tensor_spec, source, torch.device("cpu"))
         self._connection.wait(self._connection.receive(buffer, source, tag), None, source)
         return buffer.tensor
 
@@ -307,13 +289,13 @@ def check_equal(found: Sequence[object], who: str = "rank") -> None:
 
 
 def gather_timeline(
-    together: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
+    collectives: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
 ) -> Timeline:
     """The latest step of all ranks on one time axis, that of rank 0's host."""
-    offset_ns = _clock_offset_ns(together)
+    offset_ns = _clock_offset_ns(collectives)
     sums = clock.collectives(offset_ns)
     mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions(), sums)
-    ranks: list[tuple[tuple[Event, ...], str, dict[str, str], tuple[Span, ...]]] = together.gather(mine)
+    ranks: list[tuple[tuple[Event, ...], str, dict[str, str], tuple[Span, ...]]] = collectives.gather(mine)
     return Timeline.of(
         [event for rank in ranks for event in rank[0]],
         schedule.num_stages,
@@ -324,24 +306,24 @@ def gather_timeline(
     )
 
 
-def _clock_offset_ns(together: ObjectCollectives) -> int:
+def _clock_offset_ns(collectives: ObjectCollectives) -> int:
     """What to add to this rank's clock to get rank 0's: the middle of the quickest of some round trips.
 
     Processes on one machine have one clock.
     """
-    machines = together.gather(machine_id())
+    machines = collectives.gather(machine_id())
     quickest_ns, offset_ns = 1 << 62, 0
     for other, machine in enumerate(machines):
-        if machine == machines[0] or together.rank not in (0, other):
+        if machine == machines[0] or collectives.rank not in (0, other):
             continue
         for _ in range(_ROUND_TRIPS):
-            if together.rank == 0:
-                together.receive(other)
-                together.send(time.perf_counter_ns(), other)
+            if collectives.rank == 0:
+                collectives.receive(other)
+                collectives.send(time.perf_counter_ns(), other)
                 continue
             sent_ns = time.perf_counter_ns()
-            together.send(sent_ns, 0)
-            answer_ns = together.receive(0)
+            collectives.send(sent_ns, 0)
+            answer_ns = collectives.receive(0)
             back_ns = time.perf_counter_ns()
             if back_ns - sent_ns < quickest_ns:
                 quickest_ns, offset_ns = back_ns - sent_ns, answer_ns - (sent_ns + back_ns) // 2

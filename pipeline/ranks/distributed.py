@@ -45,14 +45,12 @@ from gpipe_bench.pipeline.ranks.control import (
     Agreement,
     Agreements,
     Control,
-    Header,
     ObjectCollectives,
-    SharedArguments,
     packed,
     unpacked,
 )
 from gpipe_bench.pipeline.ranks.ends import (
-    Outline,
+    MessageSpec,
     Progress,
     ReceiveQueue,
     Receiver,
@@ -61,10 +59,10 @@ from gpipe_bench.pipeline.ranks.ends import (
     conform,
 )
 from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.wire import Form, flat
+from gpipe_bench.pipeline.ranks.wire import TensorSpec, flat
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message, sizes
-from gpipe_bench.pipeline.transport import InProcess, Plan, rows_for
+from gpipe_bench.pipeline.transport import InProcess, StepPlan, rows_for
 
 _LOSS_TAG = 2**29
 
@@ -95,10 +93,10 @@ class PointToPoint:
         refuse_edges(schedule, portals, accelerated=network.is_accelerated(device))
         self.rank, self.size = network.rank, network.size
         detector = detector or detector_of(network, timeout_s)
-        ties = self._ties = Session(network, device, detector, timeout_s=timeout_s)
+        session = self._session = Session(network, device, detector, timeout_s=timeout_s)
         try:
-            control, self._together, self._by_heading, self._of_loss, self._of_portals = open_connections(
-                ties, schedule, portals, share_memory=share_memory
+            control, self._collectives, self._by_heading, self._of_loss, self._of_portals = open_connections(
+                session, schedule, portals, share_memory=share_memory
             )
         except (PeerError, StoreError) as error:
             raise self.abort(None, error) from error
@@ -106,21 +104,20 @@ class PointToPoint:
             self.abort(None, error)  # the other ranks must not wait
             raise
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
-        self.close = weakref.finalize(self, ties.close)
-        self.close.atexit = ties.is_accelerated or detector.is_grid
+        self.close = weakref.finalize(self, session.close)
+        self.close.atexit = session.is_accelerated or detector.is_grid
         self._full, self._is_own, self._device = schedule, is_own, device
         self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
         self._agreements, self._agreement = Agreements(), Agreement(())
         self._training = True
-        # A receiver that knows no outline yet has posted nothing, and may wait for something else than it is
+        # A receiver that knows no spec yet has posted nothing, and may wait for something else than it is
         # sent.
-        self._patient = self._bounded = False
+        self._was_agreed = self._bounded = False
         self._own = InProcess()  # what this rank sends to itself
         self._control = Control(control)
         self._header = along(header_chain(schedule), self.rank)
         self._behind = next(iter(self._header.targets), None)
-        self._sharing = SharedArguments(self._control, self._header.source, self._behind)
-        self._route = loss_route(schedule, self.rank, accelerated=ties.is_accelerated)
+        self._route = loss_route(schedule, self.rank, accelerated=session.is_accelerated)
         self._loss: Tensor | None = None
         for source in {self._header.source, self._route.source} - {None}:
             self._control.expect(source)  # type: ignore[arg-type]
@@ -134,8 +131,8 @@ class PointToPoint:
         self._schedule, rank = schedule, self.rank
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
-        self._progress = Progress() if self._ties.is_accelerated else None
-        rings = rings_of(schedule, self._portals, accelerated=self._ties.is_accelerated)
+        self._progress = Progress() if self._session.is_accelerated else None
+        rings = rings_of(schedule, self._portals, accelerated=self._session.is_accelerated)
         self._senders: dict[Direction, Sender] = {}
         self._receivers, self._queues = {}, list[ReceiveQueue]()
         self._at_stage: dict[int, list[Receiver]] = {}
@@ -195,45 +192,47 @@ class PointToPoint:
     @property
     def shared_bytes(self) -> int:
         """Of the buffers that messages come into, where these are memory that two processes map."""
-        return self._ties.shared_bytes
+        return self._session.shared_bytes
 
     # A step
 
-    def begin(self, plan: Plan | None, signature: Hashable) -> Plan:
-        self._ties.refuse_after_failure()
-        self._ties.detector.refuse_after_notice()
-        if plan is not None:
-            number, shared = -1, False
-            if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
-                number, shared = self._agreements.number(signature), plan.shared is not None
-            header = Header(number, plan.examples, plan.num_microbatches, plan.training, shared)
-        else:
+    def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
+        self._session.refuse_after_failure()
+        self._session.detector.refuse_after_notice()
+        if plan is None:
             assert self._header.source is not None
-            header = Header(*self._control.receive(self._header.source, "step"))
+            header = self._control.receive(self._header.source, "step")
+        else:
+            number = -1
+            if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
+                number = self._agreements.number(signature)
+            header = number, plan[:3], plan.shared is not None
         if self._behind is not None:
-            self._control.send(self._behind, "step", tuple(header))
-        number, examples, num_microbatches, self._training, shared = header
-        found = Plan(examples, num_microbatches, self._training)
+            self._control.send(self._behind, "step", header)
+        number, (examples, num_microbatches, self._training), has_shared = header
+        found = StepPlan(examples, num_microbatches, self._training)
         schedule = self._full
         if num_microbatches != schedule.num_microbatches:
             schedule = rows_for(schedule, found, is_own=self._is_own)
         if schedule is not self._schedule:
             self._take_ends(schedule)
         message = None
-        if shared:
-            message = self._sharing.pass_on(plan and plan.shared, bounded=self._patient)
+        if has_shared:
+            message = self._control.pass_on(
+                plan and plan.shared, self._header.source, self._behind, bounded=self._was_agreed
+            )
         agreement = self._agreements.find(number)
-        self._patient = agreement is not None
+        self._was_agreed = agreement is not None
         # Forwards alone have no rings that would say for certain that two workers who send to each other
         # don't wait for each other.
-        self._bounded = self._patient and (self._training or not schedule.placement)
+        self._bounded = self._was_agreed and (self._training or not schedule.placement)
         if agreement is None:
             agreement = self._agreements.add(Agreement(sizes(examples, num_microbatches)))
         self._agreement = agreement
         if self._progress is not None:
             self._progress.calls = 0
         for direction, receiver in self._receivers.items():
-            receiver.begin(agreement.outlines[direction], agreement.lengths, training=self._training)
+            receiver.begin(agreement.specs[direction], agreement.lengths, training=self._training)
         for queue in self._queues:
             queue.position = 0
             if self._training or not queue.back:
@@ -248,27 +247,27 @@ class PointToPoint:
             self._own.send(edge, microbatch, message)
             return
         length, target = self._agreement.lengths[microbatch], Action(edge.target, Kind.F, microbatch)
-        outlines = self._agreement.outlines[direction]
-        outline = outlines.get(length)
-        if outline is None:
+        specs = self._agreement.specs[direction]
+        spec = specs.get(length)
+        if spec is None:
             if len(message.tensors) > MOST_TENSORS:
                 raise ValueError(
                     f"{len(message.tensors)} tensors leave stage {edge.source}; at most {MOST_TENSORS} can"
                 )
-            outline = outlines[length] = Outline.of(message, self._names[direction])
-            self._control.send(sender.target, (direction, length), outline, target)
+            spec = specs[length] = MessageSpec.of(message, self._names[direction])
+            self._control.send(sender.target, (direction, length), spec, target)
         else:
-            new = message.structure != outline.structure
-            if message.needs_grad != outline.needs_grad or (new and not outline.varies):
+            new = message.structure != spec.structure
+            if message.needs_grad != spec.needs_grad or (new and not spec.varies):
                 raise changed(f"what the {self._names[direction]} consists of and what needs a gradient")
-            if message.aliases and not set(message.aliases) <= set(outline.aliases):
+            if message.aliases and not set(message.aliases) <= set(spec.aliases):
                 raise changed(f"which tensors of the {self._names[direction]} share memory")
-            if outline.varies:
+            if spec.varies:
                 told = message.structure if new else None
                 self._control.send(sender.target, (direction, length), told, target)
                 if new:
-                    outline = outlines[length] = outline._replace(structure=message.structure)
-        tensors = conform(message.tensors, outline, self._device, self._names[direction])
+                    spec = specs[length] = spec._replace(structure=message.structure)
+        tensors = conform(message.tensors, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
         if self._progress is not None and not edge.names:
             self._go_on(self._progress)
@@ -280,19 +279,19 @@ class PointToPoint:
         if receiver is None:
             return self._own.receive(edge, microbatch)
         length, source = self._agreement.lengths[microbatch], Action(edge.source, Kind.F, microbatch)
-        outlines = self._agreement.outlines[direction]
-        outline = outlines.get(length)
-        if outline is None:
-            outline = self._control.receive(receiver.queue.source, (direction, length), source)
-            outlines[length] = outline
-            if outline.varies:
+        specs = self._agreement.specs[direction]
+        spec = specs.get(length)
+        if spec is None:
+            spec = self._control.receive(receiver.queue.source, (direction, length), source)
+            specs[length] = spec
+            if spec.varies:
                 self._control.expect(receiver.queue.source, FRAMES_AHEAD + len(self._agreement.lengths))
-        elif outline.varies:
+        elif spec.varies:
             told = self._control.receive(receiver.queue.source, (direction, length), source)
             if told is not None:
-                outline = outlines[length] = outline._replace(structure=told)
+                spec = specs[length] = spec._replace(structure=told)
         tensors: Any = receiver.take(microbatch, source)
-        return Message(tensors, outline.structure, outline.needs_grad, outline.aliases)
+        return Message(tensors, spec.structure, spec.needs_grad, spec.aliases)
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
         """Hands the gradients of what came along an edge to the stage where it begins."""
@@ -303,14 +302,14 @@ class PointToPoint:
             return
         length = self._agreement.lengths[microbatch]
         target = Action(edge.source, self._kinds[edge.source, microbatch], microbatch)
-        outlines = self._agreement.outlines[direction]
-        outline = outlines.get(length)
-        if outline is None:
-            outline = outlines[length] = Outline(
-                tuple([None if g is None else Form.of(g) for g in gradients])
+        specs = self._agreement.specs[direction]
+        spec = specs.get(length)
+        if spec is None:
+            spec = specs[length] = MessageSpec(
+                tuple([None if g is None else TensorSpec.of(g) for g in gradients])
             )
-            self._control.send(sender.target, (direction, length), outline, target)
-        tensors = conform(gradients, outline, self._device, self._names[direction])
+            self._control.send(sender.target, (direction, length), spec, target)
+        tensors = conform(gradients, spec, self._device, self._names[direction])
         sender.send(tensors, self._tags[direction][microbatch], target, bounded=self._bounded)
         if self._progress is not None and not edge.names:
             self._go_on(self._progress)
@@ -323,9 +322,9 @@ class PointToPoint:
             return self._own.receive_back(edge, microbatch)
         length = self._agreement.lengths[microbatch]
         source = Action(edge.target, self._kinds[edge.target, microbatch], microbatch)
-        outlines = self._agreement.outlines[direction]
-        if length not in outlines:
-            outlines[length] = self._control.receive(receiver.queue.source, (direction, length), source)
+        specs = self._agreement.specs[direction]
+        if length not in specs:
+            specs[length] = self._control.receive(receiver.queue.source, (direction, length), source)
         gradients = receiver.take(microbatch, source)
         if edge.names:
             self._senders[edge.number, False].arrived(microbatch)
@@ -340,7 +339,7 @@ class PointToPoint:
     def _go_on(self, progress: Progress) -> None:
         """Counts a call; the time of some receives may have come."""
         progress.calls += 1
-        self._ties.detector.device_waits.note()
+        self._session.detector.device_waits.note()
         for queue in self._queues:
             if self._training or not queue.back:
                 queue.post()
@@ -353,10 +352,10 @@ class PointToPoint:
         """
         if self._agreement.loss is not None:
             conform(
-                (loss,), Outline((self._agreement.loss,)), self._device, "loss"
+                (loss,), MessageSpec((self._agreement.loss,)), self._device, "loss"
             )  # raises if it is another
         self._loss = loss
-        if not self._ties.is_accelerated:
+        if not self._session.is_accelerated:
             for target in self._route.targets:
                 self._control.send(target, "loss", packed(loss))
 
@@ -367,15 +366,15 @@ class PointToPoint:
         known = self._agreement.loss
         if source is None:
             assert loss is not None
-            self._agreement.loss = Form.of(loss)
-        elif not self._ties.is_accelerated:
+            self._agreement.loss = TensorSpec.of(loss)
+        elif not self._session.is_accelerated:
             loss = unpacked(self._control.receive(source, "loss"), self._device)
         else:
-            self._agreement.loss = form = known or self._control.receive(source, "loss")
-            buffer = self._of_loss.buffer(form, source, self._device)
+            self._agreement.loss = tensor_spec = known or self._control.receive(source, "loss")
+            buffer = self._of_loss.buffer(tensor_spec, source, self._device)
             self._of_loss.wait(self._of_loss.receive(buffer, source, _LOSS_TAG), None, source)
             loss = buffer.tensor.clone()
-        for target in targets if self._ties.is_accelerated else ():
+        for target in targets if self._session.is_accelerated else ():
             if known is None:
                 self._control.send(target, "loss", self._agreement.loss)
             sender = Sender(self._of_loss, target)
@@ -392,23 +391,23 @@ class PointToPoint:
             sender.finish()
         self._control.finish()
         if self._progress is not None:
-            self._ties.detector.device_waits.note()
-        self._ties.detector.refuse_after_notice()  # or garbage would reach the optimizer
+            self._session.detector.device_waits.note()
+        self._session.detector.refuse_after_notice()  # or garbage would reach the optimizer
         return loss
 
     # Outside of a step
 
     @contextmanager
-    def together(self) -> Iterator[ObjectCollectives]:
+    def collectives(self) -> Iterator[ObjectCollectives]:
         """For what all ranks do outside of a step; a rank that is missing there ends the pipeline as in one.
 
         Waits for the device, so that whatever it does after a failure elsewhere has been noticed.
         """
-        self._ties.refuse_after_failure()
-        self._ties.synchronize()
+        self._session.refuse_after_failure()
+        self._session.synchronize()
         try:
-            self._ties.detector.refuse_after_notice()
-            yield self._together
+            self._session.detector.refuse_after_notice()
+            yield self._collectives
         except Exception as error:
             if isinstance(error, ActionError) or not self.is_let_down(error):
                 raise
@@ -418,18 +417,18 @@ class PointToPoint:
             raise
 
     @contextmanager
-    def all_together(self) -> Iterator[ObjectCollectives]:
+    def collectives_of_all(self) -> Iterator[ObjectCollectives]:
         """The same for all processes of the job."""
-        detector = self._ties.detector
-        with self.together():
+        detector = self._session.detector
+        with self.collectives():
             try:
-                yield detector.object_collectives(self._ties.timeout_s)
+                yield detector.object_collectives(self._session.timeout_s)
             except PeerError as error:
                 raise error.numbered(detector.ranks) from error
 
     def is_let_down(self, error: BaseException) -> bool:
         """Whether an error says that another rank is missing."""
-        return self._ties.detector.peer_error(error) is not None
+        return self._session.detector.peer_error(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        return self._ties.abort(action, error)
+        return self._session.abort(action, error)

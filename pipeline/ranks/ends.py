@@ -4,7 +4,7 @@ A send that nobody waits for keeps its tensors alive, and one that is waited for
 slow as the receiver; between the two is a short queue. A receive that is posted only when its message is
 needed makes the sender wait, and one buffer for each micro-batch would give back the memory that a schedule
 saves; so receives are posted in the order of need, each into its buffer of the ring (`plan.edges`), as soon
-as an outline says how large the message is. A slot in whose memory something still lives is not overwritten:
+as an spec says how large the message is. A slot in whose memory something still lives is not overwritten:
 it gets new memory.
 """
 
@@ -19,23 +19,23 @@ from torch import Tensor
 
 from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings, is_one_too_many
 from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, Form, Transit, flat
+from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit, flat
 from gpipe_bench.pipeline.stage.portals import changed as overwritten
 from gpipe_bench.pipeline.stage.tensors import version
 from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure
 
 
-class Outline(NamedTuple):
-    """A message without its data; of gradients, `forms` holds None where none comes back."""
+class MessageSpec(NamedTuple):
+    """A message without its data; of gradients, `tensors` holds None where none comes back."""
 
-    forms: tuple[Form | None, ...]
+    tensors: tuple[TensorSpec | None, ...]
     structure: Structure = None
     needs_grad: tuple[bool, ...] = ()
     aliases: tuple[int, ...] = ()
     varies: bool = False  # whether another structure follows is told with each further message
 
     @classmethod
-    def of(cls, message: Message, what: str) -> Outline:
+    def of(cls, message: Message, what: str) -> MessageSpec:
         for tensor in message.tensors:
             if tensor.layout is not torch.strided:
                 raise ValueError(
@@ -43,13 +43,13 @@ class Outline(NamedTuple):
                     "dense ones; let the layer give to_dense(), or keep it and the next one in one stage "
                     "(partition=)"
                 )
-        forms = tuple([Form.of(tensor) for tensor in message.tensors])
+        tensor_specs = tuple([TensorSpec.of(tensor) for tensor in message.tensors])
         varies = isinstance(message.structure, Nested)
-        return cls(forms, message.structure, message.needs_grad, message.aliases, varies)
+        return cls(tensor_specs, message.structure, message.needs_grad, message.aliases, varies)
 
     @property
     def num_bytes(self) -> int:
-        return sum(form.num_bytes for form in self.forms if form is not None)
+        return sum(tensor_spec.num_bytes for tensor_spec in self.tensors if tensor_spec is not None)
 
 
 class _Sending(NamedTuple):
@@ -108,28 +108,28 @@ class Sender:
 
 
 def conform(
-    tensors: Sequence[Tensor | None], outline: Outline, device: torch.device, what: str
+    tensors: Sequence[Tensor | None], spec: MessageSpec, device: torch.device, what: str
 ) -> list[Tensor]:
-    """The tensors as the receiver expects them: of the agreed forms, flat."""
-    if len(tensors) != len(outline.forms):
+    """The tensors as the receiver expects them: as agreed, flat."""
+    if len(tensors) != len(spec.tensors):
         raise changed(
-            f"how many tensors make up the {what}, {len(outline.forms)} before and {len(tensors)} now,"
+            f"how many tensors make up the {what}, {len(spec.tensors)} before and {len(tensors)} now,"
         )
     found = []
-    for tensor, form in zip(tensors, outline.forms, strict=True):
-        if form is None:
+    for tensor, wanted in zip(tensors, spec.tensors, strict=True):
+        if wanted is None:
             if tensor is not None:
                 raise changed(f"whether there is a {what}")
             tensor = torch.empty(0)
         elif tensor is None:
-            tensor = form.empty(device).zero_()
-        elif tensor.shape != form.shape or tensor.dtype != form.dtype:
+            tensor = wanted.empty(device).zero_()
+        elif tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
             now = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise changed(
-                f"the shape or dtype of the {what}, {form.shape} {form.dtype} before and {now} now,"
+                f"the shape or dtype of the {what}, {wanted.shape} {wanted.dtype} before and {now} now,"
             )
-        elif tensor.stride() != form.stride or tensor.is_conj() or tensor.is_neg():
-            tensor = form.empty(device).copy_(tensor)  # its memory is not what it says
+        elif tensor.stride() != wanted.stride or tensor.is_conj() or tensor.is_neg():
+            tensor = wanted.empty(device).copy_(tensor)  # its memory is not what it says
         found.append(tensor if tensor.is_contiguous() else flat(tensor))
     return found
 
@@ -162,7 +162,7 @@ class ReceiveQueue:
         self.position = 0  # in it, of the next one to be posted
 
     def post(self) -> None:
-        """Posts every receive that has its turn, a slot and a known outline, and whose time has come."""
+        """Posts every receive that has its turn, a slot and a known spec, and whose time has come."""
         order, position = self.order, self.position
         while position < len(order) and order[position].post_next():
             position += 1
@@ -181,24 +181,24 @@ class Receiver:
     def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
         self.queue, self._rings, self._device, self._tags = queue, rings, device, tags
         self._ring = rings.tight
-        self._slots: list[tuple[Outline, _Buffers] | None] = [None] * rings.small.num_slots
+        self._slots: list[tuple[MessageSpec, _Buffers] | None] = [None] * rings.small.num_slots
         self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
-        self._unposted: deque[int] = deque()  # have a slot, but perhaps no known outline yet
+        self._unposted: deque[int] = deque()  # have a slot, but perhaps no known spec yet
         self._later: deque[int] = deque()  # have none; without a backward
         self._after: Sequence[int] = ()  # calls of this rank before each receive
-        self._outlines: dict[int, Outline] = {}
+        self._outlines: dict[int, MessageSpec] = {}
         self._lengths: tuple[int, ...] = ()
-        self._is_known = False  # whether there is an outline for each of the lengths
+        self._is_known = False  # whether there is an spec for each of the lengths
         self._training = True
 
-    def begin(self, outlines: dict[int, Outline], lengths: tuple[int, ...], *, training: bool) -> None:
-        """Starts a step, in which `outlines` tell what is known of messages by their numbers of examples."""
+    def begin(self, specs: dict[int, MessageSpec], lengths: tuple[int, ...], *, training: bool) -> None:
+        """Starts a step, in which `specs` tell what is known of messages by their numbers of examples."""
         self._training = training
         self._posted.clear()
-        if outlines is not self._outlines or not self._is_known:
-            self._outlines, self._lengths = outlines, lengths
-            self._is_known = all(length in outlines for length in lengths)
-            largest = max((outline.num_bytes for outline in outlines.values()), default=0)
+        if specs is not self._outlines or not self._is_known:
+            self._outlines, self._lengths = specs, lengths
+            self._is_known = all(length in specs for length in lengths)
+            largest = max((spec.num_bytes for spec in specs.values()), default=0)
             ring = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
             if ring is not self._ring:
                 for position in range(ring.num_slots, len(self._slots)):
@@ -217,13 +217,13 @@ class Receiver:
         if not self._unposted:
             return False
         microbatch, queue = self._unposted[0], self.queue
-        outline = self._outlines.get(self._lengths[microbatch])
-        if outline is None:
+        spec = self._outlines.get(self._lengths[microbatch])
+        if spec is None:
             return False
         if queue.progress is not None and queue.progress.calls < self._after[microbatch]:
             return False
         self._unposted.popleft()
-        buffers = self._buffers(microbatch, outline)
+        buffers = self._buffers(microbatch, spec)
         tag, receive = self._tags[microbatch], queue.connection.receive
         works = [
             receive(buffer, queue.source, tag + i)
@@ -234,10 +234,10 @@ class Receiver:
         return True
 
     def take(self, microbatch: int, action: Action) -> tuple[Tensor | None, ...]:
-        """The tensors of a message that `action` sends, when they are there; whoever keeps one keeps its
-        memory.
+        """The tensors of a message that `action` sends, when they are there. A tensor that is kept keeps
+        its memory.
         """
-        if microbatch not in self._posted:  # its outline was not known
+        if microbatch not in self._posted:  # its spec was not known
             self.queue.post()
         buffers, works = self._posted.pop(microbatch)
         for work in works:
@@ -269,38 +269,43 @@ class Receiver:
                 self._give_back(kept[1])
         self._slots = []
 
-    def _buffers(self, microbatch: int, outline: Outline) -> _Buffers:
+    def _buffers(self, microbatch: int, spec: MessageSpec) -> _Buffers:
         if not self._training:
-            return self._make(outline)
+            return self._make(spec)
         slot = self._ring.slot[microbatch]
         kept = self._slots[slot]
-        if kept is not None and kept[0].forms == outline.forms:
+        if kept is not None and kept[0].tensors == spec.tensors:
             buffers = kept[1]
             for buffer in buffers:
                 if buffer is not None and buffer.holders.others:
-                    buffers = self._without_holders(outline, buffers)
-                    self._slots[slot] = (outline, buffers)
+                    buffers = self._without_holders(spec, buffers)
+                    self._slots[slot] = (spec, buffers)
                     break
             return buffers
         if kept is not None:
             self._give_back(kept[1])
             self._slots[slot] = kept = None  # or its tensors would keep the memory from being used again
-        buffers = self._make(outline)
-        self._slots[slot] = (outline, buffers)
+        buffers = self._make(spec)
+        self._slots[slot] = (spec, buffers)
         return buffers
 
-    def _without_holders(self, outline: Outline, buffers: _Buffers) -> _Buffers:
+    def _without_holders(self, spec: MessageSpec, buffers: _Buffers) -> _Buffers:
         """New buffers in place of those in which something of an earlier message still lives."""
         found = list(buffers)
-        for position, (buffer, form) in enumerate(zip(buffers, outline.forms, strict=True)):
-            if buffer is not None and form is not None and buffer.holders.others:
+        for position, (buffer, tensor_spec) in enumerate(zip(buffers, spec.tensors, strict=True)):
+            if buffer is not None and tensor_spec is not None and buffer.holders.others:
                 self._give_back((buffer,))
-                found[position] = self.queue.connection.buffer(form, self.queue.source, self._device)
+                found[position] = self.queue.connection.buffer(tensor_spec, self.queue.source, self._device)
         return tuple(found)
 
-    def _make(self, outline: Outline) -> _Buffers:
+    def _make(self, spec: MessageSpec) -> _Buffers:
         buffer, source, device = self.queue.connection.buffer, self.queue.source, self._device
-        return tuple([None if form is None else buffer(form, source, device) for form in outline.forms])
+        return tuple(
+            [
+                None if tensor_spec is None else buffer(tensor_spec, source, device)
+                for tensor_spec in spec.tensors
+            ]
+        )
 
     def _give_back(self, buffers: _Buffers) -> None:
         for buffer in buffers:

@@ -6,15 +6,14 @@ keys of the process group's store:
 
     failure     what happened. The first that any rank writes is what all ranks raise
     alive r     how often rank r has looked, where waits do not break when a process is killed; in the end
-                that it has left, and how many steps it took
+                that it has left
     knows       who knows of the failure
 
 A rank that raises writes the failure and then closes its connections. A wait on a closed connection fails at
 once; its rank reads the failure, raises the same error and closes its own connections, and so on along the
 pipeline. A rank that was killed or stopped writes nothing. Then the first that waits for it in vain writes
 whom it waited for, and that rank may itself only wait. If the store does not answer either, it is the process
-that holds it. A replica that leaves in good order after fewer steps than others take is found in its last
-sign of life.
+that holds it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _ASK_S = 0.02  # between two questions
 _LOOK_S = 0.5  # between two looks of the thread that watches
 _MOST_SILENT_S = 1.0  # that count between two looks
 _LAST_LOOK_S = 0.2  # how long the end waits for a look: torch must not be broken off in the middle of a call
-_LEFT = b"left"  # and behind it the number of steps
+_LEFT = b"left"
 # Through which every collective of torch's goes that Python calls; behind them is only the operator's call.
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 _OPERATORS = "torch._ops"
@@ -313,9 +312,7 @@ class Heartbeat:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._rank, self._ranks, self._now = store, rank, tuple(ranks), now
-        self.num_steps = 0  # that this rank has begun, and its replicas must take too
         self._num_beats = 0
-        self._fewest: tuple[int, int] | None = None  # steps of a rank that has left, and which
         self._watched = self._behind(rank)
         self._heard: bytes | None = None
         self._looked_s, self._silent_s = now(), 0.0
@@ -324,28 +321,20 @@ class Heartbeat:
         """Gives a sign of life, and looks for that of the rank that is watched; what has happened if it has
         been missing for `limit_s`.
 
-        A rank that leaves says so, and who watched it watches the next. If it has taken fewer steps than this
-        one has begun, it would be waited for in vain, and that is what has happened. What is watched is
-        whether the count changes; no clocks are compared. Nor does time count in which this process itself
-        did not run, because somebody has stopped all of them or they are short of processor time: the others
-        then had no time to beat either.
+        A rank that leaves says so, and who watched it watches the next. What is watched is whether the count
+        changes; no clocks are compared. Nor does time count in which this process itself did not run, because
+        somebody has stopped all of them or they are short of processor time: the others then had no time to
+        beat either.
         """
         self._num_beats += 1
         # A busy process, of this rank or of the store, is no reason to give up sooner.
         self._store.set(_sign(self._rank), str(self._num_beats), limit_s)
-        if self._fewest is not None and self._fewest[0] < self.num_steps:
-            taken, rank = self._fewest
-            what = f"left after {taken} training step{'s' * (taken != 1)}, and others go on; give all "
-            what += "replicas equally many mini-batches"
-            return PeerError(None, rank, what, timed_out=False, in_job=True)
         if self._watched == self._rank:
             return None
         heard, now_s = self._store.get(_sign(self._watched), limit_s), self._now()
         self._silent_s += min(now_s - self._looked_s, _MOST_SILENT_S)
         self._looked_s = now_s
-        if heard is not None and heard.startswith(_LEFT):
-            left = int(heard.removeprefix(_LEFT)), self._watched
-            self._fewest = min(left, self._fewest or left)
+        if heard == _LEFT:
             self._watched = self._behind(self._watched)
             self._heard, self._silent_s = None, 0.0
         elif heard != self._heard:
@@ -356,8 +345,8 @@ class Heartbeat:
         return None
 
     def leave(self) -> None:
-        """Nobody needs to wait for this rank's signs of life any more, nor for further steps of it."""
-        self._store.set(_sign(self._rank), f"{_LEFT.decode()} {self.num_steps}")
+        """Nobody needs to wait for this rank's signs of life any more."""
+        self._store.set(_sign(self._rank), _LEFT.decode())
 
     def _behind(self, rank: int) -> int:
         return self._ranks[(self._ranks.index(rank) + 1) % len(self._ranks)]
@@ -409,4 +398,5 @@ def missing(error: RuntimeError) -> PeerError:
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     what = cleaned(next(lines, type(error).__name__))
     timed_out = "timed out" in what.lower() or "timeout" in what.lower()
-    return PeerError(None, None, f"a collective failed: {what}", timed_out=timed_out)
+    remedy = "where no replica has failed, give all of them equally many mini-batches"
+    return PeerError(None, None, f"a collective failed: {what}; {remedy}", timed_out=timed_out)

@@ -102,7 +102,7 @@ def launch(
 
 class _Loopback(RendezvousHandler):
     """Where the launcher of one host meets itself: a store that only this host reaches. torch's own listens
-    on every interface, and whoever reaches it can hand the processes code to run.
+    on every interface, and any process that reaches it can hand the others code to run.
     """
 
     use_agent_store = True  # the processes take the launcher's store and start none

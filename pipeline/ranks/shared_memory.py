@@ -41,7 +41,7 @@ Key = tuple[int, int]  # channel and tag
 
 
 class Holders:
-    """Who else has tensors in the memory of `tensor` than those that were there when this was made.
+    """Whether tensors share the memory of `tensor` that did not when this was made.
 
     A layer may pass its input or the gradient of its output on as it is, or a view of it; autograd may make a
     gradient that arrives the `.grad` of a parameter; a hook may keep what it sees. All of them then live in
@@ -97,7 +97,7 @@ class Neighbour:
         self._pending: deque[tuple[Key, Tensor, Departure]] = deque()  # sent, but not posted over there yet
 
     def introduce(self, other: Neighbour) -> None:
-        """Whoever waits for this neighbour moves the messages of the `other` along as well."""
+        """A wait for this neighbour also moves the messages of the `other` along."""
         self._others.append(other)
         self._poll.register(other._link, select.POLLIN)
 
@@ -219,7 +219,7 @@ class Neighbour:
             self._link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection; the other process notices, whoever else was forked with it."""
+        """Ends the connection; the other process notices, even if a fork of this one has it too."""
         self.cut()
         self._link.close()
 

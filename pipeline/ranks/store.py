@@ -104,7 +104,7 @@ class Store:
         return found
 
     def has_failed(self) -> bool:
-        """Whether a rank has said that it failed (`ranks.failure`): who waits need not wait any longer."""
+        """Whether a rank has said that it failed (`ranks.failure`), so that no wait need go on."""
         return self._whole.get("failure") is not None
 
     def give_up(self) -> None:

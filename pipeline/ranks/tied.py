@@ -103,9 +103,9 @@ class TiedWeights:
         """All owners begin with the first one's values."""
         if not self._ties:
             return
-        with self._ranks.together() as together, torch.no_grad():
+        with self._ranks.collectives() as collectives, torch.no_grad():
             for tie in self._ties:
-                value = self._of_first(together, tie, tie.parameter)
+                value = self._of_first(collectives, tie, tie.parameter)
                 assert value is not None
                 if value is not tie.parameter:
                     tie.parameter.copy_(value)
@@ -138,12 +138,12 @@ class TiedWeights:
         """
         if not self._ties:
             return
-        with self._ranks.together() as together, torch.no_grad():
+        with self._ranks.collectives() as collectives, torch.no_grad():
             for tie in self._ties:
-                total = self._sum(together, tie)
+                total = self._sum(collectives, tie)
                 if sync and self._over_replicas is not None and self._ranks.rank == tie.ranks[0]:
                     total = self._over_replicas(tie.parameter, total)
-                total = self._of_first(together, tie, total)
+                total = self._of_first(collectives, tie, total)
                 held = self._held.get(tie.parameter)
                 if held is not None and (sync or self._replica == 0):
                     total = held if total is None else held.add_(total)
@@ -156,7 +156,7 @@ class TiedWeights:
             parameter.grad = held
         self._held = {}
 
-    def _sum(self, together: ObjectCollectives, tie: Tie) -> Tensor | None:
+    def _sum(self, collectives: ObjectCollectives, tie: Tie) -> Tensor | None:
         """The sum of what is in `.grad`, with the first owner; the others give it theirs."""
         total = tie.parameter.grad
         if total is not None and total.layout is not torch.strided:
@@ -166,19 +166,19 @@ class TiedWeights:
             )
         first, *others = tie.ranks
         if self._ranks.rank != first:
-            together.send_tensor(total, first)
+            collectives.send_tensor(total, first)
             return None
         for rank in reversed(others):  # in the order in which a plain backward meets the uses
-            theirs = together.receive_tensor(tie.parameter, rank)
+            theirs = collectives.receive_tensor(tie.parameter, rank)
             if theirs is not None:
                 total = theirs if total is None else theirs.add_(total)
         return total
 
-    def _of_first(self, together: ObjectCollectives, tie: Tie, tensor: Tensor | None) -> Tensor | None:
+    def _of_first(self, collectives: ObjectCollectives, tie: Tie, tensor: Tensor | None) -> Tensor | None:
         """The tensor of the first owner, on every owner."""
         first, *others = tie.ranks
         if self._ranks.rank != first:
-            return together.receive_tensor(tie.parameter, first)
+            return collectives.receive_tensor(tie.parameter, first)
         for rank in others:
-            together.send_tensor(tensor, rank)
+            collectives.send_tensor(tensor, rank)
         return tensor

@@ -55,7 +55,7 @@ class Transit(Protocol):
     def wait(self) -> object: ...
 
 
-class Form(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor without its data, as it travels: dense, in the layout that its strides say."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         like = torch.empty_like(tensor, device="meta")  # dense also where the tensor is not
         return cls(tuple(tensor.shape), tuple(like.stride()), tensor.dtype)
 
@@ -85,11 +85,11 @@ class Buffer(NamedTuple):
 
 
 class DeviceWaits:
-    """For whom an accelerator waits, in the order in which it will: its host goes on meanwhile, and would
-    never know that it waits in vain.
+    """The ranks that an accelerator waits for, in the order of its waits.
 
-    Behind every wait that is given to the device a mark is given to it, and behind what it computes. Whoever
-    watches the rank asks for the first mark that the device has not reached. `now` is a clock in seconds.
+    The host goes on while its device waits, and would not know that the device waits in vain. So an event (a
+    mark) is recorded behind every wait that the device is given, and behind what it computes. The thread that
+    watches the rank looks for the first mark that the device has not reached. `now` is a clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -173,19 +173,19 @@ class Connection:
         self._bare = Connection(self.backend, self._channel, {}, self._types)
         return self._bare
 
-    def buffer(self, form: Form, source: int, device: torch.device) -> Buffer:
+    def buffer(self, tensor_spec: TensorSpec, source: int, device: torch.device) -> Buffer:
         """Where to receive a tensor from rank `source`."""
         neighbour = self._neighbours.get(source)
-        if neighbour is None or form.num_bytes == 0:
-            tensor = form.empty(device)
+        if neighbour is None or tensor_spec.num_bytes == 0:
+            tensor = tensor_spec.empty(device)
             elements = flat(tensor)
             return Buffer(tensor, elements, None, Holders(tensor))
         try:
-            shared = neighbour.empty(form.num_bytes)
+            shared = neighbour.empty(tensor_spec.num_bytes)
         except RuntimeError as error:
             raise unreachable(None, source, error) from error
-        memory = shared.view(form.dtype)
-        tensor = memory.as_strided(form.shape, form.stride)
+        memory = shared.view(tensor_spec.dtype)
+        tensor = memory.as_strided(tensor_spec.shape, tensor_spec.stride)
         return Buffer(tensor, memory, shared, Holders(tensor))
 
     def give_back(self, buffer: Buffer, source: int) -> None:

@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.ranks import failure
 from gpipe_bench.pipeline.ranks import store as store_module
 from gpipe_bench.pipeline.ranks.failure import FailureDetector, missing, peer_error_of
-from gpipe_bench.pipeline.ranks.store import Store, bounded
+from gpipe_bench.pipeline.ranks.store import Store
 
 
 class Keys:
@@ -158,16 +158,6 @@ def test_a_store_of_the_launcher_that_cannot_be_asked_leaves_what_is_known_here(
     keys.broken = StoreError("is not there", silent=True)
     (found,) = explain_all({2: waits_for(1, "1F1")}, 3, keys)
     assert (found.rank, str(found.action)) == (1, "1F1")
-
-
-def test_what_does_not_answer_is_left_behind() -> None:
-    never = threading.Event()
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
-        bounded(never.wait, 0.01)
-    never.set()
-    assert bounded(lambda: 3, 600.0) == 3
-    with pytest.raises(KeyError, match="lost"):
-        bounded(lambda: {}["lost"], 600.0)
 
 
 def test_a_silent_store_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

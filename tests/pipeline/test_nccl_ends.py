@@ -15,7 +15,7 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks.connect import in_turn
 from gpipe_bench.pipeline.ranks.failure import Heartbeat
 from gpipe_bench.pipeline.ranks.store import bounded
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, Form, nccl_options, unreachable
+from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, nccl_options, unreachable
 
 DUPLICATE = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN)
@@ -73,7 +73,7 @@ class Wire:
 def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torch.dtype) -> None:
     wire = Wire()
     connection = Connection(wire, 0, {}, frozenset({torch.float32}))
-    buffer = connection.buffer(Form((), (), dtype), 0, torch.device("cpu"))
+    buffer = connection.buffer(TensorSpec((), (), dtype), 0, torch.device("cpu"))
     connection.receive(buffer, 0, 0)
     connection.send(buffer.flat, 0, 0)
     for tensor in wire.tensors:
@@ -195,19 +195,6 @@ def test_nobody_is_missed_for_a_time_in_which_all_were_stopped() -> None:
     assert life.pass_time(1, {0}) == {}  # and has time to look again before rank 1 has to beat
     assert life.pass_time(5, {0, 1, 2}) == {}
     assert {rank: error.peer for rank, error in life.pass_time(12, {0, 2}).items()} == {0: 1}
-
-
-def test_who_left_after_fewer_steps_is_named_by_those_that_take_one_more() -> None:
-    """Whoever is between them in the ring, and however many steps that one has taken."""
-    life = Life(4)
-    for rank, steps in enumerate((2, 2, 2, 1)):
-        life.of_rank[rank].num_steps = steps
-    life.of_rank[2].leave()
-    assert life.pass_time(3, {0, 1, 3}) == {}
-    life.of_rank[3].leave()
-    found = life.pass_time(3, {0, 1})
-    cause = "rank 3 left after 1 training step, and others go on; give all replicas equally many mini-batches"
-    assert {rank: (error.peer, error.cause) for rank, error in found.items()} == {1: (3, cause)}
 
 
 def test_who_took_leave_is_not_missed_and_whoever_it_watched_is() -> None:

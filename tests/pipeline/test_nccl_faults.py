@@ -1,5 +1,5 @@
 """Mistakes of a transport that only NCCL's rules punish, planted one by one: each is found under the fake,
-which shows that it keeps these rules; and those of its rules that no such mistake needs.
+which shows that it keeps these rules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from fakes.nccl import FakeNetwork, run
-from fakes.nccl_backend import NcclBackend
 from fakes.nccl_world import Deadlock, RuleBroken
 from nccl_cases import (
     Scale,
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from gpipe_bench.pipeline import Action, ActionError, Schedule, gpipe, named, one_f_one_b
 from gpipe_bench.pipeline.ranks import connect
 from gpipe_bench.pipeline.ranks.control import Control
-from gpipe_bench.pipeline.ranks.ends import Outline, Progress, Receiver, Sender
+from gpipe_bench.pipeline.ranks.ends import MessageSpec, Progress, Receiver, Sender
 from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.shared_memory import Holders
 
@@ -161,18 +160,19 @@ def freed_message() -> AbstractContextManager[Any]:
     return patched((Sender, "send", sent))()
 
 
-def larger_outline() -> AbstractContextManager[Any]:
+def larger_spec() -> AbstractContextManager[Any]:
     """A receiver believes that messages are larger than they are."""
     receive = Control.receive
 
     def received(self: Control, *arguments: Any) -> Any:
-        outline = receive(self, *arguments)
-        if not isinstance(outline, Outline):
-            return outline
-        forms = tuple(
-            form and form._replace(shape=(form.shape[0] + 1, *form.shape[1:])) for form in outline.forms
+        spec = receive(self, *arguments)
+        if not isinstance(spec, MessageSpec):
+            return spec
+        tensors = tuple(
+            tensor_spec and tensor_spec._replace(shape=(tensor_spec.shape[0] + 1, *tensor_spec.shape[1:]))
+            for tensor_spec in spec.tensors
         )
-        return outline._replace(forms=forms)
+        return spec._replace(tensors=tensors)
 
     return patched((Control, "receive", received))()
 
@@ -217,7 +217,7 @@ PLANTED = {
         at_once,
         STUCK,
     ),
-    "unequal sizes": Planted(trains(gpipe(2, 4), lambda: layers(2)), larger_outline, (RuleBroken,)),
+    "unequal sizes": Planted(trains(gpipe(2, 4), lambda: layers(2)), larger_spec, (RuleBroken,)),
     "no warm-up": Planted(
         a_rank_fails_before_the_first_message,
         patched((connect, "warm_up", lambda *arguments: None)),
@@ -263,95 +263,3 @@ def test_a_step_that_ignores_the_notice_returns_garbage() -> None:
     with mock.patch.object(FailureDetector, "refuse_after_notice"):
         found = run(2, take)[0]
     assert isinstance(found, ActionError) or not torch.isfinite(found).all()
-
-
-# The rules themselves, where no fault above shows that the fake keeps them
-
-
-def backend(network: FakeNetwork, name: str = "way") -> NcclBackend:
-    return network.backend(None, name, accelerated=True, timeout_s=10.0)
-
-
-def numbers(*values: float) -> Tensor:
-    return torch.tensor(values)
-
-
-def test_messages_are_matched_by_order_whatever_their_tags() -> None:
-    def exchange(network: FakeNetwork) -> list[float]:
-        way = backend(network)
-        if network.rank == 0:
-            sent = [numbers(1.0), numbers(2.0)]
-            for work in [way.send([tensor], 1, tag) for tensor, tag in zip(sent, (7, 8), strict=True)]:
-                work.wait()
-            return []
-        places = [numbers(0.0), numbers(0.0)]
-        for work in [way.recv([place], 0, tag) for place, tag in zip(places, (8, 7), strict=True)]:
-            work.wait()
-        return [float(place) for place in places]
-
-    assert run(2, exchange)[1] == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("received", [1, 2])
-def test_a_send_ends_when_it_is_received(received: int) -> None:
-    def exchange(network: FakeNetwork) -> list[float]:
-        way, kept = backend(network), [numbers(1.0), numbers(2.0)]
-        if network.rank == 0:
-            for work in [way.send([tensor], 1, 0) for tensor in kept]:
-                work.wait()
-        else:
-            for place in kept[:received]:
-                way.recv([place.zero_()], 0, 0).wait()
-        return [float(each) for each in kept]
-
-    if received == 2:
-        assert run(2, exchange)[1] == [1.0, 2.0]
-    else:
-        with pytest.raises(Deadlock, match="rank 0 waits for a message"):
-            run(2, exchange)
-
-
-def test_two_sends_to_each_other_wait_for_ever() -> None:
-    def both(network: FakeNetwork) -> None:
-        way, other = backend(network), 1 - network.rank
-        kept = [numbers(1.0), numbers(0.0)]
-        way.send([kept[0]], other, 0)
-        way.recv([kept[1]], other, 0).wait()
-
-    with pytest.raises(Deadlock):
-        run(2, both)
-
-
-def test_after_an_abort_waits_end_and_what_came_is_garbage() -> None:
-    def exchange(network: FakeNetwork) -> bool | None:
-        way, place = backend(network), numbers(0.0)
-        if network.rank == 0:
-            work = way.recv([place], 1, 0)
-            network.watch(lambda: way.abort() or True, 1.0)
-            work.wait()
-            network.synchronize()
-            with pytest.raises(RuntimeError, match="aborted"):
-                way.send([place], 1, 0)
-            return bool(place.isnan())
-        way.recv([place], 0, 0)  # comes, and sends nothing
-        return None
-
-    assert run(2, exchange)[0] is True
-
-
-def test_the_order_of_the_ranks_may_be_any() -> None:
-    """A choice of who goes on next changes nothing but the order."""
-
-    def exchange(network: FakeNetwork) -> float:
-        way, kept = backend(network), [numbers(float(network.rank)), numbers(0.0)]
-        works = []
-        if network.rank < 2:
-            works.append(way.send([kept[0]], network.rank + 1, 0))
-        if network.rank > 0:
-            works.append(way.recv([kept[1]], network.rank - 1, 0))
-        for work in works:
-            work.wait()
-        return float(kept[1])
-
-    for choose in (lambda number: 0, lambda number: number - 1):
-        assert run(3, exchange, choose=choose) == [0.0, 0.0, 1.0]

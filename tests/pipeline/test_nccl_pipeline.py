@@ -382,7 +382,7 @@ def test_a_pipeline_that_is_dropped_closes_by_itself() -> None:
             value.decode() for key, value in network.world.shared["store", 1].items() if "alive" in key
         )
 
-    assert run(2, take)[1] == ["left 0", "left 0"]
+    assert run(2, take)[1] == ["left", "left"]
 
 
 def test_a_pipeline_in_one_process_can_be_closed_too() -> None:

@@ -105,16 +105,12 @@ def train_until_one_stops() -> str:
 
 
 @pytest.mark.processes
-def test_a_replica_that_takes_fewer_steps_is_named() -> None:
-    """By those that would wait for it, long before the pipeline's timeout."""
+def test_a_replica_that_takes_fewer_steps_ends_the_others() -> None:
+    """Long before the pipeline's timeout."""
     said = watched(train_until_one_stops, 4)
     assert said[2:] == ["trained"] * 2
     assert said[0] == said[1]
-    of_rank = {
-        rank: f"dp=1 pp={rank % 2}, a step on rank {rank} failed: rank {rank} left after 2" for rank in (2, 3)
-    }
-    rest = " training steps, and others go on; give all replicas equally many mini-batches"
-    assert said[0].removesuffix(rest) in of_rank.values()
+    assert said[0].endswith("where no replica has failed, give all of them equally many mini-batches")
 
 
 # The programs of `growth_cases`, in small

@@ -298,7 +298,7 @@ def _pageable_inputs(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
 
 
 def _no_device_guard(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    patch.setattr("gpipe_bench.pipeline.step.on_their_devices", lambda stages, observe: observe)
+    patch.setattr("gpipe_bench.pipeline.step.Steps._on_their_devices", lambda self, observe: observe)
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch, FakeAccelerator], None], Kind]] = {

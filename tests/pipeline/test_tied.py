@@ -194,7 +194,7 @@ def test_sparse_gradients_of_a_tie_are_added() -> None:
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
 
 
-def test_frozen_and_untied_weights_have_no_leaves() -> None:
+def test_a_frozen_tie_gets_no_gradient_and_places_that_are_untied_get_their_own() -> None:
     pipeline = alone()
     pipeline.get_parameter("0.weight").requires_grad_(requires_grad=False)
     step(pipeline)

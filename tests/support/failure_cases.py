@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from gpipe_bench.pipeline import ActionError, checkpoint, gpipe
+from gpipe_bench.pipeline import ActionError, Pipeline, checkpoint, gpipe
 from gpipe_bench.pipeline.ranks.wire import Connection
 
 mse_loss = nn.functional.mse_loss
@@ -92,6 +89,24 @@ def a_wrong_name_in_shared() -> None:
                 pipeline(batch, shared={"typo": 1})
 
 
+def a_loss_on_one_rank_alone() -> None:
+    """The ranks that have none say so at once, and the one that has does not wait for them."""
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
+    with raises((ValueError, ActionError), "loss_fn is None; give a function"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss if ranks.is_last else None)
+
+
+def an_optimizer_that_decides_by_all_gradients() -> None:
+    """As each rank would by its own; on a grid of replicas alone all have all of them."""
+    ranks = Ranks()
+    pipeline = ranks.pipeline(seeded(mlp))
+    with raises(ValueError, "LBFGS decides by the gradients of all parameters, and each rank has only"):
+        torch.optim.LBFGS(pipeline.parameters()).step(lambda: torch.zeros(()))
+    alone = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4)
+    torch.optim.LBFGS(alone.parameters()).step(lambda: alone.step(*mlp_batch(8), mse_loss))
+
+
 def an_interrupt_of_a_save() -> None:
     """Whoever has written its part does not take the checkpoint for saved."""
     ranks, folder = Ranks(), shared_folder()
@@ -147,14 +162,14 @@ class Sparse(nn.Module):
         return x.to_sparse()
 
 
-class Dense(nn.Module):
+class ToDense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.to_dense()
 
 
 def a_sparse_tensor_between_processes() -> None:
     ranks = Ranks()
-    pipeline = ranks.pipeline([Sparse(), Dense(), *seeded(mlp)[:2]], timeout_s=PATIENCE_S)
+    pipeline = ranks.pipeline([Sparse(), ToDense(), *seeded(mlp)[:2]], timeout_s=PATIENCE_S)
     with raises((ValueError, ActionError), "is a tensor of the layout torch.sparse_coo, and processes send"):
         pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
@@ -193,7 +208,7 @@ def a_failure_that_only_the_store_tells() -> None:
     ranks = Ranks()
     pipeline = ranks.pipeline(seeded(mlp))
     pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-    detector = pipeline._transport._ties.detector
+    detector = pipeline._transport._session.detector
     detector.watch(TIMEOUT_S, TIMEOUT_S)
     dist.barrier()
     assert not detector.noticed
@@ -217,9 +232,9 @@ def a_failure_that_is_noticed_after_the_last_receive() -> None:
         transport, last = pipeline._transport, pipeline.schedule.actions[ranks.rank][-1]
 
         def notice(transport=transport) -> None:
-            transport._ties.detector.report(ActionError(None, "told", 2))
+            transport._session.detector.report(ActionError(None, "told", 2))
             with mock.patch.object(Connection, "cut"):
-                transport._ties.detector.notice()
+                transport._session.detector.notice()
 
         @contextmanager
         def observe(action, when=when, last=last, notice=notice):
@@ -262,33 +277,6 @@ def a_rank_that_cannot_write() -> None:
     checkpoint.load(folder, pipeline, optimizer)
 
 
-def kill_one(folder: str, rank: int, world_size: int, port: int, victim: int) -> None:
-    """A step in which one process is killed; the others write what they raised, none waits for a time-out."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-
-    class Victim(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if rank == victim and torch.is_grad_enabled() and calls[0] > 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls[0] += 1
-            return super().forward(x)
-
-    calls = [0]
-    layers = [Victim(6, 6).double() for _ in range(world_size)]
-    ranks = Ranks()
-    pipeline = ranks.pipeline(layers, remat="always", timeout_s=PATIENCE_S)
-    try:
-        for _ in range(2):
-            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-    except ActionError as error:
-        Path(folder, str(rank)).write_text(str(error))
-        raise
-
-
 def raise_one(schedule_name: str) -> None:
     """For the launcher: rank 1 raises; the launcher must end with its error."""
     ranks = Ranks()
@@ -305,6 +293,8 @@ CASES = (
     a_failure_that_is_noticed_after_the_last_receive,
     a_rank_that_cannot_write,
     a_wrong_name_in_shared,
+    a_loss_on_one_rank_alone,
+    an_optimizer_that_decides_by_all_gradients,
     an_interrupt_of_a_save,
     a_build_that_fails_on_one_rank,
     ranks_on_devices_of_different_types,

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline, launch
 from gpipe_bench.pipeline.ranks import control
@@ -48,11 +49,17 @@ def held() -> dict[str, int]:
     }
 
 
-def pipeline_of(schedule: str, remat: str, group: dist.ProcessGroup | None) -> Pipeline:
+Where = dist.ProcessGroup | DeviceMesh | None
+"""A pipeline of all processes, replicas of one in each, or a pipeline in this process alone."""
+
+
+def pipeline_of(schedule: str, remat: str, where: Where) -> Pipeline:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)]
+    if isinstance(where, DeviceMesh):
+        return Pipeline(layers, mesh=where, num_microbatches=2, remat=remat, timeout_s=60.0)
     return Pipeline(
         layers, num_stages=4 if schedule == "interleaved" else 2, num_microbatches=2, schedule=schedule,
-        remat=remat, group=group, cost=[1] * 8, timeout_s=60.0,
+        remat=remat, group=where, cost=[1] * 8, timeout_s=60.0,
     )  # fmt: skip
 
 
@@ -61,19 +68,19 @@ def step(pipeline: Pipeline, batch: torch.Tensor) -> None:
     pipeline.zero_grad()
 
 
-def cycles(number: int, group: dist.ProcessGroup | None) -> Callable[[int], None]:
+def cycles(number: int, where: Where) -> Callable[[int], None]:
     """One pipeline after the other."""
 
     def cycle(index: int) -> None:
-        with pipeline_of(*SCHEDULES[index % len(SCHEDULES)], group) as pipeline:
+        with pipeline_of(*SCHEDULES[index % len(SCHEDULES)], where) as pipeline:
             step(pipeline, torch.zeros(4, WIDTH))
 
     return cycle
 
 
-def steps(number: int, group: dist.ProcessGroup | None) -> Callable[[int], None]:
+def steps(number: int, where: Where) -> Callable[[int], None]:
     """One step after the other, of ever shorter sequences, so that the largest messages come first."""
-    pipeline = pipeline_of("1f1b", "always", group)
+    pipeline = pipeline_of("1f1b", "always", where)
 
     def one(index: int) -> None:
         batch = torch.zeros(2 + index % 3, 1 + (number - index) // 3, WIDTH)
@@ -106,9 +113,12 @@ def run(num_cycles: int, num_steps: int) -> list[str]:
     """What has grown in this process, alone and as one of all."""
     found = []
     with mock.patch.object(control, "MOST_AGREEMENTS", MOST_AGREEMENTS):
-        for where, group in (("alone", None), ("of several", dist.group.WORLD)):
+        mesh = init_device_mesh("cpu", (NUM_PROCESSES, 1), mesh_dim_names=("dp", "pp"))
+        places: tuple[tuple[str, Where], ...]
+        places = ("alone", None), ("of several", dist.group.WORLD), ("on a grid", mesh)
+        for place, where in places:
             for what, make, number in (("cycles", cycles, num_cycles), ("steps", steps, num_steps)):
-                found += [f"{where}, {what}: {text}" for text in growth(make(number, group), number)]
+                found += [f"{place}, {what}: {text}" for text in growth(make(number, where), number)]
     return found
 
 

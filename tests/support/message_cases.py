@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import ActionError, Pipeline
-from gpipe_bench.pipeline.ranks import connect, distributed, ends
+from gpipe_bench.pipeline.ranks import distributed, ends
 from gpipe_bench.pipeline.ranks.wire import Connection
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -115,15 +115,6 @@ def gradient_bytes_of(case: Callable[[], None]) -> set[int]:
     return found
 
 
-def ranks_on_two_hosts() -> None:
-    """Ranks 0 and 1 share a host and so do 2 and 3: all messages go through the network."""
-    ranks = Ranks(share_memory=True)
-    with mock.patch.object(connect, "machine_id", return_value=f"machine {ranks.rank // 2}"):
-        pipeline = ranks.pipeline(seeded(mlp))
-        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
-    assert pipeline.shared_message_bytes == 0
-
-
 def schedules_that_need_more_buffers() -> None:
     """Valid schedules in which a stage keeps what it receives longer than usual."""
     batch, target = mlp_batch(11)
@@ -178,7 +169,6 @@ CASES = (
     shapes_that_change_unannounced,
     through_the_network,
     messages_that_take_memory,
-    ranks_on_two_hosts,
     schedules_that_need_more_buffers,
     no_message_of_a_host_takes_the_network,
 )

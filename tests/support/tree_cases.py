@@ -17,26 +17,26 @@ from tree_models import ByKey, Keyed, shared_model, tree_batch, tree_loss, tree_
 from gpipe_bench.pipeline import ActionError, Pipeline, run_plain
 from gpipe_bench.pipeline.ranks import control
 from gpipe_bench.pipeline.ranks.control import Control
-from gpipe_bench.pipeline.ranks.ends import Outline
+from gpipe_bench.pipeline.ranks.ends import MessageSpec
 
 mse_loss = nn.functional.mse_loss
 
 
-class Outlined:
-    """Counts what this rank tells of messages: outlines of activations, of gradients and of what is shared,
+class SpecsSent:
+    """Counts what this rank tells of messages: specs of activations, of gradients and of what is shared,
     and other structures.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def __enter__(self) -> Outlined:
+    def __enter__(self) -> SpecsSent:
         real, counts = Control.send, self.counts
 
         def send(to: Control, target: int, key: Any, content: Any, *arguments: Any) -> None:
             if isinstance(key, tuple):
                 counts["gradient" if key[0][1] else "activation"] += content is not None
-            elif isinstance(content, Outline):
+            elif isinstance(content, MessageSpec):
                 counts[key] += 1
             real(to, target, key, content, *arguments)
 
@@ -59,7 +59,7 @@ def any_tree_crosses_a_boundary() -> None:
                 plain.zero_grad()
                 pipeline.zero_grad()
                 wanted = plain_step(plain, batch, target, tree_loss, 3, step=step)
-                with Outlined() as sent:
+                with SpecsSent() as sent:
                     loss = pipeline.step(*ranks.own(batch, target), tree_loss)
                 torch.testing.assert_close(loss, wanted.loss, **EXACT)
                 assert_own_gradients(pipeline, wanted.gradients, **EXACT)
@@ -142,14 +142,14 @@ def arguments_that_layers_share() -> None:
                 np.logical_not(kept["mask"].numpy(), out=kept["mask"].numpy())  # where no version counts
             batch, target = mlp_batch(4, seed=step)
             wanted = plain_step(plain, batch, target, mse_loss, 2, step=step, shared=shared)
-            with Outlined() as sent:
+            with SpecsSent() as sent:
                 loss = pipeline.step(
                     *ranks.own(batch, target), mse_loss, shared=shared if ranks.is_first else {"not": "used"}
                 )
             torch.testing.assert_close(loss, wanted.loss, **EXACT)
             assert_own_gradients(pipeline, wanted.gradients, **EXACT)
             assert sent.counts["shared"] == int(not ranks.is_last), (step, sent.counts)
-        with Outlined() as sent:
+        with SpecsSent() as sent:
             output = pipeline.eval()(
                 batch if ranks.is_first else None, shared=kept if ranks.is_first else None
             )

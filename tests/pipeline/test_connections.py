@@ -21,8 +21,8 @@ from gpipe_bench.pipeline.ranks.connect import (
     peers,
     refuse_edges,
 )
-from gpipe_bench.pipeline.ranks.ends import Outline, ReceiveQueue, Receiver
-from gpipe_bench.pipeline.ranks.wire import Connection, Form
+from gpipe_bench.pipeline.ranks.ends import MessageSpec, ReceiveQueue, Receiver
+from gpipe_bench.pipeline.ranks.wire import Connection, TensorSpec
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_who_learns_from_whom() -> None:
     assert loss_chain(named("zb-v", 3, 2)) == (0, 1, 2)
 
 
-def test_ways() -> None:
+def test_the_connections_that_a_schedule_needs() -> None:
     plain = {(False, True): "activations", (True, False): "gradients"}
     both = {**plain, (False, False): "activations down", (True, True): "gradients up"}
     assert connection_names(gpipe(3, 2)) == connection_names(gpipe(1, 2)) == plain
@@ -75,7 +75,7 @@ def test_peers() -> None:
 @pytest.mark.parametrize("name", ["interleaved", "v-min", "breadth-first", "zb-v"])
 def test_receives_are_posted_in_the_order_in_which_messages_leave(name: str) -> None:
     """Walks the row of each worker: over all stages receives are posted in one order."""
-    schedule, outline = named(name, 2, 7), Outline((Form((256,), (1,), torch.float32),))
+    schedule, spec = named(name, 2, 7), MessageSpec((TensorSpec((256,), (1,), torch.float32),))
     for rank, back in itertools.product(range(2), (False, True)):
         backend, row = Posted(), schedule.actions[rank]
         ends, wanted = set(ends_of(row)), turns(schedule, rank, 1 - rank, back=back)
@@ -87,7 +87,7 @@ def test_receives_are_posted_in_the_order_in_which_messages_leave(name: str) -> 
             receivers.setdefault(stage, Receiver(queue, rings_of(schedule)[direction], CPU, tags))
         queue.order = [receivers[stage] for stage, _ in wanted]
         for receiver in receivers.values():
-            receiver.begin({1: outline}, (1,) * 7, training=True)
+            receiver.begin({1: spec}, (1,) * 7, training=True)
         queue.post()
         for action in row:
             if action.stage not in receivers:

@@ -241,7 +241,7 @@ def _drawn(laid_out: Mapping[str, Record]) -> Figure:
                 axes.axvline(speed, color="0.55", linewidth=0.8, linestyle=":")
                 axes.annotate(
                     link, (speed, 0.02), (-2, 0), textcoords="offset points", rotation=90, fontsize=7,
-                    color="0.35", ha="right", zorder=1.5, bbox={"facecolor": "w", "edgecolor": "none", "pad": 0.5},
+                    color="0.35", ha="right", zorder=1.5, bbox={"fc": "w", "ec": "none", "pad": 0.5},
                 )  # fmt: skip
         axes.grid(visible=False, axis="x")
         axes.set(xscale="log", ylim=(0, 1.05), xlim=ends, xlabel="bandwidth of the link, GB/s per direction")

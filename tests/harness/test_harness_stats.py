@@ -55,7 +55,7 @@ def test_too_few_or_equal_samples():
 
 
 def test_an_interval_has_a_per_cent_from_six_samples_on():
-    """A bootstrap of fewer would give the smallest and the largest, and cover the median less often than it says."""
+    """A bootstrap of fewer gives the smallest and the largest, which hold it less often than it says."""
     few, enough = (from_samples("time", [float(n) for n in range(count)], "s") for count in (5, 6))
     assert (few.low, few.high, interval_name(5)) == (0.0, 4.0, "smallest to largest of 5")
     assert interval_name(6) == "95 % interval"

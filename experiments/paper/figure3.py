@@ -148,8 +148,8 @@ def cells(records: Sequence[Record]) -> list[Result]:
         for name in names:
             if (metric := of[name]) is not None:
                 note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
-                pair = metric, of[base]
-                if name == names[-1] and (again := claims.cut_again(record, [name, base], pair, truediv)):
+                both = metric, of[base]
+                if name == names[-1] and (again := claims.cut_again(record, [name, base], both, truediv)):
                     note += f" As timed {metric.value:.3g}{again}."
                 place = _place(record, name)
                 found.append(claims.beside(records, record, place, metric, note, "as the step grows"))

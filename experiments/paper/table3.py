@@ -225,8 +225,8 @@ def _drawn(laid_out: Mapping[str, Record]) -> Figure:
             f["num_stages"]: TimedActions.from_data(f["actions"]) for f in record.details["stages"].values()
         }
         dots = {k: least / 1e9 for k, timed in steps.items() if (least := hidden_from(timed)) is not None}
-        ends = [min(dots.values(), default=1.0) / 10, max(dots.values(), default=1.0) * 10]
-        swept = numpy.geomspace(*ends, 60).tolist()
+        low, high = min(dots.values(), default=1.0) / 10, max(dots.values(), default=1.0) * 10
+        swept = numpy.geomspace(low, high, 60).tolist()
         curves = DataFrame(
             {k: slowdowns(timed, [1e9 * each for each in swept]) for k, timed in steps.items()}, swept
         )
@@ -237,14 +237,16 @@ def _drawn(laid_out: Mapping[str, Record]) -> Figure:
         )  # fmt: skip
         for link in SHOWN_LINKS:
             speed = LINKS[link].bandwidth_bytes_per_s / 1e9
-            if ends[0] < speed < ends[1]:
+            if low < speed < high:
                 axes.axvline(speed, color="0.55", linewidth=0.8, linestyle=":")
                 axes.annotate(
                     link, (speed, 0.02), (-2, 0), textcoords="offset points", rotation=90, fontsize=7,
                     color="0.35", ha="right", zorder=1.5, bbox={"fc": "w", "ec": "none", "pad": 0.5},
                 )  # fmt: skip
         axes.grid(visible=False, axis="x")
-        axes.set(xscale="log", ylim=(0, 1.05), xlim=ends, xlabel="bandwidth of the link, GB/s per direction")
+        axes.set(
+            xscale="log", ylim=(0, 1.05), xlim=(low, high), xlabel="bandwidth of the link, GB/s per direction"
+        )
         axes.set(ylabel="throughput, over a free link's")
         axes.set_title(views.scaled(record.details["title"], record.details.get("scale", "")), fontsize=9)
         axes.legend(title="K, M = 32", loc="center right", fontsize=8)

@@ -37,7 +37,7 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
     from pandas import DataFrame
 
     computed = {
-        tuple(metric.key[part] for part in ("table", "row", "column")): metric
+        (str(metric.key["table"]), str(metric.key["row"]), str(metric.key["column"])): metric
         for record in of_case(records, "done", part=reproduced.PART)
         for metric in record.metrics
     }
@@ -73,9 +73,9 @@ def _numbers(
         }  # fmt: skip
     if "even_speed_up" in facts:
         yield {"metric": "even stages", "value": facts["even_speed_up"], "provenance": "modelled"}
-    table, *rest = place
+    table, row, column = place
     for source in ("paper", "torchgpipe"):
-        if (cell := published(table).get((source, *rest))) is not None:
+        if (cell := published(table).get((source, row, column))) is not None:
             text = cell.printed + ("" if cell.comparable else " *")
             yield {"metric": source, "value": cell.value, "provenance": "published", "text": text}
 

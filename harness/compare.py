@@ -24,7 +24,7 @@ from functools import cache
 from typing import Any
 
 from gpipe_bench.harness.paper import PaperNumber, load_paper
-from gpipe_bench.harness.record import Metric
+from gpipe_bench.harness.record import Metric, interval_name
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.unknowns import Unknown, Way, words
 from gpipe_bench.harness.verdict import (
@@ -243,7 +243,9 @@ def _reason(
     factor: float | None,
 ) -> str:
     value, low, high = found
-    made_of = " (our 95 % interval)" if ours.spread is None else ""
+    made_of = ""
+    if ours.spread is None and ours.metric is not None:
+        made_of = f" (our {interval_name(len(ours.metric.samples))})"
     if ours.spread is not None and ours.spread.parts:
         made_of = f" ({', '.join(part.what.replace('_', ' ') for part in ours.spread.parts)})"
     mine = show(value, cell.unit) if low == high else f"{_interval(low, high, cell.unit)}{made_of}"

@@ -107,7 +107,8 @@ class Experiment:
         cases: what there is to run
         run: runs one case
         cells: our numbers beside the paper's; by default they answer the rows of their own names
-        reproduction: the paper's tables computed at the paper's size, as text; what a comparison begins with
+        reproduction: of the cells, the paper's tables computed at its size beside what ran here, as text,
+            with notes or without; what a comparison begins with
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
         timelines: the timelines in the records that a report shows as charts
@@ -130,7 +131,7 @@ class Experiment:
     cases: Callable[[RunOptions], list[Case]]
     run: Callable[[Case, RunOptions], Outcome]
     cells: Callable[[Sequence[Record]], list[Result]] = by_name
-    reproduction: Callable[[Sequence[Record]], str] | None = None
+    reproduction: Callable[..., str] | None = None
     tables: Callable[[Sequence[Record]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
     timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None

@@ -227,7 +227,7 @@ def _check_repetition(
         raise ValueError(f"same_as {place} is no other number of the paper")
     if first.same_as is not None:
         raise ValueError(f"same_as {place} is itself the same as {first.same_as}; name that one")
-    if cell.form == "derived":  # the same number in other words, such as an increase for a ratio
+    if cell.form in ("derived", "words"):  # the same number in other words, such as an increase for a ratio
         return
     if first.unit != cell.unit:
         raise ValueError(f"same_as {place} is in {first.unit}, this number in {cell.unit}")

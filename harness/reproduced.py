@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from gpipe_bench.harness import REFERENCE
+from gpipe_bench.harness.compare import peers_of
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
+from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
 from gpipe_bench.harness.record import Metric, Record, of_case
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.reproduction import (
@@ -22,9 +23,11 @@ from gpipe_bench.harness.reproduction import (
     summed,
 )
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.verdict import Comparison, Part, Result, Spread
 
 PART = "reproduction"
+Place = tuple[str, str, str]
+"""Table, row and column."""
 KINDS: dict[str, Kind] = {"ratio": "ratios of speeds", "samples/s": "speeds", "GiB": "bytes"}
 """What is published by its unit."""
 BASELINE = "the paper's own run does not fit under the declared choices"
@@ -61,11 +64,13 @@ def errors() -> dict[Kind, PredictorError]:
 
 def error_of(table: str, row: str) -> float:
     """Of a computed number, as a factor less 1."""
-    known = errors()
-    if table == "claims":
-        return of_quotient(known["bytes"].error)
-    of_bytes = row in ("peak activation memory", "maximum parameters")
-    return known["bytes" if of_bytes else "ratios of speeds"].error
+    known = errors()[_kind(table, row)].error
+    return of_quotient(known) if table == "claims" else known
+
+
+def _kind(table: str, row: str) -> Kind:
+    of_bytes = table == "claims" or row in ("peak activation memory", "maximum parameters")
+    return "bytes" if of_bytes else "ratios of speeds"
 
 
 def answers(records: Sequence[Record]) -> list[Result]:
@@ -101,46 +106,137 @@ def _spread(metric: Metric, error: float) -> Spread | None:
 
 def cells(records: Sequence[Record]) -> dict[tuple[str, str], tuple[list[Cell], list[Cell]]]:
     """By table of the paper and unit: its results beside ours, and those that are 1 by definition."""
-    printed = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
+    return _by_table(answers(records))
+
+
+def _by_table(entries: Iterable[Result]) -> dict[tuple[str, str], tuple[list[Cell], list[Cell]]]:
+    printed = of_the_paper()
     found: dict[tuple[str, str], tuple[list[Cell], list[Cell]]] = {}
-    for place, metric, _ in sorted(_computed(records), key=lambda each: each[0][0]):
-        cell = printed.get(place)
-        if cell is None or cell.same_as is not None or place[0] == SENTENCES:
+    for entry in sorted(entries, key=lambda each: each.table):
+        cell, metric = printed.get(entry.place), entry.metric
+        if cell is None or metric is None or cell.same_as is not None or entry.table == SENTENCES:
             continue
         kept = found.setdefault((cell.table, cell.unit), ([], []))
-        kept[cell.kind == "identity"].append(_cell(cell, metric))
+        kept[cell.kind == "identity"].append(_cell(cell, metric, entry.question == "as published"))
     return found
 
 
-def _cell(cell: PaperNumber, metric: Metric) -> Cell:
+def _cell(cell: PaperNumber, metric: Metric, is_computed: bool) -> Cell:
     value = None if metric.value is None else convert(metric.value, metric.unit, cell.unit)
     why = BASELINE if value is None else "" if cell.comparable else cell.erratum
-    error = error_of(cell.table, cell.row)
+    error = error_of(cell.table, cell.row) if is_computed else 0.0
     return Cell(cell.row, cell.column, cell.target, cell.target_rounding, value, error, why)
 
 
-def text(records: Sequence[Record]) -> str:
-    """Each table: paper, ours with its error, ours over the paper's, the answer; and its four numbers."""
-    printed = {cell.key: cell for cell in load_paper() if cell.source == "paper"}
-    parts = []
-    for (table, unit), (judged, fixed) in cells(records).items():
-        lines = [
-            [
-                f"{cell.row}, {cell.column}",
-                _as_printed(printed[table, cell.row, cell.column]),
-                "-" if cell.ours is None else f"{show(cell.ours, unit, 3)} +- {100 * cell.error:.0f} %",
-                "-" if cell.ratio is None else f"{cell.ratio:.2f}",
-                cell.answer,
-            ]
-            for cell in judged
-        ]
-        headers = ["", "paper", "ours, computed", "ours / paper", ""]
-        title = f"{table}: computed at the paper's size, under one declared configuration"
-        parts.append(numbers_text(title, headers, lines, fill(str(summed(judged, fixed)))))
-    if parts:
-        known = "; ".join(f"{kind} {error}" for kind, error in errors().items())
+def covers(cell: Comparison) -> bool:
+    """Whether `text` has shown the number: it is computed, or stands beside one and is not judged."""
+    return cell.is_computed or (cell.entry is not None and _beside(cell.entry))
+
+
+def _beside(entry: Result) -> bool:
+    """Whether it ran here at another size than the paper's, so that it is shown and not judged."""
+    is_cell = entry.table != SENTENCES and entry.source == "paper" and entry.question == "here"
+    return is_cell and bool(entry.context)
+
+
+def text(entries: Sequence[Result], *, notes: bool = False) -> str:
+    """Each table of the paper, computed at its size and run here side by side, and the four numbers of both.
+
+    Computed numbers have their error and an answer; those of scaled models that ran here are not judged.
+
+    Args:
+        entries: of an experiment; its sentences are left out
+        notes: also what is to be said of single numbers
+    """
+    computed = [each for each in entries if each.record is not None and _is_computed(each.record)]
+    here = [each for each in entries if _beside(each)]
+    tables, beside = _by_table(computed), _by_table(here)
+    parts = [
+        _table(table, unit, tables.get((table, unit)), beside.get((table, unit)), here, notes=notes)
+        for table, unit in sorted({*tables, *beside})
+    ]
+    if tables:
+        kinds = {_kind(each.table, each.row) for each in computed}
+        known = "; ".join(f"{kind} {error}" for kind, error in errors().items() if kind in kinds)
         parts.append(fill(f"The predictor's error, on numbers that torchgpipe published: {known}."))
     return "\n\n".join(parts)
+
+
+Judged = tuple[list[Cell], list[Cell]]
+"""Cells, and those that are 1 by definition."""
+
+
+def _table(
+    table: str,
+    unit: str,
+    computed: Judged | None,
+    beside: Judged | None,
+    here: Sequence[Result],
+    *,
+    notes: bool,
+) -> str:
+    of_paper, peers = of_the_paper(), peers_of(load_paper())
+    ours, theirs = (
+        {(table, each.row, each.column): each for each in found[0]} if found else {}
+        for found in (computed, beside)
+    )
+    places = [place for place in of_paper if place in ours or place in theirs]
+    varies = [at for at in (1, 2) if len({place[at] for place in places}) > 1] or [1, 2]
+
+    def label(place: Place) -> str:
+        """Row and column, as far as they are not the same all over."""
+        return ", ".join(place[at] for at in varies)
+
+    headers = ["", "paper"] + ["torchgpipe"] * any(place in peers for place in places)
+    headers += ["computed", "/ paper", ""] if computed else []
+    if beside is not None:
+        (provenance, *_) = {each.metric.provenance for each in here if each.table == table and each.metric}
+        headers += [f"here, {provenance}", "/ paper"]
+    lines = []
+    for place in places:
+        line = [label(place), _as_printed(of_paper[place])]
+        if "torchgpipe" in headers:
+            line.append(peers[place].printed if place in peers else "-")
+        if computed is not None:
+            cell = ours.get(place)
+            line += ["-", "-", ""] if cell is None else [_ours(cell, unit), _ratio(cell), cell.answer]
+        if beside is not None:
+            cell = theirs.get(place)
+            line += ["-", "-"] if cell is None else [_ours(cell, unit), _ratio(cell)]
+        lines.append(line)
+    below = [f"computed at the paper's size, as declared: {summed(*computed)}"] if computed else []
+    below += [f"run here, not judged: {summed(*beside).numbers}"] if beside else []
+    below = [fill(each, rest="  ") for each in below]
+    if notes:
+        own = [(each.place, each.note) for each in here if each.table == table]
+        papers = [
+            (place, note) for place in places for note in (of_paper[place].erratum, of_paper[place].note)
+        ]
+        below += _notes([(label(place), note) for place, note in (*own, *papers)], len(places))
+    same = [places[0][at] for at in (1, 2) if at not in varies]
+    return numbers_text(": ".join([table, *same]), headers, lines, "", *below)
+
+
+def _ours(cell: Cell, unit: str) -> str:
+    if cell.ours is None:
+        return "-"
+    return show(cell.ours, unit, 3) + (f" +- {100 * cell.error:.0f} %" if cell.error else "")
+
+
+def _ratio(cell: Cell) -> str:
+    return "-" if cell.ratio is None else f"{cell.ratio:.2f}"
+
+
+def _notes(said: Iterable[tuple[str, str]], every: int) -> list[str]:
+    """Each distinct note once, with the numbers that it is about, unless that is all of them."""
+    places: dict[str, list[str]] = {}
+    for label, note in said:
+        if note:
+            places.setdefault(note, []).append(label)
+    return [
+        fill(note if len(about) >= every else f"{'; '.join(about)}: {note}", "- ", "  ")
+        for note, about in places.items()
+    ]
 
 
 def _as_printed(cell: PaperNumber) -> str:
@@ -164,6 +260,10 @@ def cases(experiment: str, options: RunOptions) -> list[Case]:
 def is_computed(case: Case) -> bool:
     """Whether the case computes the paper's numbers."""
     return case.key.get("part") == PART
+
+
+def _is_computed(record: Record) -> bool:
+    return record.case.get("part") == PART
 
 
 def timed(records: Sequence[Record]) -> list[Record]:

@@ -229,7 +229,12 @@ class Summed(NamedTuple):
 
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {answer}" for answer, number in self.counts.items())
-        parts = [counts]
+        return "; ".join(filter(None, [counts, self.numbers]))
+
+    @property
+    def numbers(self) -> str:
+        """Those that need no answer."""
+        parts = []
         if self.off is not None:
             parts.append(f"median |ours / paper - 1| {100 * self.off:.0f} %")
         if self.rank is not None:

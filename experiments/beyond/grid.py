@@ -134,7 +134,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def _modelled(subject: Subject) -> Outcome:
-    from gpipe_bench.experiments.paper.figure2 import shape, traffic
+    from gpipe_bench.experiments.beyond.traffic import shape, traffic
 
     of_model = shape(subject.model, subject.options)
     # What stages are balanced by is not said; a stack's maps are twice as large as those of the next.

@@ -1,26 +1,23 @@
-"""What takes no device: the stride control, quotients of printed numbers, what is counted, small networks.
+"""What takes no device: v1's stride control, counted on models without memory, and small networks.
 
-Counted on models without memory, or divided; nothing is timed. Quotients confirm arithmetic and no more, so
-all of them are identities; a wrong one would be an erratum. Two sentences about which networks GPipe takes
-are put to the engine on small ones (`trained`). No GPU is needed:
+Nothing is timed. Two sentences about which networks GPipe takes are put to the engine on small ones
+(`trained`). No GPU is needed:
 
     python -m experiments run computed
 
-What follows so has no repeats and no interval. It may have a range, over what is not stated or over what
-printed digits leave open, and that is kept with what it is made of.
+What follows so has no repeats and no interval. It may have a range, over what is not stated, and that is kept
+with what it is made of.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
+from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric, Provenance, Record, Scalar, of_case
 from gpipe_bench.harness.unknowns import Value, load_unknowns, steps_from_middle
 from gpipe_bench.harness.verdict import Part, Result, Spread
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 STRIDE = "control-stride"
-SECONDS = {STRIDE: 40.0, SENTENCES: 10.0}
-ROUNDING = "rounding of the printed numbers"
 TIED_TOLERANCE = 1e-12  # of float64 weights, where layers share some: the order of a sum may change
 
 
@@ -62,22 +57,18 @@ def over(what: str, values: Sequence[float]) -> Spread:
 
 
 def cases(options: RunOptions) -> list[Case]:
-    tables = list(QUOTIENTS) if options.profile == "smoke" else [*QUOTIENTS, STRIDE]
-    published = [
-        Case({"part": "as published", "table": table, "what": table}, SECONDS.get(table, 1.0))
-        for table in tables
+    stride = [Case({"part": "as published", "table": STRIDE, "what": STRIDE}, 40.0)]
+    return [
+        *(stride if options.profile != "smoke" else []),
+        Case({"part": "trained", "table": SENTENCES}, 10.0),
     ]
-    return [*published, Case({"part": "trained", "table": SENTENCES}, 10.0)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     import torch
 
     torch.set_num_threads(1)
-    if case.key["part"] == "trained":
-        return outcome(trained())
-    table = str(case.key["table"])
-    return outcome(stride() if table == STRIDE else QUOTIENTS[table]())
+    return outcome(trained() if case.key["part"] == "trained" else stride())
 
 
 def outcome(answers: Sequence[Computed]) -> Outcome:
@@ -103,11 +94,10 @@ def answers(record: Record, table: str, **more: Any) -> list[Result]:
 
 def cells(records: Sequence[Record]) -> list[Result]:
     """An entry for every answer on record."""
-    found = []
-    for record in of_case(records, "done"):
-        question = "as published" if record.case["part"] == "as published" else "here"
-        found += answers(record, str(record.case["table"]), question=question)
-    return found
+    counted = of_case(records, "done", table=STRIDE)
+    found = [each for record in counted for each in answers(record, STRIDE, question="as published")]
+    ran = of_case(records, "done", part="trained")
+    return found + [each for record in ran for each in answers(record, SENTENCES, question="here")]
 
 
 # The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
@@ -180,103 +170,6 @@ def _over_settings(
     spread = Spread(low=low, high=high, parts=tuple(parts), combinations=len(ratios))
     said = f"{what}; the number is that of {', '.join(map(str, middle))}"
     return computed(row, "moved stride", ratios[middle], "ratio", said, spread)
-
-
-# Quotients of printed numbers, and what single sentences of the text come to by counting.
-
-
-def printed(table: str, row: str, column: str) -> PaperNumber:
-    """A number that stands in the paper, or that it quotes."""
-    place = (table, row, column)
-    return next(cell for cell in load_paper() if cell.key == place and cell.source != "torchgpipe")
-
-
-def growth() -> Computed:
-    """How much the best ImageNet model grew in three years."""
-    later, earlier = (printed("growth", name, "parameters") for name in ("SENet 2017", "GoogLeNet 2014"))
-    low = (later.target - later.target_rounding) / (earlier.target + earlier.target_rounding)
-    high = (later.target + later.target_rounding) / (earlier.target - earlier.target_rounding)
-    row, what = "parameters of the best model, 2017 over 2014", f"{later.printed} over {earlier.printed}"
-    return computed(row, "v1", later.target / earlier.target, "ratio", what, over(ROUNDING, (low, high)))
-
-
-def error_rates() -> list[Computed]:
-    """What the printed accuracies leave to 100 %."""
-    found = []
-    for name in ("CIFAR-10", "CIFAR-100"):
-        accuracy = printed("transfer", name, "top-1")
-        error, off = 100 - accuracy.target, accuracy.target_rounding
-        spread = over(ROUNDING, (error - off, error + off))
-        found.append(computed(name, "error rate", error, "%", f"100 - {accuracy.printed}", spread))
-    return found
-
-
-def correlation() -> Computed:
-    """Of the seven models of v1's Table 2: of ranks, and with the logarithm of the parameters."""
-    from scipy.stats import pearsonr, spearmanr
-
-    of_row: dict[str, dict[str, float]] = {}
-    for cell in load_paper():
-        if cell.table == "imagenet-models" and cell.column in ("parameters", "top-1"):
-            of_row.setdefault(cell.row, {})[cell.column] = cell.value
-    both = [each for each in of_row.values() if len(each) == 2]
-    sizes, accuracies = [math.log(each["parameters"]) for each in both], [each["top-1"] for each in both]
-    of_ranks = float(spearmanr(sizes, accuracies).statistic)
-    of_logarithms = float(pearsonr(sizes, accuracies).statistic)
-    what = f"{len(both)} models: of ranks, and of accuracy and the logarithm of the parameters"
-    spread = over("which coefficient", (of_ranks, of_logarithms))
-    return computed("correlation of top-1 accuracy and size", "v1 Table 2", of_ranks, "number", what, spread)
-
-
-NUM_STAGES = 8
-
-
-def reductions() -> list[Computed]:
-    """What a normal cell of AmoebaNet-D (18, 256) has over one of the stack before it."""
-    from gpipe_bench.experiments.paper.predicted.sizes import of_the_paper
-
-    full = of_the_paper("table2", "amoebanet")
-    stacks = [
-        (size, full.sent_bytes(last, 1, "float32"))
-        for size, layers in itertools.groupby(range(len(full.layers)), lambda n: full.parameters[n])
-        if size and len(several := list(layers)) > 2
-        for last in several[-1:]
-    ]
-    found = []
-    what = "of the normal cells of one stack over those of the stack before it, both times"
-    for place, column in ((1, "its activations"), (0, "its parameters")):
-        ratios = [after[place] / before[place] for before, after in itertools.pairwise(stacks)]
-        spread = over("which reduction", ratios)
-        row = "a layer after a reduction over one before it, AmoebaNet-D (18, 256)"
-        found.append(computed(row, column, ratios[0], "ratio", what, spread))
-    return found
-
-
-def spmd(num_layers: int = 24) -> Computed:
-    """Bytes that an accelerator sends: of each layer's two products of matrices split in the middle, a ring
-    over the activations forward and backward; of the pipeline, one boundary each way.
-    """
-    ring = 2 * Fraction(NUM_STAGES - 1, NUM_STAGES)
-    column = f"Transformer-{num_layers} on {NUM_STAGES} accelerators"
-    what = "four rings over a layer's activations, of every layer, against the two messages of a boundary"
-    row = "bytes of SPMD's AllReduces over the pipeline's"
-    return computed(row, column, float(4 * num_layers * ring / 2), "ratio", what)
-
-
-def pipedream() -> Computed:
-    """Versions of the weights, each stage of 8 with as many parameters."""
-    kept = [NUM_STAGES - stage for stage in range(NUM_STAGES)]
-    row, column = "PipeDream's versions of the weights over GPipe's one", f"{NUM_STAGES} accelerators, mean"
-    what = f"stage k keeps {NUM_STAGES} - k; the first has {kept[0]}, the last {kept[-1]}"
-    return computed(row, column, sum(kept) / NUM_STAGES, "ratio", what)
-
-
-QUOTIENTS: dict[str, Callable[[], list[Computed]]] = {
-    SENTENCES: lambda: [*reductions(), spmd(), pipedream()],
-    "growth": lambda: [growth(), correlation()],
-    "transfer": error_rates,
-}
-"""By the table that they answer."""
 
 
 # Two sentences about what GPipe takes and keeps, put to the engine on small networks. "Any network that can
@@ -397,11 +290,11 @@ def statistics() -> Computed:
 
 EXPERIMENT = Experiment(
     name="computed",
-    title="What takes no device: stride control, quotients, small networks",
-    source="arXiv v1, sections 1 and 5",
+    title="What takes no device: stride control, small networks",
+    source="arXiv v1, section 5",
     describe=(
-        "Activations and parameters of v1's stride control over all that it leaves open, numbers that "
-        "follow from printed ones, and whether every network of the zoo trains the same on several stages."
+        "Activations and parameters of v1's stride control over all that it leaves open, and whether every "
+        "network of the zoo trains the same on several stages."
     ),
     profiles={
         "smoke": "all but the stride control",
@@ -411,6 +304,6 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
-    paper_tables=("control-stride", "growth"),
+    paper_tables=("control-stride",),
     untimed=True,
 )

@@ -1,27 +1,24 @@
-"""Figure 2 and the formulas of section 2: what a pipeline wastes, keeps and sends.
+"""Figure 2 and the formulas of section 2: what a pipeline wastes and keeps.
 
 Expected: the replay's bubble equals (K-1)/(M+K-1) exactly, less where recomputation starts early; memory
-follows O(N + (L/K)(N/M)), with a backward pass on top; a pipeline sends far fewer bytes than data parallelism
-for Transformers, and not for small convolutional models on many stages. No GPU is needed:
+follows O(N + (L/K)(N/M)), with a backward pass on top. No GPU is needed:
 
     python -m experiments run figure2
 
 Schedules are replayed with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time
 counted in forwards of one micro-batch on one stage, so everything is a whole number and "equal" means equal
-(`replayed`). Memory and traffic follow from shapes, which are found on the meta device (`modelled`). Nothing
-here is timed.
+(`replayed`). Memory follows from shapes, which are found on the meta device (`modelled`). Nothing here is
+timed.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.paper.figure2_shown import (
-    MOST_STAGES,
     UNIT,
     VARIANTS,
     figures,
@@ -29,11 +26,9 @@ from gpipe_bench.experiments.paper.figure2_shown import (
     tables,
     timelines,
 )
-from gpipe_bench.harness.compare import printed
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.paper import SENTENCES, load_paper
+from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric, Provenance, Record, Scalar
-from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.harness.verdict import Part, Result, Spread
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import partition
@@ -47,13 +42,7 @@ PER_STAGE = (1, 2, 3, 4, 8)  # M / K
 COUNTED = ((24, 32, 2), (24, 32, 4), (24, 32, 8), (48, 32, 8), (24, 1, 1))  # L, M, K of the paper's formula
 MEMORY_STAGES = (1, 2, 4, 8)
 BATCH_SIZE = 32
-TRAFFIC_STAGES = (2, 4, 8)
-SMOKE_TRAFFIC = ("transformer-lm", "resnet101")
-BATCH_SIZES = {"transformer-lm": 32, "transformer-seq2seq": 32}
-"""Mini-batch of the comparison of traffic: the paper's 32 sequences (Table 1); 128 images otherwise."""
-IMAGES = 128
-NOT_IN_THE_PAPER = ("amoebanet-a", "amoebanet-c")
-MOST_LAYERS = 103  # of a Transformer on 8 partitions (Table 1)
+COUNTED_MODELS = ("amoebanet-b", "transformer-seq2seq")
 TABLE = "formulas"  # in results/paper.csv
 
 
@@ -87,22 +76,18 @@ def cases(options: RunOptions) -> list[Case]:
         for model, subject in [*SUBJECTS.items()][: 1 if smoke else 2]
         for place, k in enumerate(MEMORY_STAGES)
     ]
-    return found + [
-        Case({"part": "traffic", "model": model, "size": size}, 0.4)
-        for model, size in _zoo()
-        if not smoke or model in SMOKE_TRAFFIC
-    ]
+    return found + [Case({"part": "size", "model": model, "size": size}, 0.4) for model, size in _zoo()]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     part = str(case.key["part"])
-    if part in ("memory", "traffic"):
+    if part in ("memory", "size"):
         import torch
 
         torch.set_num_threads(1)
     runs = {
         "chart": _run_chart, "bubble": _run_bubble, "formula": _run_formula, "memory": _run_memory,
-        "traffic": _run_traffic,
+        "size": _run_size,
     }  # fmt: skip
     return runs[part](case.key)
 
@@ -243,107 +228,36 @@ def peak(model: str, num_stages: int, num_microbatches: int) -> dict[str, int]:
     }
 
 
-# Traffic. The paper's case for pipelines on slow links (section 2.3): only activations at the boundaries
-# travel, and their gradients back. Data parallelism moves every gradient of every parameter around a ring,
-# twice, whatever the batch.
+# Sizes that no other table of the paper counts
 
 
-class Shape(NamedTuple):
-    """What matters of a model here, by layer; bytes are those of one example in float32."""
+def _run_size(key: dict[str, Any]) -> Outcome:
+    """Parameters of a model of the zoo, on the meta device."""
+    import torch
 
-    flops: tuple[int, ...]  # of the forward
-    parameters: tuple[int, ...]
-    output_bytes: tuple[int, ...]  # what the layer hands on
-    output_gradient_bytes: tuple[int, ...]  # what comes back for it: nothing for integers
+    from gpipe_bench.models import MODELS, count_parameters
 
-
-class Traffic(NamedTuple):
-    """Bytes sent in a step: of the device that sends most, and of all devices, per example or per step."""
-
-    pipeline_busiest: int  # per example
-    pipeline_total: int  # per example
-    data_parallel_each: int  # per step, whatever the batch
-    data_parallel_total: int
-
-
-def _run_traffic(key: dict[str, Any]) -> Outcome:
-    """Bytes sent by a pipeline and by data parallelism."""
-    found = shape(key["model"], _zoo()[key["model"], key["size"]])
-    batch_size = BATCH_SIZES.get(key["model"], IMAGES)
-    metrics = [
-        _metric("parameters", sum(found.parameters), "parameters"),
-        _metric("mini-batch", batch_size, "examples"),
-    ]
-    stages = [k for k in TRAFFIC_STAGES if k <= len(found.flops)]  # the smallest Transformer has five layers
-    note = "the pipeline's busiest device sends less below it"
-    for num_stages in stages:
-        sent = traffic(found, num_stages)
-        sizes = {
-            "pipeline, busiest device": sent.pipeline_busiest * batch_size,
-            "pipeline, all devices": sent.pipeline_total * batch_size,
-            "data parallelism, each device": sent.data_parallel_each,
-            "data parallelism, all devices": sent.data_parallel_total,
-        }
-        even, at = sent.data_parallel_each / sent.pipeline_busiest, {"K": num_stages}
-        metrics += _bytes(sizes, K=num_stages)
-        metrics.append(_metric("break-even mini-batch", even, "examples", key=at, note=note))
-    return Outcome(tuple(metrics), {"num_stages": stages})
-
-
-def shape(name: str, options: Mapping[str, Any]) -> Shape:
-    """The model's shape; nothing of its size is allocated. Whatever computes the attention, its operations
-    are those of the written one.
-    """
-    from gpipe_bench.experiments.paper.predicted.sizes import FullSize
-
-    written_out = {"attention": "explicit"} if name.startswith("transformer") else {}
-    full = FullSize(name, {**options, **written_out})
-    every = range(len(full.layers))
-    return Shape(
-        tuple(full.flops(1)),
-        full.parameters,
-        tuple(full.sent_bytes(layer, 1, "float32") for layer in every),
-        tuple(full.returned_bytes(layer, 1, "float32") for layer in every),
-    )
-
-
-def traffic(found: Shape, num_stages: int, costs: Sequence[float] | None = None) -> Traffic:
-    """A pipeline of `num_stages` stages of equal costs, by default of forward FLOPs, as far as cuts allow,
-    and as many replicas.
-
-    Ring all-reduce: each of K devices sends 2 (K - 1) / K of the bytes of the gradients. Raises ValueError
-    for more stages than layers.
-    """
-    stages = partition(found.flops if costs is None else costs, num_stages)
-    ends = [stage.stop - 1 for stage in stages[:-1]]
-    forward = [found.output_bytes[end] for end in ends] + [0]  # the last stage sends no activations
-    backward = [0] + [found.output_gradient_bytes[end] for end in ends]  # and the first no gradients
-    sent = [ahead + back for ahead, back in zip(forward, backward, strict=True)]
-    everyone = 2 * (num_stages - 1) * 4 * sum(found.parameters)
-    return Traffic(max(sent), sum(sent), everyone // num_stages, everyone)
+    with torch.device("meta"):
+        model = MODELS[key["model"]](**_zoo()[key["model"], key["size"]])
+    return Outcome((_metric("parameters", count_parameters(model), "parameters"),))
 
 
 def _zoo() -> dict[tuple[str, str], dict[str, Any]]:
-    """By model and size, what the paper trains on up to 8 devices, built as the paper does."""
+    """By model and size as the paper writes it, what it counts in its text."""
     from gpipe_bench.models.zoo import CONFIGURATIONS
 
     return {
         (name, _size(options)): options
         for name, options in CONFIGURATIONS
-        if name not in NOT_IN_THE_PAPER
-        and options.get("num_layers", 0) <= MOST_LAYERS
-        and "preset" not in options
+        if name in COUNTED_MODELS and "preset" not in options
     }
 
 
 def _size(options: dict[str, Any]) -> str:
-    """The configuration in a word, as the paper writes it: (18, 256), 48 layers."""
     layers, filters = options.get("num_layers"), options.get("num_filters")
-    if filters:
-        return f"({layers}, {filters})"
-    if "ffn_dim" in options:
-        return f"T({layers}, {options['ffn_dim']}, {options['num_heads']})"
-    return f"{layers} layers" if layers else "224x224"
+    return (
+        f"({layers}, {filters})" if filters else f"T({layers}, {options['ffn_dim']}, {options['num_heads']})"
+    )
 
 
 # Judged: our numbers for the formulas that the paper's text gives, and for sizes that no other table counts
@@ -351,7 +265,7 @@ def _size(options: dict[str, Any]) -> str:
 
 def cells(records: Sequence[Record]) -> list[Result]:
     """A cell for every formula that the paper's text gives and we have a record for."""
-    return [*_formulas(records), *_least_multiple(records), *_early_over_late(records), *_sizes(records)]
+    return [*_formulas(records), *_early_over_late(records), *_sizes(records)]
 
 
 def _formulas(records: Sequence[Record]) -> Iterator[Result]:
@@ -374,7 +288,7 @@ def _formulas(records: Sequence[Record]) -> Iterator[Result]:
 
 
 def _sizes(records: Sequence[Record]) -> Iterator[Result]:
-    for record in of_part(records, "traffic"):
+    for record in of_part(records, "size"):
         name = str(record.case["size"]).replace(", ", ",")
         places = {
             "amoebanet-b": ("amoebanet-b", "parameters", "v5"),
@@ -386,44 +300,6 @@ def _sizes(records: Sequence[Record]) -> Iterator[Result]:
                 table=table, row=row, column=column, question="as published",
                 metric=record.metric("parameters"), record=record,
             )  # fmt: skip
-
-
-def least_multiple(share: float, *, early: bool = False) -> int:
-    """The least whole M / K with which the bubble stays below a share for every K: by the formula, or with
-    recomputation as early as it can be and forward : backward = 1 : 2.
-    """
-    bubble = VARIANTS["gpipe-early" if early else "gpipe"].closed_form
-    stages = range(1, MOST_STAGES + 1)
-    return next(r for r in itertools.count(1) if all(bubble(k, r * k) < share for k in stages))
-
-
-def _least_multiple(records: Sequence[Record]) -> Iterator[Result]:
-    """How many micro-batches for each stage make the bubble negligible; the paper says that 4 do."""
-    negligible = load_unknowns().find("claims", "negligible_share")
-    if not of_part(records, "bubble"):
-        return
-    high, middle, low = (
-        [least_multiple(float(share), early=early) for early in (False, True)] for share in points(negligible)
-    )
-    row = "micro-batches per stage for a negligible bubble"
-    cell = next(cell for cell in load_paper() if cell.key == (TABLE, row, "M / K"))
-    parts = (
-        Part(what="negligible_share", low=low[0], high=high[0]),
-        Part(what="recomputation early or late", low=min(middle), high=max(middle)),
-    )
-    yield Result(
-        table=TABLE, row=row, column="M / K", question="as published",
-        metric=_metric(row, middle[0], "ratio"),
-        spread=Spread(
-            low=min(low), high=max(high), parts=parts, combinations=6
-        ),
-        allowed=printed(replace(cell, bound="at most")),  # the text says that so many are enough
-        note=(
-            "The least whole M / K with which the bubble keeps below a negligible share at K = 8, for both "
-            "ends and the middle of what negligible may mean: by (K-1)/(M+K-1), and with recomputation as "
-            "early as the same sentence says (found after looking)."
-        ),
-    )  # fmt: skip
 
 
 def _early_over_late(records: Sequence[Record]) -> Iterator[Result]:
@@ -447,14 +323,14 @@ def _early_over_late(records: Sequence[Record]) -> Iterator[Result]:
 
 EXPERIMENT = Experiment(
     name="figure2",
-    title="Figure 2 and the formulas: schedules, bubbles, memory, traffic",
+    title="Figure 2 and the formulas: schedules, bubbles, memory",
     source="arXiv v5, Figure 2 and section 2",
     describe=(
-        "The schedules as Gantt charts, their bubble fractions by formula and by replay, peak activations by "
-        "formula and by memory model, and the bytes a pipeline sends against data parallelism."
+        "The schedules as Gantt charts, their bubbles by formula and by replay, and peak activations by "
+        "formula and by memory model."
     ),
     profiles={
-        "smoke": "charts at M = 4, bubbles up to K = 8, the Transformer's memory, traffic of a few models",
+        "smoke": "charts at M = 4, bubbles up to K = 8, the Transformer's memory",
         "short": "everything; no device is needed",
         "full": "the same as short",
     },

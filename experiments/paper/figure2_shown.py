@@ -13,7 +13,6 @@ from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
 from gpipe_bench.harness.experiment import KeptTimeline, Plot
 from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
-from gpipe_bench.harness.units import show
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Schedule
@@ -97,9 +96,7 @@ def tables(records: Sequence[Record]) -> str:
         for part, table in (
             ("chart", _steps),
             ("bubble", _fractions),
-            ("bubble", _rule),
             ("memory", _sizes),
-            ("traffic", _sent),
         )
         if (found := of_part(records, part))
     ]
@@ -133,13 +130,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             "Activation memory by the paper's formula and by the memory model",
             "Stacked bars of boundary inputs, saved activations and transients per number of stages, formula "
             "beside memory model.",
-        ),
-        (
-            "traffic",
-            _traffic,
-            "Bytes sent per step by a pipeline and by data parallelism",
-            "For each model, the bytes that the busiest device sends in one step under either scheme, on a "
-            "logarithmic axis.",
         ),
     )
     return plots + [
@@ -234,18 +224,6 @@ def _fractions(found: Sequence[Record]) -> str:
     return numbers_text(title, headers, lines)
 
 
-def _rule(found: Sequence[Record]) -> str:
-    """What M >= 4K buys."""
-    lines = []
-    for name in ("gpipe", "gpipe-early"):
-        for ratio in (1, 2, 3, 4, 8):
-            bubbles = [_value(each, "bubble", schedule=name, M=ratio * _stages(each)) for each in found]
-            title = VARIANTS[name].title if ratio == 1 else ""
-            lines.append([title, f"M = {ratio}K" if ratio > 1 else "M = K", *map(_percent, bubbles)])
-    headers = ["schedule", "micro-batches", *(f"K={_stages(record)}" for record in found)]
-    return numbers_text("The rule M >= 4K: bubble left (replayed)", headers, lines)
-
-
 def _sizes(found: Sequence[Record]) -> str:
     """Formula and memory model side by side."""
     lines = []
@@ -271,35 +249,6 @@ def _sizes(found: Sequence[Record]) -> str:
         "model", "K", "M", "formula", "own bytes", "memory model", "GiB: own", "memory model", "transients",
         "O(N L)",
     ]  # fmt: skip
-    return numbers_text(title, headers, lines)
-
-
-def _sent(found: Sequence[Record]) -> str:
-    """Who sends more, and from which mini-batch on, for the fewest and the most stages."""
-    counts = sorted({count for record in found for count in record.details["num_stages"]})
-    ends = (counts[0], counts[-1])
-    lines = []
-    for record in found:
-        line = [
-            f"{record.case['model']} {record.case['size']}",
-            show(_value(record, "parameters"), "parameters", 3),
-            f"{_value(record, 'mini-batch'):g}",
-        ]
-        for count in ends:
-            names = ("pipeline, busiest device", "data parallelism, each device")
-            sent = [_value(record, name, K=count) for name in names]
-            line += ["-" if isnan(size) else show(size / 1e9, "number", 3) for size in sent]
-            line.append(_said(_value(record, "break-even mini-batch", K=count), ",.0f"))
-        lines.append(line)
-    headers = ["model", "parameters", "N"]
-    for count in ends:
-        headers += [f"K={count}: pipeline", "data par.", "even at N"]
-    title = (
-        "GB that the busiest device sends in one step of N examples, float32 (modelled)\n"
-        "  pipeline   activations forward and their gradients back at K - 1 cuts of equal FLOPs\n"
-        "  data par.  ring all-reduce, 2 (K-1)/K of the gradient bytes, whatever N\n"
-        "  even at N  the mini-batch up to which the pipeline sends less"
-    )
     return numbers_text(title, headers, lines)
 
 
@@ -431,48 +380,5 @@ def _memory(records: Sequence[Record]) -> Figure:
         "hatched: O(N + (L/K)(N/M)) with the model's own bytes; plain: memory model",
         fontsize=9 if len(models) > 1 else 7,
     )
-    seaborn.despine(figure)
-    return figure
-
-
-def _traffic(records: Sequence[Record]) -> Figure:
-    """Bytes of the busiest device, one line per model."""
-    import seaborn
-    from matplotlib.figure import Figure
-
-    found = frame(records)
-    num_stages = found.K.max()
-    names = {"pipeline, busiest device": "pipeline", "data parallelism, each device": "data parallelism"}
-    sent = found.query("K == @num_stages and metric in @names.keys()")
-    sizes = sent.pivot(index="record", columns="metric", values="value").rename(columns=names) / 1e9
-    sizes = sizes[[*names.values()]]
-    batches = found[found.metric == "mini-batch"].set_index("record").value
-    sizes.index = [
-        f"{records[n].case['model']} {records[n].case['size']}, N = {batches[n]:g}" for n in sizes.index
-    ]
-    ratios = (sizes["data parallelism"] / sizes["pipeline"]).sort_values()
-    sizes = sizes.loc[ratios.index]
-    figure = Figure(figsize=(7.2, 0.27 * len(sizes) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    axes.hlines(sizes.index, sizes.min(axis=1), sizes.max(axis=1), color="0.7", linewidth=1.5, zorder=1)
-    seaborn.scatterplot(
-        sizes.reset_index().melt("index"), x="value", y="index", hue="metric", style="metric",
-        markers=["o", "s"], palette="colorblind", s=32, ax=axes, zorder=2,
-    )  # fmt: skip
-    for place, ratio in enumerate(ratios):
-        axes.annotate(
-            f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2f}x", (sizes.iloc[place].max(), place), (6, 0),
-            textcoords="offset points", fontsize=7.5, va="center", color="0.25",
-        )  # fmt: skip
-    axes.set(xscale="log", ylabel="", ylim=(-0.6, len(sizes) - 0.3))
-    axes.set_xlabel("GB sent by the busiest device in one step (logarithmic)")
-    axes.tick_params(axis="y", labelsize=7.5)
-    axes.margins(x=0.1)
-    figure.suptitle(
-        f"K = {num_stages}, modelled: what data parallelism sends in multiples of what a pipeline sends",
-        fontsize=9,
-    )
-    axes.legend(fontsize=8, loc="lower right", frameon=True)
-    axes.grid(False, axis="y")
     seaborn.despine(figure)
     return figure

@@ -13,11 +13,12 @@ k = 2 also runs on two (`measured`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import truediv
 from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.paper.timed import claims
+from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
     CUTS_ESTIMATE_S,
     PROFILES,
@@ -37,27 +38,25 @@ from gpipe_bench.harness.verdict import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 NUM_MICROBATCHES = 16  # v1 Table 1; the figure's own is not stated
 TIMED_MICROBATCHES = 4  # that really run
 STAGES = (1, 2, 4, 8)
 BASELINES = {"resnet101": 1, "amoebanet": 2}
 """k of the naive-k that a model's speeds are divided by."""
-CUT = "amoebanet"  # the model of the sentence that is judged over the paper's cuts
+CUT = "amoebanet"  # the model whose stages are also cut again on paper
 ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
 ROW = "normalized throughput"
 RECOMPUTATION = "recomputation"
-COLORS = {
-    "paper (TPU)": "#0173b2",
-    "torchgpipe (P40)": "#949494",
-    "ours, replayed": "#029e73",
-    "ours, measured": "#de8f05",
-    "bound": "#d9d9d9",
-}
-"""Of who made a number; the same in every panel."""
+BARS = {
+    views.PAPER: "#0173b2", "torchgpipe": "#949494", views.COMPUTED: "#d9d9d9", views.OURS: "#029e73",
+    views.RAN: "#de8f05",
+}  # fmt: skip
+"""Colour by whose a number is; the same in every panel."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -135,71 +134,50 @@ def configurations(name: str, batch_size: int, stages: Sequence[int], real: int)
     )
 
 
-def _done(records: Sequence[Record]) -> dict[str, Record]:
-    return claims.by_model(claims.of_steps(records), VERSION1)
-
-
-def _places(model: str, record: Record) -> dict[str, tuple[str, str, str]]:
-    """Where each configuration on record stands in the paper."""
-    return {label: (f"figure3-{model}", ROW, label) for label in record.details["cells"]}
-
-
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for each number of the figure and for the sentences about it."""
-    done = _done(records)
-    found = [cell for model, record in done.items() for cell in _cells(records, model, record)]
-    found += [claim for model, record in done.items() for claim in _sentences(records, model, record)]
+    """Ours beside each bar, and the sentence that no bar answers: a quarter more time for recomputation."""
+    found: list[Result] = []
+    for record in claims.by_model(claims.of_steps(records), VERSION1).values():
+        of = {
+            name: record.metric("normalised throughput", **facts["key"])
+            for name, facts in record.details["cells"].items()
+        }
+        (base, *_), scale = of, record.details["scale"] or "at the full size"
+        cells = record.details["cells"]
+        names = [name for name in of if cells[name]["num_microbatches"] != TIMED_MICROBATCHES]
+        for name in names:
+            if (metric := of[name]) is not None:
+                note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
+                both = metric, of[base]
+                if name == names[-1] and (again := claims.cut_again(record, [name, base], both, truediv)):
+                    note += f" As timed {metric.value:.3g}{again}."
+                place = _place(record, name)
+                found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
+        if base == "naive-1":
+            row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
+            pair = of[base], of.get("pipeline-1")
+            extra = claims.derived("extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%")
+            note = "Seconds of a step with re-materialization over those without, less one"
+            found += claims.sentence(records, record, row, column, extra, note)
     return found + reproduced.answers(records)
 
 
-def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Result]:
-    scale = record.details["scale"]
-    note = (f"A scaled model ({scale}), M = {NUM_MICROBATCHES}; " if scale else "") + (
-        "the paper's batch and M are not stated"
-    )
-    printed = {(row, column) for _, row, column in claims.published(f"figure3-{model}")}
-    for table, row, label in _places(model, record).values():
-        metric = record.metric("normalised throughput", **record.details["cells"][label]["key"])
-        for place in ((table, row, label), (table, f"{row} by the text", label)):
-            if metric is not None and place[1:] in printed:
-                made = claims.made_of(record, label)
-                yield claims.entry(
-                    records, record, place, metric, note, moves="as the step grows", context=made
-                )
-
-
-def _sentences(records: Sequence[Record], model: str, record: Record) -> Iterator[Result]:
-    """What v1 says: an almost linear speed-up, and a quarter more time for recomputation."""
-    of = {
-        label: record.metric("normalised throughput", **facts["key"])
-        for label, facts in record.details["cells"].items()
-    }
-    if model == CUT:
-        row, names = "AmoebaNet-D (4, 512): share of a linear speed-up", ("pipeline-8", "naive-2")
-        note = "Throughput with 8 stages over naive-2's, over four"
-        yield from claims.sentence_over_cuts(
-            records, record, row, "pipeline-8 over naive-2", names, [of.get(name) for name in names],
-            lambda many, few: many / few / 4, note,
-        )  # fmt: skip
-    else:
-        row, column = "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101"
-        pair = of.get("naive-1"), of.get("pipeline-1")
-        found = claims.derived("extra time", lambda naive, one: 100 * (naive / one - 1), *pair, unit="%")
-        note = "Seconds of a step with re-materialization over those without, less one"
-        yield from claims.sentence(records, record, row, column, found, note)
+def _place(record: Record, name: str) -> views.Place:
+    return f"figure3-{record.case['model']}", ROW, name
 
 
 def tables(records: Sequence[Record]) -> str:
-    """What is behind the numbers, and how far the replay and the predictions err."""
-    parts = [
-        claims.throughput_text(record, _title(record), _places(model, record))
-        for model, record in _done(records).items()
+    """What is behind the numbers, and how far the replay errs."""
+    numbers = views.long(records, _place)
+    note = (
+        f"  naive-k: one micro-batch, nothing recomputed; pipeline-k: M = {NUM_MICROBATCHES} if not said "
+        f"otherwise, all recomputed; actions timed with M = {TIMED_MICROBATCHES}"
+    )
+    shown = [
+        views.throughput(of, f"{title}: throughput, {of.cell.iloc[0]} is 1", note)
+        for title, of in _steps(numbers).groupby("title", sort=False)
     ]
-    parts += [
-        _recomputation(records),
-        claims.replay_errors(reproduced.timed(records)),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, [*shown, _recomputation(records), views.replay_errors(numbers)]))
 
 
 def _recomputation(records: Sequence[Record]) -> str:
@@ -210,59 +188,42 @@ def _recomputation(records: Sequence[Record]) -> str:
         lost = "; ".join(facts["out_of_memory"] for facts in cells.values() if facts["out_of_memory"])
         ratio = record.metric("with over without")
         printed = claims.published(f"figure3-{record.case['model']}")["paper", ROW, "pipeline-1"].printed
-        said = claims.interval(ratio, record.reason or lost)
+        said = views.interval(ratio, record.reason or lost)
         lines.append([record.details.get("title", record.case["model"]), printed, said])
     title = "One device: throughput with re-materialization over that without (measured)"
     return numbers_text(title, ["", "paper", "ours"], lines)
 
 
-def _title(record: Record) -> str:
-    scale = record.details["scale"]
-    return (
-        f"{record.details['title']}: throughput, {next(iter(record.details['cells']))} is 1"
-        + (f"; scaled to this machine: {scale}" if scale else "")
-        + f"\n  naive-k: one micro-batch, nothing recomputed; pipeline-k: M = {NUM_MICROBATCHES} if not "
-        f"said otherwise, all recomputed; actions timed with M = {TIMED_MICROBATCHES}"
-    )
+def _steps(numbers: DataFrame) -> DataFrame:
+    """Without the steps that say how far a replay errs, and those of one device alone."""
+    return numbers if numbers.empty or "part" not in numbers else numbers[numbers.part.isna()]
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Bars per model, the paper's beside ours."""
-    done = _done(records)
+    """Bars for each model, the paper's beside ours."""
     bars = picture(
         name="figure3",
         caption="Figure 3 of the first version: speed-up over the number of partitions",
         alt="Ours beside the paper's and torchgpipe's speed-ups for each number of partitions.",
-        draw=partial(_bars, done),
+        draw=partial(_bars, records),
     )
-    return [bars] if done else []
+    return [bars] if claims.by_model(claims.of_steps(records), VERSION1) else []
 
 
-def _bars(done: Mapping[str, Record]) -> Figure:
-    import pandas
+def _bars(records: Sequence[Record]) -> Figure:
     import seaborn
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.8 * len(done), 3.6), layout="constrained")
-    every = figure.subplots(1, len(done), squeeze=False)[0]
-    for axes, (model, record) in zip(every, done.items(), strict=True):
-        known, rows = claims.published(f"figure3-{model}"), []
-        y = f"throughput, {next(iter(record.details['cells']))} is 1"
-        for label, facts in record.details["cells"].items():
-            if facts["num_microbatches"] == TIMED_MICROBATCHES:
-                continue  # laid out only to be held against the real step
-            values = [known.get((source, ROW, label)) for source in ("paper", "torchgpipe")] + [
-                record.metric(f"normalised {what}throughput", **facts["key"])
-                for what in ("", "real ", "bound ")
-            ]
-            rows += [
-                {"": label, "who": who, y: each.value}
-                for who, each in zip(COLORS, values, strict=True)
-                if each is not None
-            ]
-        seaborn.barplot(pandas.DataFrame(rows), x="", y=y, hue="who", palette=COLORS, ax=axes)
-        axes.set_title(claims.scaled(record.details), fontsize=9)
-        axes.legend(title="", fontsize=7, loc="upper left")
+    numbers = _steps(views.long(records, _place))
+    shown = numbers[numbers.metric.isin(BARS) & (numbers.M != TIMED_MICROBATCHES) & numbers.value.notna()]
+    models = shown.groupby("title", sort=False)
+    figure = Figure(figsize=(4.8 * len(models), 3.6), layout="constrained")
+    for axes, (_, of) in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        there = [whose for whose in BARS if whose in {*of.metric}]
+        seaborn.barplot(of, x="cell", y="value", hue="metric", hue_order=there, palette=BARS, ax=axes)
+        axes.set(xlabel="", ylabel=f"throughput, {of.cell.iloc[0]} is 1")
+        axes.set_title(views.scaled(of.title.iloc[0], of.scale.iloc[0]), fontsize=9)
+        axes.legend(title="", fontsize=7.5, loc="upper left")
     return figure
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed import claims
+from gpipe_bench.experiments.paper.timed import claims, layers, views
 from gpipe_bench.experiments.paper.timed.replay import TimedActions, lay_out
 from gpipe_bench.experiments.paper.timed.results import MOST_DRAWN, samples_of
 from gpipe_bench.experiments.paper.timed.side_by_side import (
@@ -28,7 +28,7 @@ from gpipe_bench.experiments.paper.timed.side_by_side import (
     steps_of,
 )
 from gpipe_bench.experiments.paper.timed.workloads import SEED, Workload, materialized
-from gpipe_bench.harness.experiment import Case, Outcome
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record, find, from_samples, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.report.grid import numbers as number_columns
@@ -41,6 +41,7 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 PART = "on GPUs"
 THEIRS = "torch-gpipe"
 REMAT = "always"
+MODELS = ("transformer", "amoebanet")  # the more even one first
 ROUNDS = {"smoke": 1, "short": 3, "full": 3}
 UPDATES = 3  # of the optimizer, the first of which makes its state
 ESTIMATES_S = {"smoke": 30.0, "short": 60.0, "full": 90.0}
@@ -65,17 +66,28 @@ class Job(NamedTuple):
         return {"ours" if place == 0 else "ScheduleGPipe": name for place, name in enumerate(self.engines)}
 
 
-def cases(
-    models: Iterable[str], stages: Iterable[int], microbatches: Iterable[int], profile: str
-) -> list[Case]:
-    """All of one model before the next; its first is what its others are relative to."""
+def cases(stages: Iterable[int], microbatches: Iterable[int], options: RunOptions) -> list[Case]:
+    """What only GPUs run: pipelines over as many as there are, all of one model before the next, whose first
+    is what its others are relative to; then what a micro-batch's size is worth.
+    """
+    if options.device != "cuda":
+        return []
+    several = [k for k in stages if k <= options.gpus]
+    of_layers = layers.cases("amoebanet") if options.profile == "full" else []
     return [
-        Case({"part": PART, "model": model, "K": k, "M": m}, ESTIMATES_S[profile])
-        for model, k, m in product(models, stages, microbatches)
-    ]
+        Case({"part": PART, "model": model, "K": k, "M": m}, ESTIMATES_S[options.profile])
+        for model, k, m in product(MODELS, several, microbatches)
+    ] + of_layers
 
 
-def run(workload: Workload, key: Mapping[str, Any], engine: str, profile: str, device: str) -> Outcome:
+def run(workload: Workload, case: Case, options: RunOptions) -> Outcome:
+    """One of them."""
+    if case.key["part"] == layers.PART:
+        return layers.run(workload, int(str(case.key["examples"])), options.device)
+    return pipeline(workload, case.key, options.engine or "ours", options.profile, options.device)
+
+
+def pipeline(workload: Workload, key: Mapping[str, Any], engine: str, profile: str, device: str) -> Outcome:
     """Skipped where there are fewer devices than stages. Where the engines together fail, the one under test
     is run by itself, and why is in the record.
     """
@@ -299,9 +311,9 @@ def _text(records: Sequence[Record], found: Sequence[Record], table: str) -> str
         lines.append(
             [
                 name, "-" if paper is None else paper.printed,
-                claims.interval(relative(records, record), "K=2 M=1 is not on record"),
+                views.interval(relative(records, record), "K=2 M=1 is not on record"),
                 *("-" if each is None else f"{each.value:.1f}" for each in steps),
-                "-" if rate is None else measured(rate), claims.percent(record.metric("idle")),
+                "-" if rate is None else measured(rate), views.percent(record.metric("idle")),
                 "-" if ran is None else f"{ran.value:.2f}",
                 f"{max(peaks, default=0) / 2**30:.1f}",
                 "void" if "void" in record.details else "",

@@ -7,40 +7,27 @@ whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
 
 Every action is measured in whole steps, with all stages in one process, and laid out on K devices
 (`replayed`); where there are as many devices as stages the step is also run on them (`measured`), and the
-difference is the replay's error. K = 4 runs for real too, in four processes that share the cores: that proves
-order and memory, and no time. One table at a fixed mini-batch, so that only K and M differ, and one with
-the mini-batch fitted to a memory cap, as the paper did; they are not mixed. All cells of a model take turns
-in one run.
+difference is the replay's error. One table has the mini-batch fitted to a memory cap, as the paper did, and
+one a fixed mini-batch, so that only K and M differ. All cells of a model take turns in one run.
 
-A case of its own predicts the paper's table for the paper's accelerators and sizes (`as published`), over
-everything that the paper leaves open (experiments/predicted).
+A case of its own computes the paper's table for the paper's accelerators and sizes, under the one declared
+configuration (experiments/paper/reproduction.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper import on_gpus
 from gpipe_bench.experiments.paper.predicted import SENTENCES
-from gpipe_bench.experiments.paper.table2_shown import (
-    BATCHES,
-    SHARED_CORES,
-    TABLES,
-    facts_of,
-    figures,
-    of_models,
-    places_of,
-    tables,
-)
-from gpipe_bench.experiments.paper.timed import claims, layers
+from gpipe_bench.experiments.paper.timed import claims, layers, views
 from gpipe_bench.experiments.paper.timed.workloads import (
     CUTS_ESTIMATE_S,
     PROFILES,
-    SEED,
     TABLE2,
     Configuration,
     Job,
@@ -48,58 +35,49 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import kept_timelines
+from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.harness import reproduced
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Provenance, Record, from_samples
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
+from gpipe_bench.harness.record import Metric, Record, from_samples, of_case
 from gpipe_bench.harness.verdict import Result
-from gpipe_bench.pipeline.plan.named import gpipe
-from gpipe_bench.pipeline.plan.partition import partition
 
 if TYPE_CHECKING:
-    from gpipe_bench.pipeline.memory.profile import ModelProfile
+    from matplotlib.figure import Figure
 
+TABLES = {"amoebanet": "table2-amoebanet", "transformer": "table2-transformer"}
 STAGES = {"smoke": (2, 4), "short": (2, 4, 8), "full": (2, 4, 8)}
 MICROBATCHES = {"smoke": (1, 4), "short": (1, 4, 32), "full": (1, 4, 32)}
+BATCHES = {
+    "fitted": "(a) the largest mini-batch under a memory cap in every cell, as the paper did",
+    "fixed": "(b) the same mini-batch in all cells: only K and M differ",
+}
+"""The cells stand beside the paper's with a mini-batch as the paper chose it; sentences are about one model
+at one mini-batch."""
 ROUNDS = {
     "smoke": {"fixed": 1, "fitted": 1},
     "short": {"fixed": 1, "fitted": 2},
     "full": {"fixed": 2, "fitted": 2},
 }
 """There and back: every configuration takes two turns in a round, and each is a sample."""
-ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (95.0, 75.0), "full": (150.0, 150.0)}
-JUDGED = "fixed"  # of the sentences, which are about the same model
-AS_THE_PAPER = "fitted"  # of the cells: the mini-batch as the paper chose it
+ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (75.0, 95.0), "full": (150.0, 150.0)}
 REAL_ESTIMATES_S = (195.0, 175.0)  # of AmoebaNet-D and Transformer
-FITTED_MICROBATCHES = 2  # that are run where the mini-batch is fitted
-LARGEST_MICROBATCH = 32
-SHARED_ESTIMATE_S = 20.0
-SHARED_STAGES = SHARED_MICROBATCHES = 4  # run for real whatever the cores
+MORE = "more micro-batches, more throughput", "the smallest quotient of neighbours in M, K fixed"
+"""The sentence that is about all neighbours."""
+
+
+# Cases, and what each runs
 
 
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
     steps = [
-        Case({"model": name, "batch": batch}, estimate_s + CUTS_ESTIMATE_S * (batch == JUDGED))
+        Case({"model": name, "batch": batch}, estimate_s + CUTS_ESTIMATE_S * (batch == "fixed"))
         for batch, estimate_s in zip(BATCHES, ESTIMATE_S[options.profile], strict=True)
         for name in TABLE2
         if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
     ]
-    shared = [Case({"model": name, "batch": SHARED_CORES}, SHARED_ESTIMATE_S) for name in TABLE2]
-    if smoke or options.engine not in (None, "ours"):
-        shared = []
-    others = real_cases(TABLE2, REAL_ESTIMATES_S, options)
-    return _on_gpus(options) + steps + shared + others + reproduced.cases("table2", options)
-
-
-def _on_gpus(options: RunOptions) -> list[Case]:
-    """What only GPUs run: pipelines over as many as there are, then what a micro-batch's size is worth."""
-    if options.device != "cuda":
-        return []
-    models = ("transformer", "amoebanet")  # the more even one first
-    several = [k for k in STAGES[options.profile] if k <= options.gpus]
-    of_layers = layers.cases("amoebanet") if options.profile == "full" else []
-    return on_gpus.cases(models, several, MICROBATCHES[options.profile], options.profile) + of_layers
+    others = real_cases(TABLE2, REAL_ESTIMATES_S, options) + reproduced.cases("table2", options)
+    return on_gpus.cases(STAGES[options.profile], MICROBATCHES[options.profile], options) + steps + others
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -107,33 +85,25 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table2", case)
-    model, stages = str(case.key["model"]), STAGES[options.profile]
-    sizes = TABLE2[model]
-    workload = sizes[options.profile]
-    match case.key.get("part"):
-        case on_gpus.PART:
-            return on_gpus.run(workload, case.key, options.engine or "ours", options.profile, options.device)
-        case layers.PART:
-            return layers.run(workload, int(str(case.key["examples"])), options.device)
-        case "replay error":
-            from gpipe_bench.experiments.paper.timed.steps import run_real
-
-            return run_real(workload, MICROBATCHES[options.profile], options)
-    batch = str(case.key["batch"])
-    if batch == SHARED_CORES:  # of four processes on a few cores, which the paper's size would keep for hours
-        return run_on_shared_cores(sizes["short"])
     from gpipe_bench.experiments.paper.predicted.sizes import cuts_of_the_paper, paper_size
     from gpipe_bench.experiments.paper.timed.results import results
-    from gpipe_bench.experiments.paper.timed.steps import measure
+    from gpipe_bench.experiments.paper.timed.steps import measure, run_real
 
+    model, stages = str(case.key["model"]), STAGES[options.profile]
+    workload = TABLE2[model][options.profile]
+    match case.key.get("part"):
+        case "replay error":
+            return run_real(workload, MICROBATCHES[options.profile], options)
+        case on_gpus.PART | layers.PART:
+            return on_gpus.run(workload, case, options)
+    batch = str(case.key["batch"])
     configurations, facts = _configurations(workload, batch, options)
     rounds = ROUNDS[options.profile][batch]
     job = Job(workload, configurations, rounds, options.engine or "ours", options.device)
     metrics, details = results(job, measure(job))
-    if batch == JUDGED:
-        cuts_of_the_paper(TABLES[model], workload, paper_size("table2", model, options), stages).add_to(
-            details
-        )
+    if batch == "fixed":
+        paper = paper_size("table2", model, options)
+        cuts_of_the_paper(TABLES[model], workload, paper, stages).add_to(details)
     return Outcome(tuple(metrics), {"model": workload.model, **facts, **details})
 
 
@@ -141,254 +111,84 @@ def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
     """What is run, and facts for the record."""
+    from gpipe_bench.experiments.paper.timed.fitted import fitted
     from gpipe_bench.experiments.paper.timed.steps import num_devices
 
     cells = [(k, m) for k in STAGES[options.profile] for m in MICROBATCHES[options.profile]]
-    if batch == "fixed":
-        real, size = num_devices(options.device), workload.batch_size
-        return tuple(Configuration(k, m, size, runs_for_real=k == real) for k, m in cells), {
-            "batch_size": size
-        }
-    counts: dict[tuple[int, int], tuple[int, ...]] = {}
-    peaks: dict[str, int] = {}
-    for k, m in cells:
-        examples, peaks[f"K={k} M={m}"] = fitted_microbatch(workload, k, m, workload.cap_bytes)
-        counts[k, examples] = (*counts.get((k, examples), ()), m)
-    ran = FITTED_MICROBATCHES
-    return tuple(
-        Configuration(k, ran, ran * examples, counts=several) for (k, examples), several in counts.items()
-    ), {"cap_bytes": workload.cap_bytes, "modelled_peak_bytes": peaks}
+    if batch == "fitted":
+        return fitted(workload, cells)
+    real, size = num_devices(options.device), workload.batch_size
+    return tuple(Configuration(k, m, size, runs_for_real=k == real) for k, m in cells), {"batch_size": size}
 
 
-def fitted_microbatch(
-    workload: Workload, num_stages: int, num_microbatches: int, cap_bytes: int
-) -> tuple[int, int]:
-    """Examples of the largest micro-batch, a power of two, whose stages stay under a memory cap, as the paper
-    chose its own (section 3: "adjusted to fit memory"), and the peak bytes of the fullest stage. ValueError
-    if none fits.
-    """
-    found, size = None, 1
-    while size <= LARGEST_MICROBATCH:
-        peak = peak_bytes(workload, num_stages, num_microbatches, size)
-        if peak > cap_bytes:
-            break
-        found, size = (size, peak), 2 * size
-    if found is None:
-        raise ValueError(
-            f"{workload.model} on {num_stages} stages with {num_microbatches} micro-batches of one example "
-            f"needs {peak:,} bytes on one stage; the cap is {cap_bytes:,}: raise it or take more stages"
-        )
-    return found
-
-
-def peak_bytes(workload: Workload, num_stages: int, num_microbatches: int, microbatch_size: int) -> int:
-    """Peak bytes of the fullest stage under gpipe with re-materialization and RMSProp (modelled). The cut is
-    by the estimated cost of the layers, since nothing has been timed yet.
-    """
-    from gpipe_bench.pipeline.memory.workers import pipeline_memory
-
-    stages = partition(_layer_costs(workload), num_stages)
-    schedule = gpipe(num_stages, num_microbatches, "always")
-    memory = pipeline_memory(*_profile(workload, microbatch_size), stages, schedule, receive_ahead=1)
-    return max(stage.peak for stage in memory)
-
-
-@cache
-def _profile(workload: Workload, microbatch_size: int) -> ModelProfile:
-    from gpipe_bench.pipeline.memory.profile import Profiler
-
-    return workload.profile(microbatch_size, Profiler(None))
-
-
-@cache
-def _layer_costs(workload: Workload) -> tuple[float, ...]:
-    from gpipe_bench.pipeline.memory.profile import layer_costs
-
-    return layer_costs(list(workload.build("meta")), workload.example(1, "meta")[0])
-
-
-# K = 4 for real on fewer cores
-
-
-class Ran(NamedTuple):
-    """What one process found: its actions by kind and micro-batch in their order, its peak, and the loss,
-    which is None but on the last stage.
-    """
-
-    actions: tuple[tuple[str, int], ...]
-    peak_bytes: int
-    loss: float | None
-
-
-def run_on_shared_cores(workload: Workload) -> Outcome:
-    """Whether the order of actions and the memory of a stage are what is claimed. Four processes that share
-    two cores say nothing about time, but they do run the real transport between four stages: each must take
-    its schedule's actions in their order, hold what the memory model says, and the last one must end with the
-    loss that one process gets.
-
-    Raises RuntimeError where a stage took other actions than its schedule's, or took them in another order.
-    """
-    from gpipe_bench.experiments.paper.timed.steps import run_processes
-    from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.workers import pipeline_memory
-
-    num_stages, num_microbatches = SHARED_STAGES, SHARED_MICROBATCHES
-    found: list[Ran] = run_processes(work_on_shared_cores, num_stages, workload, num_stages)
-    schedule = gpipe(num_stages, num_microbatches, "always")
-    for stage, ran in enumerate(found):
-        wanted = tuple((action.kind.name, action.microbatch) for action in schedule.actions[stage])
-        if ran.actions != wanted:
-            raise RuntimeError(
-                f"stage {stage} of {workload.model} took {ran.actions}, its schedule has {wanted}"
-            )
-    layers, loss = workload.profile(2, Profiler())
-    stages = partition([1.0] * len(layers), num_stages)
-    # Nothing is updated, so there is no optimizer's state.
-    modelled = pipeline_memory(layers, loss, stages, schedule, "sgd")
-    hows: dict[str, Provenance] = {"counted": "measured", "modelled": "modelled"}
-    peaks = [
-        Metric(name="peak", key={"stage": stage, "how": how}, value=peak, unit="bytes", provenance=hows[how])
-        for stage in range(num_stages)
-        for how, peak in (("counted", found[stage].peak_bytes), ("modelled", modelled[stage].peak))
-    ]
-    losses = [
-        Metric(name="loss", key={"stages": k}, value=ran.loss, unit="number", provenance="measured")
-        for k, ran in ((num_stages, found[-1]), (1, work_on_shared_cores(workload, 1)))
-    ]
-    facts = {
-        "num_stages": num_stages, "num_microbatches": num_microbatches, "batch_size": 2 * num_microbatches,
-        "actions": [len(ran.actions) for ran in found],
-    }  # fmt: skip
-    return Outcome((*peaks, *losses), {"title": workload.title, "scale": workload.scale, **facts})
-
-
-def work_on_shared_cores(workload: Workload, num_stages: int) -> Ran:
-    """Two steps of one stage: the first makes the gradients and the receive buffers, the second counts."""
-    from torch import distributed as dist
-
-    from gpipe_bench.pipeline import Pipeline
-    from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
-
-    layers = workload.build()
-    pipeline = Pipeline(
-        layers,
-        num_stages=num_stages,
-        num_microbatches=SHARED_MICROBATCHES,
-        cost=[1.0] * len(layers),
-        group=dist.group.WORLD if num_stages > 1 else None,
-        seed=SEED,
-    )
-    batch, target = workload.example(2 * SHARED_MICROBATCHES)
-    pipeline.step(batch, target, workload.loss())
-    pipeline.zero_grad()
-    memory = LiveMemory()
-    with memory:
-        memory.watch(tensors_behind(pipeline))
-        memory.reset_peaks()
-        loss = pipeline.step(batch, target, workload.loss())
-    events = sorted(pipeline.timeline.events, key=lambda event: event.start_s)
-    return Ran(
-        tuple((event.action.kind.name, event.action.microbatch) for event in events),
-        sum(memory.peak_bytes.values()),
-        float(loss) if pipeline.stages[0].index == num_stages - 1 else None,
-    )
-
-
-# Entries and sentences
+# Answers: cells and sentences of the paper
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for each (K, M) of each model on record, and for the sentences about them."""
-    fitted, fixed = (of_models(records, batch) for batch in (AS_THE_PAPER, JUDGED))
-    found = [cell for model, record in fitted.items() for cell in _cells(records, model, record)]
-    for model, table in TABLES.items():
-        if model not in fitted:
-            found += on_gpus.answers(records, table, model)
-    for model, record in fixed.items():
-        found += _speed_ups(records, model, record, fitted.get(model))
-    return [
-        *found,
-        *_more_microbatches(records, fixed, fitted),
-        *_bubble(records, fixed),
-        *reproduced.answers(records),
-    ]
+    """Ours beside every cell of each model on record, and the sentences about them."""
+    fitted, fixed = (claims.by_model(records, TABLES, batch=batch) for batch in BATCHES)
+    found: list[Result] = []
+    for record in fitted.values():
+        note = f"Run here: {record.details['scale'] or 'at the full size'}; cut by measured seconds."
+        for name in _in_order(record):
+            metric, place = _speed(record, name), _place(record, name)
+            found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
+    for model in [model for model in TABLES if model not in fitted]:
+        found += on_gpus.answers(records, TABLES[model], model)
+    sentences = [*_quotients(records, fixed, fitted), *_bubble(records, fixed)]
+    return [*found, *sentences, *reproduced.answers(records)]
 
 
-def _at(record: Record, num_stages: int, num_microbatches: int) -> Metric | None:
-    return record.metric("normalised throughput", K=num_stages, M=num_microbatches)
+def _in_order(record: Record) -> list[str]:
+    cells = record.details["cells"]
+    return sorted(cells, key=lambda name: (cells[name]["num_stages"], cells[name]["num_microbatches"]))
 
 
-def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Result]:
-    scale = record.details["scale"]
-    note = "Cut by measured seconds, early recomputation, the mini-batch fitted to a memory cap." + (
-        f" A scaled model: {scale}." if scale else ""
-    )
-    for name, place in places_of(model, record).items():
-        metric = record.metric("normalised throughput", **record.details["cells"][name]["key"])
-        made = claims.made_of(record, name)
-        yield claims.entry(records, record, place, metric, note, moves="as the step grows", context=made)
+def _place(record: Record, name: str) -> views.Place:
+    stages, count = name.split()
+    return TABLES[str(record.case["model"])], count, stages
 
 
-def _speed_ups(
-    records: Sequence[Record], model: str, record: Record, fitted: Record | None
-) -> Iterator[Result]:
-    """What the text says of throughput with 8 stages over that with 2."""
-    for (row, column), (m, divisor) in SENTENCES[TABLES[model]].items():
-        quotient = partial(_quotient, divisor)
-        names = [f"K={k} M={m}" for k in (8, 2)]
-        pair = [_at(record, k, m) for k in (8, 2)]
-        other = [] if fitted is None else [_at(fitted, k, m) for k in (8, 2)]
-        note = "Throughput with 8 stages over that with 2 at one mini-batch, a scaled model" + _fitted(
-            claims.derived(column, quotient, *other) if other else None
-        )
-        yield from claims.sentence_over_cuts(records, record, row, column, names, pair, quotient, note)
+def _speed(record: Record, name: str) -> Metric | None:
+    facts = record.details["cells"].get(name)
+    return None if facts is None else record.metric("normalised throughput", **facts["key"])
 
 
-def _quotient(divisor: float, many: float, few: float) -> float:
-    return many / few / divisor
-
-
-def _fitted(metric: Metric | None) -> str:
-    """What the same is where the mini-batch is fitted to memory, as context."""
-    return "" if metric is None else f"; with the mini-batch fitted to memory {metric.value:.3g}"
-
-
-def _more_microbatches(
+def _quotients(
     records: Sequence[Record], fixed: Mapping[str, Record], fitted: Mapping[str, Record]
 ) -> Iterator[Result]:
-    """The least gain from a number of micro-batches to the next, over both models and all K."""
-    least = _least_gain(fixed)
-    if least is not None:
-        (model, *names), _ = least
-        other = _least_gain(fitted)
-        note = f"{names[0]} over {names[1]} of {model} at one mini-batch, the least of all" + _fitted(
-            None if other is None else other[1]
-        )
-        row, column = (
-            "more micro-batches, more throughput",
-            "the smallest quotient of neighbours in M, K fixed",
-        )
-        record = fixed[model]
-        pair = [record.metric("normalised throughput", **record.details["cells"][n]["key"]) for n in names]
-        quotient = partial(_quotient, 1.0)
-        yield from claims.sentence_over_cuts(records, record, row, column, names, pair, quotient, note)
+    """Sentences about the quotient of two cells, or the least of several, at one mini-batch: more stages, and
+    more micro-batches.
+    """
+    about = [
+        (place, [(model, f"K=8 M={m}", f"K=2 M={m}")], divisor)
+        for model in fixed
+        for place, (m, divisor) in SENTENCES[TABLES[model]].items()
+    ]
+    neighbours = [
+        (model, more, fewer)
+        for model, record in fixed.items()
+        for fewer, more in pairwise(_in_order(record))
+        if fewer.split()[0] == more.split()[0]
+    ]
+    for place, pairs, divisor in [*about, (MORE, neighbours, 1.0)]:
+        quotient = partial(_quotient, divisor)
+        least, other = (claims.least(of, pairs, _speed, quotient) for of in (fixed, fitted))
+        if least is not None:
+            model, names, metric = least
+            note = f"{metric.name} of {model} at one mini-batch, a scaled model"
+            note += "" if other is None else f"; with the mini-batch fitted to memory {other[2].value:.3g}"
+            speeds = [_speed(fixed[model], name) for name in names]
+            note += claims.cut_again(fixed[model], names, speeds, quotient)
+            yield from claims.sentence(records, fixed[model], *place, metric, note)
 
 
-def _least_gain(of: Mapping[str, Record]) -> tuple[tuple[str, str, str], Metric] | None:
-    """The model and the two configurations, more micro-batches first, and what is gained."""
-    gains = []
-    for model, record in of.items():
-        places = sorted((each["num_stages"], each["num_microbatches"]) for each in facts_of(record))
-        for (k, fewer), (other, more) in pairwise(places):
-            pair = _at(record, k, more), _at(record, k, fewer)
-            gain = claims.derived("gain", partial(_quotient, 1.0), *pair)
-            if k == other and gain is not None:
-                gains.append(((model, f"K={k} M={more}", f"K={k} M={fewer}"), gain))
-    return min(gains, key=lambda each: each[1].value or 0.0, default=None)
+def _quotient(divisor: float, one: float, other: float) -> float:
+    return one / other / divisor
 
 
 def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Result]:
-    """The largest bubble of the steps with at least four micro-batches for each stage."""
+    """The largest idle share of the steps as they were timed, with four micro-batches or more a stage."""
     bubbles = [
         (100 * facts["as_timed"]["shares"]["bubble"], name, model)
         for model, record in of.items()
@@ -398,11 +198,63 @@ def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Res
     if bubbles:
         found, name, model = max(bubbles, key=itemgetter(0))
         metric = from_samples(name, [found], "%", provenance="replayed")
-        note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}"
-        yield from claims.sentence_over_cuts(
-            records, of[model], "bubble at M >= 4K", "largest over K", [name], [metric],
-            lambda bubble: bubble, note, number=lambda cut: 100 * cut["shares"]["bubble"], unit="%",
-        )  # fmt: skip
+        again = claims.cut_again(
+            of[model], [name], [metric], lambda bubble: bubble, lambda cut: 100 * cut["shares"]["bubble"]
+        )
+        note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}{again}"
+        yield from claims.sentence(records, of[model], "bubble at M >= 4K", "largest over K", metric, note)
+
+
+# Text and figures
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Fitted and fixed mini-batch apart, what ran on GPUs, and what the replay errs by."""
+    steps = [record for batch in BATCHES for record in of_case(records, "done", batch=batch)]
+    real = of_case(records, "done", part="replay error")
+    numbers = views.long([*steps, *real, *of_case(records, part=reproduced.PART)], _place)
+    notes = "  normalised throughput, K=2 M=1 is 1; actions timed in whole steps and laid out on K devices"
+    shown = [
+        views.throughput(of.sort_values(["K", "M"], kind="stable"), f"{title} {BATCHES[batch]}", notes)
+        for batch in BATCHES
+        for title, of in numbers[numbers.batch == batch].groupby("title", sort=False)
+    ]
+    parts = [*shown, on_gpus.text(records, TABLES), layers.text(records), views.replay_errors(numbers)]
+    return "\n\n".join(filter(None, parts))
+
+
+CAPTIONS = {
+    "fitted": "Table 2 as the paper did it, the mini-batch fitted to memory: the paper's, ours computed at "
+    "its size, and ours laid out from scaled models timed here",
+    "fixed": "Table 2 with one mini-batch for all: M = 32 leaves single examples, which take longer each, so "
+    "ours falls where the paper, which adjusted the mini-batch, rises",
+}
+"""The main figure first."""
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Throughput over M beside the paper's, and the steps behind them."""
+    plots = [
+        picture(
+            name=f"table2-throughput-{batch}", caption=caption, draw=partial(_throughput, records, batch),
+            alt="Lines over M for each K, the paper's and ours; every number stands in the table above.",
+        )
+        for batch, caption in CAPTIONS.items()
+        if of_case(records, "done", batch=batch)
+    ]  # fmt: skip
+    for record in of_case(records, "done", batch="fixed"):
+        drawn = [name for name in _in_order(record) if name.endswith(" M=4")]
+        facts = record.details["cells"][drawn[-1]] if drawn else {}
+        if facts.get("timeline"):
+            title = f"{record.details['title']}, {drawn[-1]}"
+            plots.append(gantt_plot(f"table2-step-{record.case['model']}", title, facts["timeline"]))
+    return plots
+
+
+def _throughput(records: Sequence[Record], batch: str) -> Figure:
+    computed = of_case(records, part=reproduced.PART)
+    numbers = views.long([*of_case(records, "done", batch=batch), *computed], _place)
+    return views.lines(numbers, x="M", hue="K", y="throughput, K = 2, M = 1 is 1")
 
 
 EXPERIMENT = Experiment(

@@ -10,75 +10,45 @@ laid out on K devices over PCIe through the host (`replayed`), as it is and slow
 that a message takes the share of the time that it takes on the paper's P100. `paper size`: the paper's own
 models, every operation at the speed a P100 allows it (`modelled`). A slow link is always a replay with the
 link's numbers; on GPUs, NCCL_P2P_DISABLE=1 sends the real steps of `replay error` through the host.
-
-What a scaled model on this machine and the paper's model on a P100 share is the schedule and the balance of
-the stages, not how long a message takes beside an action. So the scaled model's link is slowed down by as
-much as its actions are, per byte; that factor needs the P100's speed, which is modelled, and the share of its
-peak that real programs reach, which is assumed: what the ends of that range do to a number is a part of its
-spread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import mean
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import truediv
+from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.table3_shown import (
+from gpipe_bench.experiments.paper.timed import claims, views
+from gpipe_bench.experiments.paper.timed.links import (
+    NUM_MICROBATCHES,
     SAME_SHARE,
-    TABLES,
-    figures,
-    of_part,
-    stage_counts,
-    tables,
+    STAGES,
+    estimate_of,
+    modelled,
+    replayed,
 )
-from gpipe_bench.experiments.paper.timed import claims
-from gpipe_bench.experiments.paper.timed.replay import (
-    TimedActions,
-    balanced,
-    hidden_from,
-    lay_out,
-    same_share,
-)
-from gpipe_bench.experiments.paper.timed.results import (
-    Found,
-    Rates,
-    by_turn,
-    conditions_of,
-    joined,
-    normalised,
-)
-from gpipe_bench.experiments.paper.timed.workloads import (
-    PROFILES,
-    TABLE3,
-    Configuration,
-    Job,
-    Workload,
-    real_cases,
-)
+from gpipe_bench.experiments.paper.timed.replay import HIDDEN, TimedActions, hidden_from, slowdowns
+from gpipe_bench.experiments.paper.timed.workloads import PROFILES, TABLE3, Configuration, Job, real_cases
+from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.harness import reproduced
-from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Provenance, Record, Scalar, from_samples
-from gpipe_bench.harness.unknowns import load_unknowns, points
+from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
+from gpipe_bench.harness.record import Record, find, frame, interval_name, of_case
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
-from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
-from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.schedule import Kind
+from gpipe_bench.pipeline.plan.links import LINKS
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # in the sentences
-STAGES = (2, 4, 8)
-NUM_MICROBATCHES = 32
 TIMED_MICROBATCHES = 8  # that really run; the step is laid out with 32
 ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
 REAL_MICROBATCHES = (2, 8, 32)
 REAL_ESTIMATES_S = (75.0, 75.0)  # of AmoebaNet-D and Transformer
-MARGINAL = "The paper does not say how small a marginal overhead is, so no number decides the sentence."
-PCIE = LINKS["pcie3-host"]
-
-Rounds = Mapping[int, Sequence[TimedActions]]
-"""The turns of the steps of each K."""
+SHOWN_LINKS = ("ethernet-10g", "pcie3-host", "infiniband-hdr", "nvlink2")
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -123,250 +93,164 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(metrics), {**facts, **details})
 
 
-# Numbers
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One micro-batch in float32 on an accelerator, by layer. Table 3's second question is how fast a link
-    must be for messages to stay hidden, and that ratio belongs to the paper's hardware and size.
-
-    Args:
-        seconds: share of the peak -> forward and backward of each layer
-        output_bytes: over a cut behind each layer
-        gradient_bytes: the same for the way back
-        num_parameters: of all layers
-    """
-
-    seconds: Callable[[float], Sequence[tuple[float, float]]]
-    output_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    num_parameters: int
-
-    def actions(self, num_stages: int, num_microbatches: int, share_of_peak: float) -> TimedActions:
-        """The actions of the best cut into stages. A recomputation takes as long as a forward; set-up and
-        update are left out.
-        """
-        layers = self.seconds(share_of_peak)
-        stages = partition([forward_s for forward_s, _ in layers], num_stages)
-        samples: dict[tuple[int, Kind], tuple[float, ...]] = {}
-        for number, stage in enumerate(stages):
-            forward_s, backward_s = (sum(layers[layer][way] for layer in stage) for way in (0, 1))
-            samples[number, Kind.F] = samples[number, Kind.R] = (forward_s,)
-            samples[number, Kind.B] = (backward_s,)
-        sent, returned = (
-            tuple(sizes[stage.stop - 1] for stage in stages[:-1])
-            for sizes in (self.output_bytes, self.gradient_bytes)
-        )
-        return TimedActions(stages, num_microbatches, "always", samples, (), 0.0, sent, returned)
-
-
-def estimate_of(paper: Workload) -> Estimate:
-    """One micro-batch of the paper's model at a P100's peaks."""
-    from gpipe_bench.experiments.paper.predicted.sizes import FullSize
-    from gpipe_bench.planner.accelerators import P100_16
-
-    full, size = FullSize(paper.model, dict(paper.options)), paper.batch_size // NUM_MICROBATCHES
-
-    def seconds(share_of_peak: float) -> list[tuple[float, float]]:
-        found = full.seconds(P100_16, "float32", size, (share_of_peak,))
-        return [(float(layer.forward[0]), float(layer.backward[0])) for layer in found]
-
-    layers = range(len(full.layers))
-    return Estimate(
-        seconds,
-        tuple(full.sent_bytes(layer, size, "float32") for layer in layers),
-        tuple(full.returned_bytes(layer, size, "float32") for layer in layers),
-        sum(full.parameters),
-    )
-
-
-def shares_of_peak() -> tuple[float, float, float]:
-    """What real programs reach of a device's arithmetic, from the file of unknowns: middle, low and high."""
-    low, middle, high = points(load_unknowns().find("table3-amoebanet", "share_of_peak"))
-    return float(middle), float(low), float(high)
-
-
-def modelled(paper: Estimate, batch_size: int) -> tuple[list[Metric], dict[str, Any]]:
-    """The paper's size on its own hardware over PCIe."""
-    middle, *ends = shares_of_peak()
-    at = {
-        share: {k: [paper.actions(k, NUM_MICROBATCHES, share)] for k in STAGES} for share in (middle, *ends)
-    }
-    links = {"PCIe": PCIE, "free link": FREE}
-    metrics, details = _numbers(at[middle], links, "PCIe", PCIE.latency_s, batch_size, "modelled")
-    for share in ends:
-        for k, speed_up in _speed_ups(at[share], PCIE).items():
-            key: dict[str, Scalar] = {"link": "PCIe", "share_of_peak": share, "K": k}
-            metrics.append(_ratio("normalised throughput", speed_up, key, "modelled"))
-    return metrics, {**details, "num_parameters": paper.num_parameters}
-
-
-def replayed(
-    plan: Sequence[Configuration], found: Sequence[Found], paper: Estimate
-) -> tuple[list[Metric], dict[str, Any]]:
-    """Actions of this machine over PCIe as it is, and over PCIe slowed down as much as they are."""
-    rounds = {
-        configuration.num_stages: [replace(each, num_microbatches=NUM_MICROBATCHES) for each in timed]
-        for index, configuration in enumerate(plan)
-        if (timed := by_turn([each.steps[index] for each in found]))
-    }
-    out_of_memory = {
-        f"K={configuration.num_stages}": steps.out_of_memory
-        for configuration, steps in zip(plan, found[0].steps, strict=True)
-        if steps.out_of_memory
-    }
-    if not rounds:
-        raise MemoryError(next(iter(out_of_memory.values())))
-    shares = shares_of_peak()
-    slowed = _slowed(rounds, paper, shares[0])
-    links = {"PCIe": PCIE, SAME_SHARE: slowed, "free link": FREE}
-    batch_size = NUM_MICROBATCHES * plan[0].microbatch_size
-    metrics, details = _numbers(rounds, links, SAME_SHARE, 0.0, batch_size, "replayed")
-    whole = {k: [joined(each)] for k, each in rounds.items()}
-    middle, *ends = (_speed_ups(whole, _slowed(rounds, paper, share)) for share in shares)
-    factors = {k: [1.0, *(end[k][0] / middle[k][0] for end in ends)] for k in middle}
-    return metrics, {
-        **details,
-        "share_of_peak": {f"K={k}": [min(each), max(each)] for k, each in factors.items()},
-        "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},
-        "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
-        "out_of_memory": out_of_memory,
-        **conditions_of(found),
-    }
-
-
-def _numbers(
-    rounds: Rounds,
-    links: Mapping[str, Link],
-    judged: str,
-    latency_s: float,
-    batch_size: int,
-    provenance: Provenance,
-) -> tuple[list[Metric], dict[str, Any]]:
-    """Throughput over each link, relative to that of K = 2 where there are such steps; what even stages and a
-    free link would give, and how much of that a step over the `judged` link reaches; how fast a link must be.
-    """
-    steps_s = {name: _steps_s(rounds, link) for name, link in links.items()}
-    metrics: list[Metric] = []
-    for name, of_link in steps_s.items():
-        rates = {k: [batch_size / step_s for step_s in several] for k, several in of_link.items()}
-        keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
-        metrics += normalised("throughput", keyed, rates.get(STAGES[0]), provenance)
-    base_s = steps_s[judged].get(STAGES[0], [])
-    for k, several in rounds.items():
-        bound_s = [balanced(timed).makespan_s for timed in several]
-        reached = [even / step for even, step in zip(bound_s, steps_s[judged][k], strict=True)]
-        if base_s:
-            bound = [one / even for one, even in zip(base_s, bound_s, strict=True)]
-            metrics.append(_ratio("normalised bound", bound, {"K": k}, provenance))
-        metrics.append(_ratio("share of the balanced step", reached, {"K": k}, provenance))
-    stages = {}
-    for k, several in rounds.items():
-        timed = joined(several)
-        least = hidden_from(timed, latency_s)
-        metrics.append(
-            Metric(
-                name="hidden from", key={"K": k}, value=None if least is None else least / 1e9, unit="GB/s",
-                provenance=provenance,
-                note="least bandwidth per direction with a step at most 5 % longer than over a free link",
-            )
-        )  # fmt: skip
-        forward_s = mean([timed.medians_s()[stage, Kind.F] for stage in range(k)])
-        stages[f"K={k}"] = {
-            "num_stages": k, "actions": timed.to_data(), "spread": timed.spread(),
-            "mean_forward_ms": 1e3 * forward_s,
-        }  # fmt: skip
-    middle, low, high = shares_of_peak()
-    assumption = (
-        f"a P100's programs are taken to run at {middle:.0%} of its arithmetic, {low:.0%} to {high:.0%} as "
-        "the range, and no faster than its memory allows"
-    )
-    return metrics, {
-        "batch_size": batch_size, "assumption": assumption, "judged": judged, "stages": stages,
-    }  # fmt: skip
-
-
-def _ratio(name: str, samples: Sequence[float], key: Mapping[str, Scalar], provenance: Provenance) -> Metric:
-    return from_samples(name, samples, "ratio", key=key, provenance=provenance)
-
-
-def _steps_s(rounds: Rounds, link: Link) -> dict[int, list[float]]:
-    return {k: [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()}
-
-
-def _speed_ups(rounds: Rounds, link: Link) -> dict[int, list[float]]:
-    """Throughput relative to that of K = 2; nothing without such steps."""
-    steps_s = _steps_s(rounds, link)
-    base_s = steps_s.get(STAGES[0])
-    if base_s is None:
-        return {}
-    return {k: [one / step for one, step in zip(base_s, each, strict=True)] for k, each in steps_s.items()}
-
-
-def _slowed(rounds: Rounds, paper: Estimate, share_of_peak: float) -> Link:
-    """PCIe for this machine's model: see `same_share`. Times are those of all stages, bytes of all cuts."""
-    slower, larger = [], []
-    for num_stages, several in rounds.items():
-        timed = joined(several)
-        theirs = paper.actions(num_stages, timed.num_microbatches, share_of_peak)
-        slower.append(sum(timed.medians_s().values()) / sum(theirs.medians_s().values()))
-        larger.append(sum(timed.activation_bytes) / sum(theirs.activation_bytes))
-    return same_share(PCIE, mean(slower), mean(larger))
-
-
-# Entries and sentences
+# Answers: cells and sentences of the paper
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for each K of each model whose steps were measured, and for the sentences about them."""
-    steps = of_part(records, "steps")
-    found = [cell for model, record in steps.items() for cell in _cells(records, model, record)]
-    return [*found, *_sentences(records, steps), *reproduced.answers(records)]
-
-
-def _cells(records: Sequence[Record], model: str, record: Record) -> Iterator[Result]:
-    scale = record.details["scale"]
-    note = "Cut by measured seconds, over PCIe slowed down as much as the computation." + (
-        f" A scaled model: {scale}." if scale else ""
-    )
-    for k in stage_counts(record):
-        metric = record.metric("normalised throughput", link=record.details["judged"], K=k)
-        if metric is not None:  # else nothing to be relative to: the steps of K = 2 found no room
-            least, most = record.details["share_of_peak"][f"K={k}"]
-            place, more = (TABLES[model], "M=32", f"K={k}"), [("share_of_peak", least, most)]
-            yield claims.entry(
-                records, record, place, metric, note, moves="as the step grows", more=more,
-                context=claims.NOT_JUDGED,
-            )  # fmt: skip
-
-
-def _sentences(records: Sequence[Record], steps: Mapping[str, Record]) -> Iterator[Result]:
-    """Without a fast link the speed-up is similar to that with one, which is the same steps laid out over a
-    free link; and what the link adds to a step is marginal.
-    """
-    added = []
-    for model, record in steps.items():
-        slow, fast, slow_rate, fast_rate = (
-            record.metric(name, link=link, K=8)
-            for name in ("normalised throughput", "throughput")
+    """Ours beside each K of each model whose steps were timed, and the sentence about them."""
+    found: list[Result] = []
+    for model, record in claims.by_model(records, TABLES, part="steps").items():
+        scale = record.details["scale"] or "at the full size"
+        note = (
+            f"Run here: {scale}; cut by measured seconds, over PCIe slowed down as much as the computation."
+        )
+        low, high = record.details["share_of_peak"].get("K=8", (1.0, 1.0))
+        note += f" What a P100 may reach of its peak moves K = 8 by x{low:.2f} to x{high:.2f}."
+        for k in stage_counts(record):
+            metric = record.metric("normalised throughput", link=record.details["judged"], K=k)
+            if metric is not None:  # else nothing to be relative to: the steps of K = 2 found no room
+                place = (TABLES[model], "M=32", f"K={k}")
+                found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
+        slow, fast = (
+            record.metric("normalised throughput", link=link, K=8)
             for link in (record.details["judged"], "free link")
         )
-        row, name = "speed-up from 2 to 8 without a fast link over that with one", NAMES[model]
-        kept = claims.derived("speed-up without over with", lambda a, b: a / b, slow, fast)
-        note = (
-            "K = 8 over K = 2 over the slowed link, over the same over a free link; both of the same cut, by "
-            "measured seconds"
+        kept = claims.derived("speed-up without over with", truediv, slow, fast)
+        row = "speed-up from 2 to 8 without a fast link over that with one"
+        note = "K = 8 over K = 2 over the slowed link, over the same over a free link; both of the same cut"
+        found += claims.sentence(records, record, row, NAMES[model], kept, note)
+    return [*found, *reproduced.answers(records)]
+
+
+def stage_counts(record: Record) -> list[int]:
+    """The values of K on record."""
+    return [facts["num_stages"] for facts in record.details["stages"].values()]
+
+
+# Text and figures
+
+
+def tables(records: Sequence[Record]) -> str:
+    """The steps over each link, and from which bandwidth on messages are hidden: here, and on a P100."""
+    numbers = frame(of_case(records, "done"))
+    if "link" not in numbers:
+        return ""
+    steps = numbers[numbers.part == "steps"].assign(shown=lambda of: of.link.fillna(of.metric))
+    steps = steps[steps.metric.isin(("normalised throughput", "share of the balanced step", "hidden from"))]
+    parts = []
+    for model, record in claims.by_model(records, TABLES, part="steps").items():
+        of = steps[steps.model == model]
+        texts = of.assign(text=[_text(*each) for each in of[["metric", "value", "low", "high"]].to_numpy()])
+        wide = texts.pivot(index="K", columns="shown", values="text").reindex(columns=[*COLUMNS])
+        hidden = numbers.query("part == 'paper size' and metric == 'hidden from' and model == @model")
+        peak = {int(k): f"{value:.2g}" for k, value in hidden[["K", "value"]].to_numpy()}
+        wide["P100:\nhidden from"] = [peak.get(k, "-") for k in wide.index]
+        lines = [
+            [f"K={k}", *line]
+            for k, line in zip(wide.index, wide.astype(object).fillna("-").to_numpy(), strict=True)
+        ]
+        headers = ["", *(COLUMNS.get(name, name) for name in wide.columns)]
+        paper = find(records, "done", part="paper size", model=model)
+        assumption = "not on record" if paper is None else str(paper.details["assumption"])
+        several = max(map(len, of[of.metric == "normalised throughput"].samples), default=0)
+        parts.append(numbers_text(_title(record, several, assumption), headers, lines))
+    return "\n\n".join(parts)
+
+
+COLUMNS = {
+    SAME_SHARE: "PCIe,\nsame share", "PCIe": "PCIe", "free link": "free\nlink",
+    "share of the balanced step": "of\nbound", "hidden from": "hidden\nfrom",
+}  # fmt: skip
+
+
+def _text(metric: str, value: float, low: float, high: float) -> str:
+    if metric == "share of the balanced step":
+        return f"{100 * value:.0f} %"
+    if metric == "hidden from":
+        return f"{value:.2g}"
+    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
+
+
+def _title(record: Record, several: int, assumption: str) -> str:
+    details, k = record.details, stage_counts(record)[-1]
+    scale = f"; scaled to this machine: {details['scale']}" if details["scale"] else ""
+    when = (
+        "" if details["assumption"] == assumption else f"\n  same share: when it ran, {details['assumption']}"
+    )
+    forward_ms = details["stages"][f"K={k}"]["mean_forward_ms"]
+    return (
+        f"{details['title']}, M=32: throughput, K=2 is 1 (in brackets: {interval_name(several)})\n"
+        f"  actions timed in steps of {details['timed_microbatches']} micro-batches{scale}; a forward takes "
+        f"{forward_ms:.1f} ms at K={k}\n"
+        "  PCIe: 16 lanes of PCIe 3 through the host, 7.9 GB/s; same share: slowed down with the "
+        f"computation, {details['slowed_link']['bandwidth_bytes_per_s'] / 1e6:,.1f} MB/s\n"
+        "  not in the interval: over links on which a message takes half a forward or longer, steps of two\n"
+        "    processes took 6 to 19 % longer than their replay (TCP, measured once)\n"
+        "  of bound: the throughput as a share of what even stages over a free link would give\n"
+        "  hidden from: least GB/s per direction with a step at most 5 % longer than over a free link\n"
+        f"  P100: modelled at the paper's size; {assumption}{when}"
+    )
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """Throughput over the link's bandwidth: modelled at the paper's size, replayed at this machine's."""
+    drawings = {
+        "table3-bandwidth": ("paper size", "the paper's models on P100s, modelled"),
+        "table3-this-machine": ("steps", "this machine's models, replayed"),
+    }
+    return [
+        picture(
+            name=name,
+            caption=f"Table 3: throughput over the bandwidth of the link; {what}; dots: over faster links a "
+            f"step is at most {HIDDEN:.0%} longer than over a free one",
+            alt="Curves of throughput over bandwidth, with the point where communication stops being hidden.",
+            draw=partial(_drawn, laid_out),
         )
-        yield from claims.sentence(records, record, row, name, kept, note)
-        pair = slow_rate, fast_rate
-        share = claims.derived(f"{name}, K=8", lambda a, b: 100 * (1 - a / b), *pair, unit="%")
-        added += [(share, record)] if share is not None else []
-    if added:
-        most, record = max(added, key=lambda each: each[0].value or 0.0)
-        note = f"the largest of the two models: {most.name}, over PCIe slowed down as its computation"
-        row = "share of the step that the link adds"
-        yield from claims.sentence(records, record, row, "any K", most, note, not_comparable=MARGINAL)
+        for name, (part, what) in drawings.items()
+        if (laid_out := claims.by_model(records, TABLES, part=part))
+    ]
+
+
+def _drawn(laid_out: Mapping[str, Record]) -> Figure:
+    """A panel for each model: the steps of every K over links of any bandwidth."""
+    import numpy
+    import seaborn
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    figure = Figure(figsize=(4.4 * len(laid_out) + 0.6, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(laid_out), squeeze=False, sharey=True)[0]
+    for axes, record in zip(panels, laid_out.values(), strict=True):
+        steps = {
+            f["num_stages"]: TimedActions.from_data(f["actions"]) for f in record.details["stages"].values()
+        }
+        dots = {k: least / 1e9 for k, timed in steps.items() if (least := hidden_from(timed)) is not None}
+        low, high = min(dots.values(), default=1.0) / 10, max(dots.values(), default=1.0) * 10
+        swept = numpy.geomspace(low, high, 60).tolist()
+        curves = DataFrame(
+            {k: slowdowns(timed, [1e9 * each for each in swept]) for k, timed in steps.items()}, swept
+        )
+        seaborn.lineplot(curves, palette="viridis", dashes=False, ax=axes)
+        seaborn.scatterplot(
+            x=[*dots.values()], y=[slowdowns(steps[k], [1e9 * least])[0] for k, least in dots.items()],
+            hue=[str(k) for k in dots], palette="viridis", legend=False, zorder=3, ax=axes,
+        )  # fmt: skip
+        for link in SHOWN_LINKS:
+            speed = LINKS[link].bandwidth_bytes_per_s / 1e9
+            if low < speed < high:
+                axes.axvline(speed, color="0.55", linewidth=0.8, linestyle=":")
+                axes.annotate(
+                    link, (speed, 0.02), (-2, 0), textcoords="offset points", rotation=90, fontsize=7,
+                    color="0.35", ha="right", zorder=1.5, bbox={"fc": "w", "ec": "none", "pad": 0.5},
+                )  # fmt: skip
+        axes.grid(visible=False, axis="x")
+        axes.set(
+            xscale="log", ylim=(0, 1.05), xlim=(low, high), xlabel="bandwidth of the link, GB/s per direction"
+        )
+        axes.set(ylabel="throughput, over a free link's")
+        axes.set_title(views.scaled(record.details["title"], record.details.get("scale", "")), fontsize=9)
+        axes.legend(title="K, M = 32", loc="center right", fontsize=8)
+    return figure
 
 
 EXPERIMENT = Experiment(

@@ -12,11 +12,11 @@ parts, and they add up to 100 % (planner/breakdown.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from gpipe_bench.experiments.paper.timed import claims
+from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
     CUTS_ESTIMATE_S,
     PROFILES,
@@ -29,13 +29,14 @@ from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
 from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Metric, Record, find, from_samples
+from gpipe_bench.harness.record import Metric, Record, from_samples
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
 
 if TYPE_CHECKING:
     from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
 TIMED_MICROBATCHES = 4  # that really run
@@ -48,9 +49,6 @@ REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
 ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 55.0, "full": 100.0}
 COLORS = ("#3182bd", "#fdd49e", "#636363", "#bdbdbd", "#9ecae1", "#e6550d", "#f0f0f0")  # of the parts
-SAME_RUN = (
-    "v5 names neither model nor M; its 3.2 % of load imbalance are v1's for ResNet-101 on two partitions."
-)
 SETUP = (
     "Set-up divides and reshapes the inputs. The paper's happens on its host or its first accelerator and is "
     "sent on; here the inputs lie in the memory that the stages share."
@@ -111,42 +109,31 @@ def cells(records: Sequence[Record]) -> list[Result]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
-    here = reproduced.timed(records)
-    record = find(claims.of_steps(here), "done", model="resnet101")
+    record = claims.by_model(claims.of_steps(records), JUDGED).get(JUDGED[0])
     if record is None:
         return reproduced.answers(records)
     shares: dict[int, dict[str, Metric]] = {}
     for metric in record.metrics:
         if metric.name == SHARE and metric.key["K"] in (2, 4):
             shares.setdefault(int(str(metric.key["K"])), {})[str(metric.key["part"])] = metric
-    sentences = [each for of in SENTENCES for each in _sentence(here, record, shares, *of)]
-    return [*_cells(here, record, shares), *sentences, *reproduced.answers(records)]
-
-
-Shares = Mapping[int, Mapping[str, Metric]]
-"""Of each part of a step in percent, by the number of stages."""
-
-
-def _cells(records: Sequence[Record], record: Record, shares: Shares) -> Iterator[Result]:
-    scale = record.details["scale"]
-    note = f"ResNet-101, M = {NUM_MICROBATCHES}, exact partition by measured seconds" + (
-        f"; a scaled model ({scale})." if scale else "."
-    )
-    places = [
-        (("breakdown-v5", part, SHARE), share, f"{note} {SAME_RUN}")
-        for part, share in shares.get(2, {}).items()
-        if part != "communication"
+    scale = record.details["scale"] or "at the full size"
+    note = f"Run here: {scale}, M = {NUM_MICROBATCHES}, exact cut by seconds."
+    cells = [
+        *((("breakdown-v5", part, SHARE), each) for part, each in shares.get(2, {}).items()),
+        *(
+            (("breakdown-v1", "load imbalance", f"K={k}"), of["load imbalance"])
+            for k, of in shares.items()
+            if k == 4
+        ),
     ]
-    places += [
-        (("breakdown-v1", "load imbalance", f"K={k}"), of_stages["load imbalance"], note)
-        for k, of_stages in shares.items()
+    found = [
+        claims.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
+        for place, metric in cells
+        if place[1] != "communication"
     ]
-    if shares:
-        most = max((each["recompute"] for each in shares.values()), key=lambda share: share.value or 0.0)
-        places.append((("breakdown-v1", "recompute", "K=2 and K=4"), most, note))
-    for place, metric, what in places:
-        what += f" {SETUP}" if place[1] == "setup" else ""
-        yield claims.entry(records, record, place, metric, what, context=claims.NOT_JUDGED)
+    for choose, number, row, what in SENTENCES:
+        found += _sentence(records, record, shares, choose, number, row, what)
+    return [*found, *reproduced.answers(records)]
 
 
 def _over_the_formula(num_stages: int, shares: Mapping[str, float]) -> float:
@@ -160,77 +147,79 @@ def _over_the_next(_: int, shares: Mapping[str, float]) -> float:
     return shares["recompute"] / max(shares[part] for part in others)
 
 
-SENTENCES = (
+Number = Callable[[int, Mapping[str, float]], float]
+SENTENCES: tuple[tuple[Any, Number, str, str], ...] = (
     (
         max, _over_the_formula, "bubble observed over (K-1)/(M+K-1)",
         "Share of K x step over the formula's, the larger",
     ),
     (min, _over_the_next, "recomputation over the next largest overhead", "The smaller"),
 )  # fmt: skip
-"""Which of both numbers of stages a sentence is judged by, its number, its row, and what the number is."""
+"""The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
+4.2, says both of two and of four stages. Which of both numbers of stages a sentence is judged by, its number,
+its row, and what the number is."""
 
 
 def _sentence(
-    records: Sequence[Record],
-    record: Record,
-    shares: Shares,
-    choose: Any,
-    number: Callable[[int, Mapping[str, float]], float],
-    row: str,
-    what: str,
-) -> list[Result]:
-    """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1,
-    section 4.2, says both of two and of four stages.
-    """
-
-    def ratio(k: int, of: Mapping[str, Metric]) -> Metric | None:
-        return claims.derived(row, lambda *given: number(k, dict(zip(of, given, strict=True))), *of.values())
-
-    found = {k: each for k, of in shares.items() if (each := ratio(k, of)) is not None}
+    records: Sequence[Record], record: Record, shares: Mapping[int, Mapping[str, Metric]],
+    choose: Any, number: Number, row: str, what: str,
+) -> list[Result]:  # fmt: skip
+    found = {}
+    for k, of in shares.items():
+        ratio = claims.derived(
+            row, lambda *given, k=k, of=of: number(k, dict(zip(of, given, strict=True))), *of.values()
+        )
+        if ratio is not None:
+            found[k] = ratio
     if not found:
         return []
     k = choose(found, key=lambda each: found[each].value or 0.0)
     name = f"K={k} M={NUM_MICROBATCHES}"
-    return claims.sentence_over_cuts(
-        records, record, row, "ResNet-101", [name], [found[k]], lambda ratio: ratio, f"{what}: {name}",
-        number=lambda cut: number(k, {part: 100 * share for part, share in cut["shares"].items()}),
+    again = claims.cut_again(
+        record, [name], [found[k]], lambda ratio: ratio,
+        lambda cut: number(k, {part: 100 * share for part, share in cut["shares"].items()}),
     )  # fmt: skip
+    return claims.sentence(records, record, row, "ResNet-101", found[k], f"{what}: {name}{again}")
 
 
-def _taken_apart(records: Sequence[Record]) -> list[tuple[Record, str, dict[str, Any]]]:
-    """The configurations whose step is taken apart: record, name and facts."""
-    return [
-        (record, name, facts)
-        for record in claims.of_steps(records)
-        if record.status == "done"
-        for name, facts in record.details["cells"].items()
-        if "shares" in facts
-    ]
+def _taken_apart(records: Sequence[Record]) -> DataFrame:
+    """In percent, a column for each step that is taken apart and a row for each part, exact."""
+    from pandas import DataFrame
+
+    return 100 * DataFrame(
+        {
+            (record.details["title"], name): facts["shares"]
+            for record in claims.of_steps(records)
+            if record.status == "done"
+            for name, facts in record.details["cells"].items()
+            if "shares" in facts
+        }
+    )
 
 
 def tables(records: Sequence[Record]) -> str:
-    """What is behind the numbers, and how far the replay and the predictions err."""
-    found = _taken_apart(records)
-    columns = [[*(found[0][2]["shares"] if found else ()), "sum", "step (ms)"]]
-    for record, _, facts in found:
-        step, shares = record.metric("step", **facts["key"]), facts["shares"].values()
-        percents = [f"{100 * share:.1f}" for share in [*shares, sum(shares)]]
-        columns.append([*percents, "-" if step is None else f"{step.value:.0f}"])
-    scales = {record.details["title"]: record.details["scale"] for record, *_ in found}
+    """Where the time goes, and how far the replay errs."""
+    shares = _taken_apart(records)
+    scales = {
+        record.details["title"]: record.details["scale"]
+        for record in claims.of_steps(records)
+        if record.status == "done"
+    }
     scaled = "; ".join(f"{title}: {scale}" for title, scale in scales.items() if scale)
-    title = "Where the device time of a step goes (replayed, exact)"
+    title = "Where the device time of a step goes (replayed, exact), % of K x step"
     title += f"\n  scaled to this machine: {scaled}" if scaled else ""
-    headers = ["share of K x step (%)", *(f"{record.details['title']}\n{name}" for record, name, _ in found)]
-    parts = [
-        numbers_text(title, headers, list(zip(*columns, strict=True))) if found else "",
-        claims.replay_errors(reproduced.timed(records)),
+    lines = [
+        [part, *(f"{share:.1f}" for share in of)]
+        for part, of in zip(shares.index, shares.to_numpy(), strict=True)
     ]
-    return "\n\n".join(part for part in parts if part)
+    lines += [["sum", *(f"{share:.1f}" for share in shares.sum())]] if lines else []
+    parts = numbers_text(title, ["", *map("\n".join, shares.columns)], lines)
+    errors = views.replay_errors(views.long(reproduced.timed(records), lambda *_: ("", "", "")))
+    return "\n\n".join(filter(None, [parts, errors]))
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """Stacked bars, and the Gantt charts of the steps behind them."""
-    found = _taken_apart(records)
     bars = picture(
         name="table4-breakdown",
         caption="Where the time of a step goes, by model and number of stages",
@@ -238,40 +227,35 @@ def figures(records: Sequence[Record]) -> list[Plot]:
             "Stacked bars that add up to 100 percent: computation, recomputation, bubble, load imbalance, "
             "communication, setup and weight update."
         ),
-        draw=partial(_bars, found),
+        draw=partial(_bars, records),
     )
     charts = [
         gantt_plot(
-            f"table4-{record.case['model']}-{facts['num_stages']}",
-            f"{record.details['title']}, {name}",
+            f"table4-{record.case['model']}-{facts['num_stages']}", f"{record.details['title']}, {name}",
             facts["timeline"],
         )
-        for record, name, facts in found
-    ]
-    return [bars, *charts] if found else []
+        for record in claims.of_steps(records)
+        if record.status == "done"
+        for name, facts in record.details["cells"].items()
+        if "shares" in facts
+    ]  # fmt: skip
+    return [bars, *charts] if charts else []
 
 
-def _bars(found: Sequence[tuple[Record, str, dict[str, Any]]]) -> Figure:
-    import pandas
+def _bars(records: Sequence[Record]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 1.3 + 0.45 * len(found)), layout="constrained")
+    shares = _taken_apart(records).T
+    shares.index = [", ".join(each) for each in shares.index]
+    figure = Figure(figsize=(7.5, 1.3 + 0.45 * len(shares)), layout="constrained")
     axes = figure.add_subplot()
-    rows = {f"{record.details['title']}, {name}": facts["shares"] for record, name, facts in found}
-    shares = 100 * pandas.DataFrame.from_dict(rows, orient="index")
     shares.plot.barh(stacked=True, ax=axes, color=COLORS, edgecolor="0.4", linewidth=0.5, legend=False)
     for bars, color in zip(axes.containers, COLORS, strict=True):
-        labels = [f"{bar.get_width():.0f}" if bar.get_width() >= 4 else "" for bar in bars]
-        axes.bar_label(
-            cast("BarContainer", bars),
-            labels,
-            label_type="center",
-            color="w" if color in COLORS[:3:2] else "k",
-        )
+        labels = [f"{bar.get_width():.0f}" if bar.get_width() >= 3 else "" for bar in bars]
+        text = "w" if color in COLORS[:3:2] else "k"
+        axes.bar_label(cast("BarContainer", bars), labels, label_type="center", color=text)
     axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("share of K x step (%)")
-    axes.set_title("Where the device time of a step goes (replayed)", fontsize=10)
+    axes.set(xlim=(0, 100), xlabel="share of K x step (%)")
     axes.grid(visible=False)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure

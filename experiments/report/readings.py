@@ -22,6 +22,7 @@ from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, fill, within
 from gpipe_bench.harness.report.table import short_text, text_table
+from gpipe_bench.harness.reproduced import covers
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import Comparison, Result
 from gpipe_bench.pipeline.plan.names import suggestion
@@ -103,15 +104,16 @@ def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool =
 
     Raises RuntimeError where the entries contradict themselves, and whatever the experiment stumbles over.
     """
-    _, comparisons = judged(experiment, records)
-    computed = "" if experiment.reproduction is None else experiment.reproduction(records)
+    entries, comparisons = judged(experiment, records)
+    computed = "" if experiment.reproduction is None else experiment.reproduction(entries, notes=not brief)
     shown = Shown(tuple(records), tuple(comparisons), reproduction=computed)
     if brief and shown.has_numbers:
         return shown
     tables = experiment.tables
+    others = [cell for cell in comparisons if not (computed and covers(cell))]
     parts = [
         computed,
-        text_table(comparisons) if comparisons or tables is None else "",
+        text_table(others) if others or tables is None else "",
         "" if tables is None else tables(records),
     ]
     text = "\n\n".join(filter(None, parts))
@@ -132,7 +134,7 @@ def screen(shown: Shown, whole: str) -> str:
     tables of its text.
     """
     if shown.has_numbers:
-        others = [cell for cell in shown.comparisons if not cell.is_computed]
+        others = [cell for cell in shown.comparisons if not (shown.reproduction and covers(cell))]
         with within(SCREEN):
             *tables, counts = short_text(others).split("\n\n") if others else [""]
         parts = (shown.reproduction, _cut(tables, MOST_SCREEN), counts, f"ranges and footnotes: {whole}")

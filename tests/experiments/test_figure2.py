@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, Shape, peak, peak_activations, shape, traffic
+from gpipe_bench.experiments.beyond.traffic import Shape, shape, traffic
+from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak, peak_activations
 from gpipe_bench.experiments.paper.figure2_shown import VARIANTS
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
@@ -68,7 +69,7 @@ def test_every_formula_of_the_paper_is_met() -> None:
     comparisons = compare(EXPERIMENT.cells(records), whole=("formulas",))
     verdicts = {(c.row, c.column): c.verdict for c in comparisons}
     rule = ("micro-batches per stage for a negligible bubble", "M / K")
-    assert verdicts.pop(rule) == "above", "four micro-batches for each stage leave a bubble of 18 %"
+    assert verdicts.pop(rule) == "not run", "the idle time of steps answers it"
     assert len(verdicts) == 15, "and early recomputation leaves less of the bubble"
     assert set(verdicts.values()) == {"identity"}
     for each in records[:4]:
@@ -140,7 +141,7 @@ def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
     found = {
         (cell.table, cell.row): cell.metric.value
         for cell in EXPERIMENT.cells(
-            finished(part="traffic", model="transformer-seq2seq", size="T(6, 8192, 16)")
+            finished(part="size", model="transformer-seq2seq", size="T(6, 8192, 16)")
         )
         if cell.metric is not None
     }

@@ -18,7 +18,7 @@ from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.side_by_side import Found
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
+from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind, Link, gpipe
@@ -39,7 +39,7 @@ def kept(outcome: Outcome, case: dict[str, Any]) -> Record:
 def test_engines_take_turns_on_stages_whose_other_layers_have_no_memory() -> None:
     """Two processes: ours, torch's, the link and the replay of our own actions over it."""
     key = {"part": on_gpus.PART, "model": "transformer", "K": 2, "M": 4}
-    made = kept(on_gpus.run(SMOKE, key, "ours", "smoke", "cpu"), key)
+    made = kept(on_gpus.pipeline(SMOKE, key, "ours", "smoke", "cpu"), key)
     assert (made.status, made.details["refused"]) == ("done", {})
     assert made.details["engines"] == {"ours": "ours", "ScheduleGPipe": "torch-gpipe"}
     for checks in made.details["checks"]:
@@ -118,10 +118,10 @@ def test_an_engine_that_fails_beside_ours_does_not_take_ours_along(monkeypatch: 
     monkeypatch.setattr(timed_steps, "run_processes", launch)
     monkeypatch.setattr("gpipe_bench.pipeline.devices.count", lambda kind: 2)
     key = {"part": on_gpus.PART, "model": "transformer", "K": 2, "M": 1}
-    outcome = on_gpus.run(SMOKE, key, "ours", "full", "cuda")
+    outcome = on_gpus.pipeline(SMOKE, key, "ours", "full", "cuda")
     assert asked == [("ours", "torch-gpipe"), ("ours",)]
     assert outcome.details["refused"]["ScheduleGPipe"].startswith("beside ours: process 1: OutOfMemoryError")
-    skipped = on_gpus.run(SMOKE, {**key, "K": 4}, "ours", "full", "cuda")
+    skipped = on_gpus.pipeline(SMOKE, {**key, "K": 4}, "ours", "full", "cuda")
     assert (skipped.status, skipped.reason) == ("skipped", "needs 4 GPUs; torch sees 2")
 
 
@@ -197,14 +197,3 @@ def test_what_a_micro_batch_is_worth_by_its_size() -> None:
     made = layers.run(SMOKE, 2, "cpu")
     assert {metric.name for metric in made.metrics} >= {"seconds of an example", "balance"}
     assert set(made.details["layers_ms"]) == {"F", "R", "B"}
-
-
-def test_four_processes_that_share_cores_get_the_short_model_whatever_the_profile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(table2, "run_on_shared_cores", lambda workload: asked.append(workload) or Outcome())
-    for profile in ("short", "full"):
-        key: dict[str, Any] = {"model": "transformer", "batch": table2.SHARED_CORES}
-        table2.run(Case(key), RunOptions(profile=profile, device="cuda"))
-    assert asked == [table2.TABLE2["transformer"]["short"]] * 2

@@ -11,10 +11,8 @@ from records import record
 
 from gpipe_bench.experiments.paper import figure3, table2, table4
 from gpipe_bench.experiments.paper.predicted import sizes
-from gpipe_bench.experiments.paper.table2 import fitted_microbatch, peak_bytes
-from gpipe_bench.experiments.paper.table2_shown import bound_shares
-from gpipe_bench.experiments.paper.timed import claims
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
+from gpipe_bench.experiments.paper.timed.fitted import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.paper.timed.results import results
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.experiments.report.figures import draw
@@ -56,14 +54,6 @@ def test_records_without_a_finished_case_make_an_empty_table():
         assert experiment.cells([failed]) == []
         assert experiment.tables([failed]) == ""
         assert experiment.figures([failed]) == []
-
-
-def test_partition_rules_are_held_against_even_stages():
-    even = bound_shares([1.0] * 8, 4, 8)
-    assert even["bottleneck"] == even["variance"] == pytest.approx(1.0)
-    uneven = bound_shares([1, 1, 1, 1, 1, 1, 1, 9], 4, 8)
-    assert uneven["bottleneck"] < 0.6
-    assert isinstance(uneven["cumulative"], str)  # leaves stages empty
 
 
 def run_with(experiment, each, monkeypatch):
@@ -115,8 +105,7 @@ def test_a_sentence_is_about_steps_as_timed_and_other_cuts_stand_in_its_note():
         name: {key: of for key, of in facts.items() if key not in ("by_cut", "even_speed_up")}
         for name, facts in made.details["cells"].items()
     }})  # fmt: skip
-    assert {c.not_comparable for c in table2.cells([without]) if c.table == "claims-text"} == {claims.NO_CUTS}
-    assert claims.factors(without, "K=8 M=32") is None
+    assert "computed" not in "".join(c.note for c in table2.cells([without]))
     assert "K=8 M=32" in table2.tables([without])
 
 
@@ -131,7 +120,7 @@ def test_naive_and_pipeline_are_told_apart(monkeypatch, tmp_path):
     made = run_with(figure3, each, monkeypatch)
     comparisons = {(c.row, c.column): c for c in compare(figure3.cells([made]))}
     assert comparisons["normalized throughput", "naive-1"].ours == 1
-    assert comparisons["normalized throughput by the text", "pipeline-8"].ours is not None
+    assert comparisons["normalized throughput", "pipeline-8"].verdict == "not judged"
     assert "pipeline-8" in figure3.tables([made])
     (path,) = draw(figure3.EXPERIMENT, [made], tmp_path)
     assert path.stat().st_size > 10_000

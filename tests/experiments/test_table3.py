@@ -8,11 +8,11 @@ import pytest
 from made_up_steps import found, job_of, value
 from records import record
 
-from gpipe_bench.experiments.paper import table3
-from gpipe_bench.experiments.paper.table3 import (
-    EXPERIMENT,
+from gpipe_bench.experiments.paper.table3 import EXPERIMENT
+from gpipe_bench.experiments.paper.timed.links import (
     PCIE,
     Estimate,
+    estimate_of,
     modelled,
     replayed,
     shares_of_peak,
@@ -30,7 +30,7 @@ def test_the_papers_amoebanet_waits_for_pcie_and_its_transformer_does_not():
     """Also in the paper: 2.7 of 3.4 and 3.3 of 3.4."""
     shares = {}
     for name, sizes in TABLE3.items():
-        actions = table3.estimate_of(sizes["full"]).actions(8, 32, shares_of_peak()[0])
+        actions = estimate_of(sizes["full"]).actions(8, 32, shares_of_peak()[0])
         shares[name] = slowdowns(actions, [PCIE.bandwidth_bytes_per_s], PCIE.latency_s)[0]
     assert shares["transformer"] > 0.99
     assert 0.8 < shares["amoebanet"] < 0.97

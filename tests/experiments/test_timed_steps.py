@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from made_up_steps import job_of
-from records import record
 from torch import nn
 
-from gpipe_bench.experiments.paper.table2 import SHARED_MICROBATCHES, SHARED_STAGES, Ran, run_on_shared_cores
-from gpipe_bench.experiments.paper.table2_shown import shared_cores
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.results import results
 from gpipe_bench.experiments.paper.timed.steps import attempt, measure, work
 from gpipe_bench.experiments.paper.timed.workloads import TABLE2, Configuration
-from gpipe_bench.pipeline import gpipe, launch
+from gpipe_bench.pipeline import launch
 
 SMOKE = TABLE2["transformer"]["smoke"]
 
@@ -161,34 +158,3 @@ def test_all_processes_give_up_together(monkeypatch):
 def test_the_first_failure_of_a_process_is_the_message():
     with pytest.raises(RuntimeError, match="process 0: ZeroDivisionError: integer division or"):
         timed_steps.run_processes(work, 1, job_of(Configuration(2, 0, 4)))
-
-
-# K = 4 for real, whatever cores the processes share
-
-
-@pytest.mark.processes
-def test_four_processes_take_the_schedules_actions_and_end_with_the_loss_of_one():
-    outcome = run_on_shared_cores(SMOKE)
-    made = record(
-        experiment="table2", case={"model": "transformer", "batch": "on shared cores"},
-        metrics=outcome.metrics, details=outcome.details,
-    )  # fmt: skip
-    assert made.metric("loss", stages=4).value == made.metric("loss", stages=1).value
-    for stage in range(SHARED_STAGES):
-        counted, modelled = (made.metric("peak", stage=stage, how=how) for how in ("counted", "modelled"))
-        assert (counted.provenance, modelled.provenance) == ("measured", "modelled")
-        # The transport holds messages that the model leaves out, at most two in each direction.
-        assert 1 <= counted.value / modelled.value < 1.25
-    text = shared_cores([made])
-    assert "equal" in text
-    assert text.count("\n") >= SHARED_STAGES + 2
-
-
-def test_a_stage_that_took_its_actions_in_another_order_is_no_result(monkeypatch):
-    rows = gpipe(SHARED_STAGES, SHARED_MICROBATCHES).actions
-    orders = [[(action.kind.name, action.microbatch) for action in row] for row in rows]
-    orders[1][:2] = reversed(orders[1][:2])
-    found = [Ran(tuple(order), 1, 1.0) for order in orders]
-    monkeypatch.setattr(timed_steps, "run_processes", lambda *_: found)
-    with pytest.raises(RuntimeError, match=r"stage 1 of transformer-lm took \(\('F',"):
-        run_on_shared_cores(SMOKE)

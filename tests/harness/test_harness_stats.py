@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import bootstrap
 
-from gpipe_bench.harness.record import from_samples, median_interval
+from gpipe_bench.harness.record import from_samples, interval_name, median_interval
 
 samples = st.lists(st.floats(0.001, 1000), min_size=2, max_size=20)
 
@@ -52,3 +52,12 @@ def test_too_few_or_equal_samples():
     assert median_interval([1.0]) is None
     assert from_samples("time", [1.0], "s").low is None
     assert median_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+
+
+def test_an_interval_has_a_per_cent_from_six_samples_on():
+    """A bootstrap of fewer gives the smallest and the largest, which hold it less often than it says."""
+    few, enough = (from_samples("time", [float(n) for n in range(count)], "s") for count in (5, 6))
+    assert (few.low, few.high, interval_name(5)) == (0.0, 4.0, "smallest to largest of 5")
+    assert interval_name(6) == "95 % interval"
+    assert (enough.low, enough.high) == median_interval(enough.samples)
+    assert from_samples("time", [1.0], "s").low is None

@@ -6,21 +6,20 @@ known: a sentence is judged over all of these cuts. What is said of "the same mo
 mini-batch.
 
 Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
-accelerators. Each shows the three factors that it is made of instead.
+accelerators. What they are made of stands in the table's text (`views.throughput`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
-from gpipe_bench.harness.record import Metric, Record, Scalar, find, from_samples
-from gpipe_bench.harness.report.grid import numbers_text
+from gpipe_bench.harness.record import Metric, Record, Scalar, find, from_samples, interval_name
 from gpipe_bench.harness.verdict import Part, Result, Spread
 
 SMOKE = "The smoke profile proves the path with models of a few milliseconds; run the short one for numbers."
@@ -34,10 +33,6 @@ NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
 )
 CUT_BY = "partition_cost", "partition_rule"
-NO_CUTS = (
-    "What the cuts that the paper may have made give is not on record, and a cut by measured seconds is none "
-    "of them; run it again, with --fresh."
-)
 Moves = Literal["as the step grows", "either way"]
 """How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
 the step may move either way."""
@@ -54,6 +49,7 @@ def by_model(records: Sequence[Record], models: Iterable[str], **case: Scalar) -
     return {model: record for model, record in found.items() if record is not None}
 
 
+@functools.cache
 def published(table: str) -> dict[tuple[str, str, str], PaperNumber]:
     """The numbers of a table by source, row and column."""
     return {
@@ -81,6 +77,22 @@ def derived(
         return from_samples(name, [formula(*each) for each in given], unit, provenance=known[0].provenance)
     except ZeroDivisionError:
         return None
+
+
+def least(
+    of: Mapping[str, Record],
+    pairs: Iterable[tuple[str, str, str]],
+    speed: Callable[[Record, str], Metric | None],
+    quotient: Callable[[float, float], float],
+) -> tuple[str, list[str], Metric] | None:
+    """Of pairs of configurations of a model, those with the least quotient of speeds, and the quotient."""
+    found = [
+        (model, names, metric)
+        for model, *names in pairs
+        if model in of
+        if (metric := derived(" over ".join(names), quotient, *(speed(of[model], name) for name in names)))
+    ]
+    return min(found, key=lambda each: each[2].value or 0.0, default=None)
 
 
 def entry(
@@ -120,6 +132,19 @@ def entry(
     )  # fmt: skip
 
 
+def beside(
+    records: Sequence[Record],
+    record: Record,
+    place: tuple[str, str, str],
+    metric: Metric | None,
+    note: str,
+    moves: Moves = "either way",
+    more: Sequence[tuple[str, float, float]] = (),
+) -> Result:
+    """A cell that small models ran: it stands beside the paper's and is not judged."""
+    return entry(records, record, place, metric, note, moves=moves, more=more, context=NOT_JUDGED)
+
+
 def sentence(
     records: Sequence[Record],
     record: Record,
@@ -137,43 +162,27 @@ def sentence(
     return [entry(records, record, (SENTENCES, row, column), metric, note, **more)]
 
 
-def sentence_over_cuts(
-    records: Sequence[Record],
+def cut_again(
     record: Record,
-    row: str,
-    column: str,
     names: Sequence[str],
     of: Sequence[Metric | None],
     formula: Callable[..., float],
-    note: str,
-    *,
     number: Callable[[Mapping[str, Any]], float] = itemgetter("steps_per_s"),
-    unit: str = "ratio",
-) -> list[Result]:
-    """The entry of a sentence about some configurations: the number of the steps as they were timed.
-
-    What the same steps would give after stages are cut again on paper, as the paper may have cut its own, is
-    computed: it stands in the note and widens nothing.
+) -> str:
+    """What a number would be after stages are cut again on paper, as the paper may have cut its own: it is
+    computed, stands in a note and widens nothing. Empty where the record does not say.
 
     Args:
-        records: of the experiment
         record: whose configurations these are
-        row: of the sentence
-        column: likewise
         names: of the configurations
         of: the number of each, as it was measured
         formula: of these numbers
-        note: what the number is
         number: such a number from what a configuration gives under a cut (`by_cut`); by default its speed
-        unit: of what the formula gives
     """
-    measured = derived(column, formula, *of, unit=unit)
-    if measured is None or measured.value is None:
-        return []
-    place, cuts = (SENTENCES, row, column), [record.details["cells"][name].get("by_cut") for name in names]
-    if None in cuts:
-        return [entry(records, record, place, measured, note, not_comparable=NO_CUTS)]
+    cuts = [record.details["cells"][name].get("by_cut") for name in names]
     values = [float(each.value) for each in of if each is not None and each.value is not None]
+    if None in cuts or len(values) < len(cuts):
+        return ""
     (as_measured, *_), *_ = cuts
     moved = [
         formula(
@@ -185,51 +194,9 @@ def sentence_over_cuts(
         for setting in cuts[0]
         if setting != as_measured and all(setting in cut for cut in cuts)
     ]
-    again = f"cut again on paper by {len(moved)} rules (computed): {min(moved):.3g} to {max(moved):.3g}"
-    return [entry(records, record, place, measured, f"{note}; {again}")]
-
-
-class Factors(NamedTuple):
-    """What a cell is made of, each relative to the cell that is 1. The three multiply to it exactly.
-
-    Args:
-        balance: how near the stages are to even ones
-        schedule: what the schedule gives even stages, F : R : B = 1 : 1 : 2, over a free link
-        microbatch: the rest: how efficient a micro-batch of its size is, with set-up and update
-    """
-
-    balance: float
-    schedule: float
-    microbatch: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.balance:.2f} balance x {self.schedule:.2f} schedule x {self.microbatch:.2f} efficiency "
-            "of a micro-batch"
-        )
-
-
-def factors(record: Record, name: str) -> Factors | None:
-    """Of a configuration of the record, relative to its first; None where its steps were not timed, or where
-    the record does not say what the schedule gives.
-    """
-    cells = record.details["cells"]
-    both = cells[name], next(iter(cells.values()))
-    shares = [record.metric("share of the balanced step", **facts["key"]) for facts in both]
-    ours, first = (None if share is None else share.value for share in shares)
-    value = record.metric("normalised throughput", **cells[name]["key"])
-    if not ours or not first or not all("even_speed_up" in facts for facts in both):
-        return None
-    assert value is not None
-    assert value.value is not None
-    balance, schedule = float(ours) / float(first), both[0]["even_speed_up"] / both[1]["even_speed_up"]
-    return Factors(balance, schedule, float(value.value) / balance / schedule)
-
-
-def made_of(record: Record, name: str) -> str:
-    """Why a cell is not judged, and its factors."""
-    found = factors(record, name)
-    return NOT_JUDGED if found is None else f"{NOT_JUDGED}: {found}"
+    if not moved:
+        return ""
+    return f"; cut again on paper by {len(moved)} rules (computed): {min(moved):.3g} to {max(moved):.3g}"
 
 
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:
@@ -294,92 +261,9 @@ def replayed_spread(
     reach = max(map(abs, error))
     least, most = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
     factors = [("error of the replay", math.exp(least), math.exp(most)), *more]
-    parts = [Part(what="95 % interval", low=low, high=high)]
+    parts = [Part(what=interval_name(len(metric.samples)), low=low, high=high)]
     for what, smallest, largest in factors:
         moved = sorted((value * smallest, value * largest))  # a difference may lie below zero
         parts.append(Part(what=what, low=moved[0], high=moved[1]))
         low, high = min(low * smallest, low * largest), max(high * smallest, high * largest)
     return Spread(low=low, high=high, parts=tuple(parts), combinations=settings)
-
-
-def interval(metric: Metric | None, why: str = "") -> str:
-    """`3.21 [3.15, 3.30]`, or why there is none."""
-    if metric is None or metric.value is None:
-        return f"not run: {why}" if why else "not run"
-    if metric.low is None or metric.high is None or metric.low == metric.high:
-        return f"{metric.value:.2f}"
-    return f"{metric.value:.2f} [{metric.low:.2f}, {metric.high:.2f}]"
-
-
-def percent(metric: Metric | None) -> str:
-    return "-" if metric is None or metric.value is None else f"{100 * metric.value:.0f} %"
-
-
-def throughput_text(
-    record: Record, title: str, places: Mapping[str, tuple[str, str, str]], *, batch_sizes: bool = False
-) -> str:
-    """Paper, torchgpipe as published, ours replayed and measured, and the factors of each configuration.
-
-    Args:
-        record: of one model
-        title: above the table
-        places: of each configuration of the record, where it stands in the paper: table, row and column
-        batch_sizes: whether the mini-batch is a column too
-    """
-    known, lines = published(next(iter(places.values()))[0]), []
-    for name, (_, row, column) in places.items():
-        facts = record.details["cells"][name]
-        ours, ran = (record.metric(f"normalised {what}throughput", **facts["key"]) for what in ("", "real "))
-        paper, peer = (known.get((source, row, column)) for source in ("paper", "torchgpipe"))
-        made = factors(record, name)
-        lines.append(
-            [
-                name,
-                "-" if paper is None else paper.printed + ("" if paper.comparable else " *"),
-                "-" if peer is None else peer.printed,
-                interval(ours, facts["why"]),
-                "-" if ran is None else interval(ran),
-                *(("-",) * 3 if made is None else (f"{each:.2f}" for each in made)),
-                *([str(facts["batch_size"])] if batch_sizes else []),
-            ]
-        )
-    columns = [
-        "", "paper", "torchgpipe", "ours, replayed", "ours, measured", "= balance", "x schedule",
-        "x micro-\nbatch", *(["N"] if batch_sizes else []),
-    ]  # fmt: skip
-    starred = any(str(line[1]).endswith("*") for line in lines)
-    notes = [f"  * {cell.erratum}" for cell in known.values() if not cell.comparable][:1] if starred else []
-    return numbers_text(title, columns, lines, *notes)
-
-
-def scaled(details: Mapping[str, Any]) -> str:
-    """The title above a picture of one model."""
-    scale = f"\nscaled: {details['scale']}" if details.get("scale") else ""
-    return f"{details['title']}{scale}"
-
-
-def replay_errors(records: Sequence[Record]) -> str:
-    """How far the laid-out steps are from the same steps run on as many devices."""
-    lines, errors = [], []
-    for record in records:
-        cells: Mapping[str, Any] = record.details.get("cells", {}) if record.status == "done" else {}
-        for name, facts in cells.items():
-            error, ran, laid_out = (
-                record.metric(what, **facts["key"]) for what in ("replay error", "real step", "step")
-            )
-            if error is None or error.value is None or ran is None or laid_out is None:
-                continue
-            errors.append(abs(error.value))
-            lines.append(
-                [
-                    record.details["title"], name, f"{laid_out.value:.1f}", f"{ran.value:.1f}",
-                    f"{100 * error.value:+.1f} %", f"{100 * facts.get('spread', 0.0):.0f} %",
-                ]
-            )  # fmt: skip
-    title = (
-        f"Replay against measurement: median absolute error {100 * median(errors or [0]):.1f} % over "
-        f"{len(lines)} cells\n  spread: interquartile range of an action's samples, median over stages and "
-        "kinds"
-    )
-    headers = ["", "cell", "replayed (ms)", "measured (ms)", "error", "spread"]
-    return numbers_text(title, headers, lines)

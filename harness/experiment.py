@@ -30,8 +30,6 @@ class RunOptions:
         seed: of whatever is random
         data: path of the user's own images, for experiments that train on some
         text: path of the user's own text, likewise
-        parallel_text: path of its translation, line by line
-        scratch: a folder where a case may keep what it needs to go on after a kill; nothing depends on it
         fresh: run again what is on record
         only: a key of the cases -> the wanted values, as typed
     """
@@ -43,8 +41,6 @@ class RunOptions:
     seed: int = 0
     data: str | None = None
     text: str | None = None
-    parallel_text: str | None = None
-    scratch: Path | None = None
     fresh: bool = False
     only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

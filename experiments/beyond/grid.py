@@ -31,7 +31,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.paper.timed.side_by_side import lacks_gpus
-from gpipe_bench.experiments.report.drawing import kept_timelines
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, from_samples, of_case
 from gpipe_bench.harness.report.grid import numbers_text
@@ -546,7 +545,6 @@ EXPERIMENT = Experiment(
     run=run,
     cells=cells,
     tables=tables,
-    timelines=kept_timelines,
     paper_tables=("grid",),
     options=("seed",),
 )

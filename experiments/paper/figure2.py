@@ -27,7 +27,6 @@ from gpipe_bench.experiments.paper.figure2_shown import (
     figures,
     of_part,
     tables,
-    timelines,
 )
 from gpipe_bench.harness.compare import printed
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -464,5 +463,4 @@ EXPERIMENT = Experiment(
     paper_tables=("formulas",),
     tables=tables,
     figures=figures,
-    timelines=timelines,
 )

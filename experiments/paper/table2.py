@@ -48,7 +48,6 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import kept_timelines
 from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, from_samples
@@ -421,7 +420,6 @@ EXPERIMENT = Experiment(
     paper_tables=("table2-amoebanet", "table2-transformer", "table2-bound"),
     tables=tables,
     figures=figures,
-    timelines=kept_timelines,
     on_gpus=on_gpus.PART,
     options=("device", "engine"),
     engines=tuple(ENGINES),

@@ -109,9 +109,10 @@ def shown_of(experiment: Experiment, records: Sequence[Record], *, brief: bool =
     if brief and shown.has_numbers:
         return shown
     tables = experiment.tables
+    others = [cell for cell in comparisons if not cell.is_computed]  # which `computed` shows
     parts = [
         computed,
-        text_table(comparisons) if comparisons or tables is None else "",
+        text_table(others) if others or tables is None else "",
         "" if tables is None else tables(records),
     ]
     text = "\n\n".join(filter(None, parts))

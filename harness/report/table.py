@@ -8,7 +8,6 @@ below each other. Where it stands on a page is the matter of its template.
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,58 +155,22 @@ def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
     ]
 
 
-_SIGNS: Mapping[Answer, str] = {
-    "agrees": "+", "follows": "=", "differs": "x", "no test": "?", "not judged": ".", "not run": "-",
-}  # fmt: skip
-_WIDEST = 46
-"""Columns of what a number is, in the short form: with the rest of the line they make a screen of 100."""
+_BRIEF = ("paper", "ours", "answer")
 
 
 def short_text(comparisons: Sequence[Comparison]) -> str:
-    """Every table of the comparisons in a screen: paper, ours and a sign for the answer, no notes."""
-
-    def wrapped(text: str, width: int) -> str:
-        return "\n".join(textwrap.wrap(text, width))
-
-    def signed(cell: Comparison) -> str:
-        """`13.9M x`: ours and the sign of the answer."""
-        ours = _ABSENT if cell.ours is None else show(cell.ours, cell.unit, _FEW)
-        return f"{ours} {_SIGNS[answer(cell)]}"
-
+    """Every table of the comparisons in a screen: paper, ours and the answer, no notes."""
     parts: list[str] = []
-    used: set[Answer] = set()
     shown: set[str] = set()
     names = dict.fromkeys(comparison.table for comparison in comparisons)
     for table in (t for name in names for t in parts_of(name, [c for c in comparisons if c.table == name])):
         rows = tuple(row for row in table.rows if row.verdict != "not run" and row.printed)
         if table.diagonal:  # sums that follow by arithmetic are counted below
             rows = tuple(row for row in rows if row.verdict != "identity") or rows
-        if not rows or (table.part == "others' numbers" and table.name in shown):
-            continue
-        shown.add(table.name)
-        table = replace(table, rows=rows)
-        used |= set(map(answer, rows))
-        columns, lines = ["", "paper", "ours", "range"], []
-        if table.diagonal:
-            for row in rows:
-                what = wrapped(f"{row.label}, {row.column}", _WIDEST)
-                paper = wrapped(row.paper_text, 22)
-                lines.append([what, paper, signed(row), range_text(row, _FEW) or _ABSENT])
-        else:
-            columns = ["", "", *table.columns]
-            for label, of_label in table.groups:
-                at = {row.column: row for row in of_label}
-                cells = [at.get(column) for column in table.columns]
-                papers = [_ABSENT if c is None else c.paper_text.partition(" (")[0] for c in cells]
-                lines += [
-                    [wrapped(label, 24), "paper", *(wrapped(text, 16) for text in papers)],
-                    ["", "ours", *(_ABSENT if cell is None else signed(cell) for cell in cells)],
-                ]
-        parts.append(Grid(title=table.title, columns=columns, lines=lines).text())
-    signs = ", ".join(f"{sign} {word}" for word, sign in _SIGNS.items() if word in used)
-    said = [*([signs] if signs else []), *counts_lines(comparisons)]
-    counts = "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in said)
-    return "\n\n".join([*parts, counts])
+        if rows and not (table.part == "others' numbers" and table.name in shown):
+            shown.add(table.name)
+            parts.append(replace(_grid(replace(table, rows=rows), _BRIEF), title=table.title).text())
+    return "\n\n".join([*parts, "\n".join(counts_lines(comparisons))])
 
 
 def text_table(comparisons: Sequence[Comparison]) -> str:
@@ -237,8 +200,10 @@ def _shown(
     return "\n\n".join([*filter(None, parts), "\n".join(counts_lines(comparisons))])
 
 
-def _grid(table: Table) -> Grid:
-    """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
+def _grid(table: Table, only: Sequence[str] = ()) -> Grid:
+    """The table as the paper prints it, or a line for each entry where that would be mostly empty; of the
+    lines of an entry `only` these, by default all that any has.
+    """
     places = dict.fromkeys(row.location for row in table.rows if row.location)
     hardware = dict.fromkeys(row.hardware for row in table.rows if row.hardware)
     known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
@@ -255,7 +220,7 @@ def _grid(table: Table) -> Grid:
         return text or _ABSENT
 
     if table.diagonal:
-        shown = _found(table.rows, ("paper", "ours", "answer"), ("our range", "ours / paper"))
+        shown = only or _found(table.rows, ("paper", "ours", "answer"), ("our range", "ours / paper"))
         lines = [
             [row.label, row.column, *(said(row, what, provenance=True) for what in shown)]
             for row in table.rows
@@ -276,7 +241,8 @@ def _grid(table: Table) -> Grid:
                 names.get(what, what),
                 *(said(at.get(column), what, provenance=not uniform) for column in table.columns),
             ]
-            for what in _found(rows, ("paper", "answer"), ("torchgpipe", "ours", "our range", "ours / paper"))
+            for what in only
+            or _found(rows, ("paper", "answer"), ("torchgpipe", "ours", "our range", "ours / paper"))
         ]
     return Grid(title=title, columns=["", "", *table.columns], lines=lines)
 

@@ -187,11 +187,12 @@ def _first_picture(committed: Mapping[str, Sequence[Reading]]) -> Picture | None
     name, figure = FIGURE
     for reading in committed.get(name, ())[:1]:
         source = reading.source
+        place = (source.records, source.folder, source.machine)
         try:
-            found = pictures_of(load(name), source.records, source.folder, source.machine, own=source.own)
+            found = pictures_of(load(name), *place, own=source.own, only=figure)
         except FAILURES:
             return None
-        return next((picture for picture in found if picture.plot.name == figure), None)
+        return found[0] if found else None
     return None
 
 

@@ -64,7 +64,7 @@ def _rendered(name: str, page: Page, **more: str) -> str:
     )
     environment.filters.update(
         paper=table.paper_text, ours=table.ours_text, spread=table.spread_text, ratio=table.ratio_text,
-        answer=table.answer, entry=entry_text, key=lambda cell: "|".join(cell.key),
+        answer=table.answer, why=table.reason_text, entry=entry_text, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         pipes=escaped, emphasis=_emphasis, breakable=_breakable, ticks=_ticks,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from gpipe_bench.harness.paper import PaperNumber, PaperTable
 from gpipe_bench.harness.report.first import FirstScreen, first_screen
 from gpipe_bench.harness.report.grid import Grid, without_html
 from gpipe_bench.harness.report.side import SideBySide
-from gpipe_bench.harness.report.table import Key, Table, answer, numbered, parts_of
+from gpipe_bench.harness.report.table import Key, Table, answer, numbered, parts_of, reason_text
 from gpipe_bench.harness.verdict import QUESTIONS, Comparison
 
 
@@ -208,6 +208,8 @@ def cells_csv(tables: Sequence[TableView]) -> str:
     writer.writerow(COLUMNS)
     for table in tables:
         for cell in (*table.rows, *table.settings, *(other.comparison for other in table.others)):
-            said = {"answer": answer(cell)}
-            writer.writerow([without_html(said.get(name) or getattr(cell, name)) for name in COLUMNS])
+            said = {"answer": answer(cell), "reason": reason_text(cell)}
+            writer.writerow(
+                [without_html(said[name] if name in said else getattr(cell, name)) for name in COLUMNS]
+            )
     return text.getvalue()

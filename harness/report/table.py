@@ -40,11 +40,22 @@ MEANINGS: Mapping[Answer, str] = {
 
 def answer(cell: Comparison) -> Answer:
     """The one word for what a comparison says."""
-    is_predicted = cell.is_computed and cell.verdict in JUDGED and cell.kind != "identity"
-    most = load_reproduction().error.no_test_above
-    if is_predicted and reproduced.error_of(cell.table, cell.row) > most:
-        return "no test"
-    return WORDS[cell.verdict]
+    return "no test" if _is_too_uncertain(cell) else WORDS[cell.verdict]
+
+
+def reason_text(cell: Comparison) -> str:
+    """Why it is that word."""
+    if not _is_too_uncertain(cell):
+        return cell.reason
+    error, most = reproduced.error_of(cell.table, cell.row), load_reproduction().error.no_test_above
+    return f"our error of {100 * error:.0f} % is above {100 * most:.0f} %, which is too large for a test"
+
+
+def _is_too_uncertain(cell: Comparison) -> bool:
+    """Whether it was computed with an error above what results/reproduction.toml takes for a test."""
+    if not cell.is_computed or cell.verdict not in JUDGED or cell.kind == "identity":
+        return False
+    return reproduced.error_of(cell.table, cell.row) > load_reproduction().error.no_test_above
 
 
 Part = Literal["as published", "here", "others' numbers"]

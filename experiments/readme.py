@@ -17,11 +17,10 @@ from gpipe_bench.experiments.report.build import build
 from gpipe_bench.harness import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.report.grid import between
-from gpipe_bench.harness.report.html import MARKS, MEANINGS
+from gpipe_bench.harness.report.html import MARKS
 from gpipe_bench.harness.report.page import Page
-from gpipe_bench.harness.report.table import EVIDENCE
+from gpipe_bench.harness.report.table import MEANINGS
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import JUDGED, Verdict
 
 RECORDS = REFERENCE / "cpu-2-cores"
 CORES = 2  # of the machine that times are said for
@@ -47,26 +46,15 @@ def answer() -> str:
     return _page().first.markdown()
 
 
-def widths() -> str:
-    """Verdicts by evidence."""
-    columns: tuple[Verdict, ...] = (*JUDGED, "not comparable", "not run")
-    lines = ["| question | evidence | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
-    for view in _page().questions:
-        found: dict[str, list[int]] = {}
-        for rests_on in EVIDENCE:
-            numbers = [view.scores[rests_on, verdict] for verdict in columns]
-            found |= {rests_on: numbers} if any(numbers) else {}
-        found["all"] = [view.scores.with_verdict(verdict) for verdict in columns]
-        for label, numbers in found.items():
-            said = " | ".join(str(number or "-") for number in numbers)
-            lines.append(f"| {view.question} | {label} | {said} |")
-    return "\n".join(lines)
+def summaries() -> str:
+    """What sums up each table that was computed at the paper's size."""
+    return _page().summaries.markdown()
 
 
 def verdicts() -> str:
-    """A row for each verdict."""
+    """A row for each answer."""
     rows = [f"| {MARKS[name]} {name} | {meaning} |" for name, meaning in MEANINGS.items()]
-    return "| verdict | meaning |\n|---|---|\n" + "\n".join(rows)
+    return "| answer | meaning |\n|---|---|\n" + "\n".join(rows)
 
 
 def _more(experiment: Experiment) -> str:
@@ -86,7 +74,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "answer": (ROOT / "README.md", answer),
     "sessions": (ROOT / "docs" / "commands.md", sessions),
     "verdicts": (ROOT / "docs" / "method.md", verdicts),
-    "widths": (PUBLISHED / "README.md", widths),
+    "summaries": (PUBLISHED / "README.md", summaries),
     "table1": (PUBLISHED / "README.md", lambda: table1(Store(RECORDS).load("table1").records)),
 }
 """By the name in the markers: the page, and what makes the section."""

@@ -1,7 +1,7 @@
 """What an experiment has to say about itself so that the harness can run, resume, judge and show it.
 
 An experiment is data and a few pure functions; the harness decides what to run, keeps what came out and
-calls the functions that turn records into answers, tables, figures and charts. All but `run` work without a
+calls the functions that turn records into answers, tables and figures. All but `run` work without a
 device and without torch. What is shown is data until somebody draws: a report knows a plot's caption without
 drawing it, and needs to know no experiment by name.
 """
@@ -30,8 +30,6 @@ class RunOptions:
         seed: of whatever is random
         data: path of the user's own images, for experiments that train on some
         text: path of the user's own text, likewise
-        parallel_text: path of its translation, line by line
-        scratch: a folder where a case may keep what it needs to go on after a kill; nothing depends on it
         fresh: run again what is on record
         only: a key of the cases -> the wanted values, as typed
     """
@@ -43,8 +41,6 @@ class RunOptions:
     seed: int = 0
     data: str | None = None
     text: str | None = None
-    parallel_text: str | None = None
-    scratch: Path | None = None
     fresh: bool = False
     only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -95,7 +91,7 @@ def by_name(records: Sequence[Record]) -> list[Result]:
 class Experiment:
     """One table or figure of the paper, and all that anybody else knows of it.
 
-    `cases`, `cells`, `tables`, `figures` and `timelines` must not need torch: they serve `list`,
+    `cases`, `cells`, `tables` and `figures` must not need torch: they serve `list`,
     `compare` and `report`.
 
     Args:
@@ -111,7 +107,6 @@ class Experiment:
             with notes or without; what a comparison begins with
         tables: what its text says besides the comparison with the paper
         figures: the plots that the records suffice for
-        timelines: the timelines in the records that a report shows as charts
         paper_tables: the tables of paper.csv that it answers; results/tables.toml has them in words
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
@@ -134,7 +129,6 @@ class Experiment:
     reproduction: Callable[..., str] | None = None
     tables: Callable[[Sequence[Record]], str] | None = None
     figures: Callable[[Sequence[Record]], list[Plot]] | None = None
-    timelines: Callable[[Sequence[Record]], list[KeptTimeline]] | None = None
     paper_tables: tuple[str, ...] = ()
     docs: str = ""
     revision: int = 1
@@ -197,7 +191,6 @@ class Plot:
         draw: makes the drawing; only this may need matplotlib
         suffixes: of the files: "png", "svg" or both
         style: what drawing and saving happen in, such as a theme
-        of_timelines: it shows timelines, which a page has as charts to point at where `timelines` offers them
         on_page: False for one that lies beside the records alone, where a page has no room for it
     """
 
@@ -207,24 +200,4 @@ class Plot:
     draw: Callable[[], Drawing]
     suffixes: tuple[str, ...] = ("png", "svg")
     style: Callable[[], AbstractContextManager[object]] = nullcontext
-    of_timelines: bool = False
     on_page: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptTimeline:
-    """A timeline that a record keeps, to be shown as a chart.
-
-    Args:
-        record: that keeps it
-        data: as `Timeline.to_data` gives it
-        title: of the chart
-        where: what tells it from other timelines of the same record, in words that follow the title
-        unit: of its times, in words; empty for seconds
-    """
-
-    record: Record
-    data: Mapping[str, Any]
-    title: str
-    where: tuple[str, ...] = ()
-    unit: str = ""

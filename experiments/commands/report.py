@@ -28,7 +28,7 @@ def options(verb: argparse.ArgumentParser) -> None:
         help="also the records of another machine, a folder of them or one file; may be repeated",
     )  # fmt: skip
     verb.add_argument("--engine", metavar="NAME", help="first of all the runs in which it took part")
-    verb.add_argument("--no-figures", action="store_true", help="numbers and timelines only")
+    verb.add_argument("--no-figures", action="store_true", help="numbers only")
 
 
 def run(arguments: argparse.Namespace) -> int:

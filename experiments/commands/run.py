@@ -34,7 +34,7 @@ from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs
 from gpipe_bench.pipeline.plan.names import suggestion
 
-OWN_DATA = ("data", "text", "parallel_text")
+OWN_DATA = ("data", "text")
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -59,9 +59,6 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
     verb.add_argument("--text", type=Path, metavar="PATH", help="your own text, likewise")
-    verb.add_argument(
-        "--parallel-text", type=Path, metavar="PATH", help="its translation, line by line, to train on pairs"
-    )
     verb.add_argument(
         "--only", action="append", default=[], metavar="KEY=VALUE",
         help="only the cases with this value, such as half=transformer; the same key again adds a value, "
@@ -155,8 +152,7 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
     profile = arguments.profile or ("full" if device == "cuda" else "short")
     return replace(
         usual_options(experiment, profile, device, arguments.engine),
-        only=only, gpus=gpus, scratch=arguments.results / "unfinished" / experiment.name,
-        fresh=arguments.fresh, **own,
+        only=only, gpus=gpus, fresh=arguments.fresh, **own,
     )  # fmt: skip
 
 

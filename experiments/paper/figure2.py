@@ -24,7 +24,6 @@ from gpipe_bench.experiments.paper.figure2_shown import (
     figures,
     of_part,
     tables,
-    timelines,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import SENTENCES
@@ -340,5 +339,4 @@ EXPERIMENT = Experiment(
     paper_tables=("formulas",),
     tables=tables,
     figures=figures,
-    timelines=timelines,
 )

@@ -10,7 +10,7 @@ from math import isnan, nan
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
-from gpipe_bench.harness.experiment import KeptTimeline, Plot
+from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
@@ -109,10 +109,9 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         Plot(
             name=f"figure2-schedules-m{count}",
             caption=f"The schedules of Figure 2 for M = {count}, replayed",
-            alt="Gantt charts of the schedules; the same timelines are interactive charts in this report.",
+            alt="Gantt charts of the schedules: stages from top to bottom, time from left to right.",
             draw=partial(_charts, of_case(records, "done", part="chart", num_microbatches=count)),
             style=paper_style,
-            of_timelines=True,
         )
         for count in dict.fromkeys(record.case["num_microbatches"] for record in of_part(records, "chart"))
     ]
@@ -136,19 +135,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         Plot(name=f"figure2-{part}", caption=caption, alt=alt, draw=partial(draw, found), style=paper_style)
         for part, draw, caption, alt in drawn
         if (found := of_part(records, part))
-    ]
-
-
-def timelines(records: Sequence[Record]) -> list[KeptTimeline]:
-    """The replayed schedules, in forwards of one micro-batch, which have no length in seconds."""
-    return [
-        KeptTimeline(
-            record=record,
-            data=record.details["timeline"],
-            title=f"{VARIANTS[str(record.case['schedule'])].title}, M={record.case['num_microbatches']}",
-            unit=UNIT,
-        )
-        for record in of_part(records, "chart")
     ]
 
 

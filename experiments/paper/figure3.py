@@ -29,7 +29,7 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import kept_timelines, picture
+from gpipe_bench.experiments.report.drawing import picture
 from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, from_samples, of_case
@@ -243,7 +243,6 @@ EXPERIMENT = Experiment(
     paper_tables=("figure3-amoebanet", "figure3-resnet101"),
     tables=tables,
     figures=figures,
-    timelines=kept_timelines,
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

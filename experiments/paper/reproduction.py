@@ -16,7 +16,7 @@ from typing import Any
 
 from gpipe_bench.experiments.paper.largest import largest_size
 from gpipe_bench.experiments.paper.predicted import SENTENCES
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize, of_the_paper
+from gpipe_bench.experiments.paper.predicted.sizes import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 from gpipe_bench.experiments.paper.stages import (
     BYTES_PER_PARAMETER,
@@ -32,7 +32,9 @@ from gpipe_bench.models.paper import COLUMNS, HALVES, Column
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
+from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P100_16, TPUS
 
 Place = tuple[str, str, str]
@@ -76,12 +78,15 @@ def rate(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
     cut = full.cut(declared["partition_cost"], declared["partition_rule"], k)
     if cut is None:
         return math.nan
-    links = [[declared[name]] for name in ("share_of_peak", "link_bytes_per_s", "link_latency_s")]
-    steps = full.steps(
-        ACCELERATORS[declared["accelerator"]], declared["activation_format"], cut, [batch], m,
-        links=links, remat=remat,
+    return batch / _step(full, declared, cut, batch, m, remat=remat).makespan_s
+
+
+def _step(full: FullSize, declared: Declared, cut: Partition, batch: int, m: int, **how: str) -> Step:
+    link = Link(declared.table, declared["link_latency_s"], declared["link_bytes_per_s"])
+    return full.step(
+        ACCELERATORS[declared["accelerator"]], declared["activation_format"], cut, batch, m,
+        share_of_peak=declared["share_of_peak"], link=link, **how,
     )  # fmt: skip
-    return batch / float(steps.makespan_s().squeeze())
 
 
 def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: str = "always") -> bool:
@@ -214,13 +219,8 @@ def table4(model: str = "resnet101", **given: Value) -> Numbers:
         cut = full.cut(declared["partition_cost"], declared["partition_rule"], k)
         if cut is None or not batch:
             raise ValueError(f"ResNet-101 on {k} stages fits with no mini-batch under the declared choices")
-        links = [[declared[name]] for name in ("share_of_peak", "link_bytes_per_s", "link_latency_s")]
-        steps = full.steps(
-            ACCELERATORS[declared["accelerator"]], declared["activation_format"], cut, [batch], m,
-            links=links, setup=declared["setup_place"],
-        )  # fmt: skip
-        parts = steps.shares()[declared["averaged_over"]]
-        shares[k] = {part: 100 * float(value.squeeze()) for part, value in parts.items()}
+        step = _step(full, declared, cut, batch, m, setup=declared["setup_place"])
+        shares[k] = {part: 100 * share for part, share in step.shares.items()}
     two = shares[2]
     printed = ("computation", "recompute", "bubble", "load imbalance", "setup", "weight update")
     values: Numbers = {("breakdown-v5", part, "share of the step"): two[part] for part in printed}

@@ -26,7 +26,7 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import gantt_plot, kept_timelines, picture
+from gpipe_bench.experiments.report.drawing import gantt_plot, picture
 from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, from_samples
@@ -277,7 +277,6 @@ EXPERIMENT = Experiment(
     paper_tables=("breakdown-v5", "breakdown-v1"),
     tables=tables,
     figures=figures,
-    timelines=kept_timelines,
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

@@ -25,6 +25,7 @@ HELD = (
     "image_size", "sequence_length", "vocab_size", "stage_balance", "d_model", "kept_by",
     "tensor_layout", "auxiliary_head",
     "accelerator", "host_bytes_per_s", "model", "update_counts", "batch_choice",
+    "averaged_over",
 )  # fmt: skip
 """Settings that stay as declared: they hardly move a quotient, have one value, or cannot be computed."""
 

@@ -1,10 +1,10 @@
-"""Everything on record as one page of data: the first screen, tables, figures, charts and machines.
+"""Everything on record as one page of data: the first screen, tables, figures and machines.
 
 Each group of records that belong together is turned into cells by itself, and a cell takes its number from
 the first group that has one. Your own records come first and the committed reference records fill in what you
-did not run; a smoke run, which only proves that the path works, comes last. Judging, laying out text and
-drawing timelines all happen as the records are read, where an experiment may still stumble over them;
-everything behind it only picks and places what is read.
+did not run; a smoke run, which only proves that the path works, comes last. Judging and laying out text
+happen as the records are read, where an experiment may still stumble over them; everything behind it only
+picks and places what is read.
 
 The verb `report` writes it as files, and the README takes its first screen from the same data. That screen is
 about the paper and comes from the committed records alone: a number of one's own changes nothing of it.
@@ -21,20 +21,21 @@ from typing import Any
 import msgspec
 
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
+from gpipe_bench.experiments.report.facts import facts_of, summaries_of
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import check_engine_is_there, engines_of, judged, readable
-from gpipe_bench.experiments.report.timelines import Chart, charts_of
-from gpipe_bench.harness import REFERENCE, reproduced, short_path
+from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
-from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
 from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
-from gpipe_bench.harness.reproduction import summed
 from gpipe_bench.harness.store import Problem, Store, latest, lines_of
 from gpipe_bench.harness.verdict import Comparison, Result
 
 COMMAND = "nox -s report"
+FIGURE = "table2", "table2-throughput-fitted"
+"""Of the first screen: an experiment, and its plot."""
 
 
 def build(
@@ -101,6 +102,7 @@ def build(
     )
     return replace(
         page,
+        figure=_first_picture(committed) if figures else None,
         experiments=tuple(views),
         machines=tuple(_machine(name, folder, every, own=n == 0) for n, (name, folder) in enumerate(places)),
         side=_side(shown),
@@ -176,10 +178,22 @@ def _view(
             for each in shown
         ),
         text="\n\n".join(texts),
-        pictures=tuple(picture for picture in pictures if not (first.charts and picture.plot.of_timelines)),
-        charts=tuple(chart for chart in first.charts if chart.boxes),
-        traces=tuple(chart for chart in first.charts if not chart.boxes),
+        pictures=tuple(pictures),
     )
+
+
+def _first_picture(committed: Mapping[str, Sequence[Reading]]) -> Picture | None:
+    """The picture of the first screen, of the committed records; None where it can't be drawn."""
+    name, figure = FIGURE
+    for reading in committed.get(name, ())[:1]:
+        source = reading.source
+        place = (source.records, source.folder, source.machine)
+        try:
+            found = pictures_of(load(name), *place, own=source.own, only=figure)
+        except FAILURES:
+            return None
+        return found[0] if found else None
+    return None
 
 
 def _machine(name: str, folder: Path, every: Sequence[Reading], *, own: bool) -> Machine:
@@ -268,7 +282,6 @@ class Reading:
     entries: tuple[Result, ...]
     comparisons: tuple[Comparison, ...]
     text: str  # without the paper's numbers
-    charts: tuple[Chart, ...]
 
 
 def readings(
@@ -282,9 +295,8 @@ def readings(
         def read(records: Sequence[Record], group: Source = group) -> Reading:
             entries, comparisons = judged(experiment, records)
             text = "" if experiment.tables is None else experiment.tables(records)
-            charts = tuple(charts_of(experiment, records))
             source = replace(group, records=tuple(records))
-            return Reading(source, tuple(entries), tuple(comparisons), text, charts)
+            return Reading(source, tuple(entries), tuple(comparisons), text)
 
         reading, left_out = readable(experiment.name, group.records, read)
         lines += [(group, line) for line in left_out]
@@ -305,97 +317,3 @@ def answers(found: Sequence[Reading]) -> list[Comparison]:
             if entry.key not in chosen or (cell.machine and not chosen[entry.key].machine):
                 chosen[entry.key] = cell
     return list(chosen.values())
-
-
-# Facts of the first screen that no comparison holds: same seeds, the schedule's formula, hardware
-
-RECOMPUTED = 3, 4
-"""Slots of F, R and B, of which the recomputation of the last stages starts while they would wait: a bubble
-has F and B alone, and a micro-batch all of them (`table2-bound` of results/paper.csv)."""
-
-
-def speed(num_stages: int, num_microbatches: int) -> float:
-    """Of even stages over one device, F : R : B = 1 : 1 : 2, a free link, recomputation that starts early."""
-    idle, work = RECOMPUTED
-    return num_microbatches * num_stages * work / (work * num_microbatches + idle * (num_stages - 1))
-
-
-def idle_share(num_stages: int, num_microbatches: int) -> float:
-    """The share of their time that such stages wait."""
-    return 1 - speed(num_stages, num_microbatches) / num_stages
-
-
-def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...]]:
-    """By table of the paper, the four numbers that sum up what was computed of it."""
-    lines = []
-    for name in reproduced.SECONDS:
-        of_tables = reproduced.cells(records.get(name, ()))
-        for (table, unit), (cells, fixed) in of_tables.items():
-            found = summed(cells, fixed)
-            several = sum(other == table for other, _ in of_tables) > 1
-            lines.append(
-                (
-                    f"{table}, {unit}" if several else table,
-                    *(f"{found.counts[each]}" for each in ("agrees", "differs", "no test")),
-                    "-" if found.off is None else f"{100 * found.off:.0f} %",
-                    "-" if found.rank is None else f"{found.rank:.2f}",
-                    f"{found.directions} of {found.pairs}" if found.pairs else "-",
-                )
-            )
-    return lines
-
-
-def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """By name, in words; those whose records are missing are left out.
-
-    Args:
-        records: by experiment, finished or not
-    """
-    found = {
-        "even_speed_up": f"{speed(8, 32) / speed(2, 32):.2f}",
-        "even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %",
-    }
-    answers = [
-        cell.answer
-        for name in reproduced.SECONDS
-        for cells, _ in reproduced.cells(records.get(name, ())).values()
-        for cell in cells
-    ]
-    if answers:
-        known = reproduced.errors()
-        found |= {f"computed.{each}": f"{answers.count(each)}" for each in ("agrees", "differs", "no test")}
-        found["computed.tested"] = f"{len(answers) - answers.count('no test')}"
-        found["error.ratios"] = f"{100 * known['ratios of speeds'].error:.0f} %"
-        found["error.bytes"] = f"{100 * known['bytes'].error:.0f} %"
-    trained = records.get("consistency", ())
-    same = of_case(trained, "done", part="same seed")
-    if same:
-        compared, differing = (
-            sum(int(each.value or 0) for record in same for each in record.metrics if each.name == name)
-            for name in ("numbers compared", "numbers that differ")
-        )
-        found |= {
-            "same_runs": f"{len(same)}", "weights": f"{compared:,}",
-            "different_weights": f"{differing:,}" if differing else "none",
-            "own_runs": f"{len(of_case(trained, 'done', part='own seeds'))}",
-        }  # fmt: skip
-    environments = [
-        record.environment
-        for several in records.values()
-        for record in several
-        if any(metric.provenance != "modelled" for metric in record.metrics)
-    ]
-    if environments:
-        found["hardware"] = hardware(environments)
-    return found
-
-
-def hardware(environments: Sequence[Mapping[str, object]]) -> str:
-    """One sentence about what timed or trained anything."""
-    cores = sorted({int(str(each.get("cores_logical") or 0)) for each in environments})
-    gpus = any(each.get("gpus") for each in environments)
-    counts = " or ".join(map(str, cores))
-    ran = f"What ran here ran on {counts} processor cores, "
-    if gpus:
-        return f"{ran}some of it on GPUs."
-    return f"{ran}nothing on a GPU or TPU; four and eight devices are laid out or computed, not measured."

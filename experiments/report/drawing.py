@@ -1,4 +1,4 @@
-"""What the drawings of several experiments share: a theme, timelines that records keep, and a Gantt chart.
+"""What the drawings of several experiments share: a theme, and a Gantt chart of a timeline.
 
 The theme is entered while a plot is drawn and left again, so that none changes another. The chart has stages
 from top to bottom and time from left to right, and shows at a glance what a table of seconds hides: where a
@@ -8,12 +8,11 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.harness.experiment import Drawing, KeptTimeline, Plot
-from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.experiment import Drawing, Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,50 +47,12 @@ def without_frame(figure: Figure) -> None:
     seaborn.despine(figure)
 
 
-def picture(
-    *, name: str, caption: str, alt: str, draw: Callable[[], Drawing], of_timelines: bool = False
-) -> Plot:
+def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Drawing]) -> Plot:
     """A plot of many points or bars, which is smaller as pixels, in the theme that all share."""
     return Plot(
         name=name, caption=caption, alt=alt, draw=draw,
-        suffixes=("png",), style=paper_style, of_timelines=of_timelines,
+        suffixes=("png",), style=paper_style,
     )  # fmt: skip
-
-
-def kept_timelines(records: Sequence[Record]) -> list[KeptTimeline]:
-    """Every timeline of the finished records, wherever they keep it: what most experiments show."""
-    return [
-        KeptTimeline(
-            record=record,
-            data=data,
-            title=title_of(record),
-            where=tuple(word for word in where if word not in ("timeline", "timelines", "cells")),
-        )
-        for record in records
-        if record.status == "done"
-        for where, data in timelines(record.details)
-    ]
-
-
-def timelines(
-    details: Any, path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """Every timeline (`Timeline.to_data`) inside the details of a record, with the keys that lead to it."""
-    if isinstance(details, Mapping) and details.keys() >= {"num_stages", "events", "provenance"}:
-        yield path, details
-    elif isinstance(details, Mapping | list):
-        inside = details.items() if isinstance(details, Mapping) else enumerate(details)
-        for key, value in inside:
-            yield from timelines(value, (*path, str(key)))
-
-
-def title_of(record: Record) -> str:
-    """The record's own title, or the case in words."""
-    known = record.details.get("title")
-    if not isinstance(known, str):
-        return record.label
-    rest = [f"{key} {value}" for key, value in record.case.items() if key not in ("model", "part")]
-    return ", ".join([known, *rest])
 
 
 def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
@@ -102,8 +63,8 @@ def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
 
         return gantt(Timeline.from_data(data), title)
 
-    alt = "Gantt chart of one step; the same timeline is an interactive chart in this report."
-    return picture(name=name, caption=title, alt=alt, draw=draw, of_timelines=True)
+    alt = "Gantt chart of one step: stages from top to bottom, time from left to right."
+    return picture(name=name, caption=title, alt=alt, draw=draw)
 
 
 def gantt(timeline: Timeline, title: str = "") -> Figure:

@@ -26,7 +26,7 @@ FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
 """What an experiment may stumble over while it draws; that must not cost the page."""
 
 _TYPES = {".svg": "image/svg+xml", ".png": "image/webp"}
-COLOURS = 16
+COLOURS = 32
 """Of a picture on the page: drawings have few, and a page is sent by mail."""
 
 
@@ -96,9 +96,16 @@ class Picture:
 
 
 def pictures_of(
-    experiment: Experiment, records: Sequence[Record], folder: Path, machine: str, *, own: bool
+    experiment: Experiment,
+    records: Sequence[Record],
+    folder: Path,
+    machine: str,
+    *,
+    own: bool,
+    only: str = "",
 ) -> list[Picture]:
-    """The figures of the experiment of these records, which are in the folder of the machine, made small.
+    """The figures of the experiment of these records, which are in the folder of the machine, made small; or
+    `only` the one of that name.
 
     Figures that lie beside the records and show exactly them are taken as they are; others are drawn, into
     the folder of the user's own records or, for reference records, into a folder that is gone afterwards.
@@ -112,6 +119,7 @@ def pictures_of(
             paths = draw(experiment, records, beside if own else Path(scratch))
         by_name = {path.stem: path for suffix in _TYPES for path in paths if path.suffix == suffix}
         shown = {name: plot for name, plot in plots.items() if name in by_name and plot.on_page}
+        shown = {name: plot for name, plot in shown.items() if not only or name == only}
         return [_picture(by_name[name], plot, machine) for name, plot in shown.items()]
 
 
@@ -126,9 +134,10 @@ def _made_small(png: bytes) -> bytes:
     """The same pixels with fewer colours, compressed without a loss: a fifth of the bytes."""
     from PIL import Image
 
-    few = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    method = Image.Quantize.FASTOCTREE
+    few = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, method, dither=Image.Dither.NONE)
     small = io.BytesIO()
-    few.convert("RGB").save(small, "WEBP", lossless=True, method=6)
+    few.convert("RGB").save(small, "WEBP", lossless=True, method=1, quality=30)
     return small.getvalue()
 
 

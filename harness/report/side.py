@@ -13,7 +13,7 @@ from typing import Any
 
 from gpipe_bench.harness.compare import COMPARABLE_FIELDS
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.harness.report.table import ASKED, Part, ours_with_interval, part_of
+from gpipe_bench.harness.report.table import ASKED, Part, answer, ours_with_interval, part_of
 from gpipe_bench.harness.verdict import Comparison
 
 _EQUAL = "The environments are equal in every field that numbers depend on."
@@ -138,9 +138,9 @@ def _values(environments: Sequence[Mapping[str, Any]], field: str) -> str:
 
 
 def entry_text(entry: Comparison | None) -> str:
-    """`3.819 GB modelled, reproduced`, or the verdict of an entry without a number."""
+    """`3.819 GB modelled, agrees`, or the answer of an entry without a number."""
     if entry is None:
         return "-"
     if entry.ours is None:
-        return entry.verdict
-    return f"{ours_with_interval(entry)} {entry.provenance}" + (f", {entry.verdict}" if entry.printed else "")
+        return answer(entry)
+    return f"{ours_with_interval(entry)} {entry.provenance}" + (f", {answer(entry)}" if entry.printed else "")

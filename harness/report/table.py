@@ -1,23 +1,62 @@
-"""Numbers of the paper with ours beside them: tables in words, and counts of verdicts.
+"""Numbers of the paper with ours beside them: tables in words, and counts of answers.
 
 What was predicted for the paper's accelerators and what was found here are tables of their own and are never
-added up, and so is what was held against the numbers of others. What stands in an entry is decided here, and
-so is the layout of text and markdown: like the paper's table, the lines of an entry below each other. Where
-it stands on a page is the matter of its template.
+added up, and so is what was held against the numbers of others. What stands in an entry is decided here, in
+one rule for its answer; so is the layout of text and markdown: like the paper's table, the lines of an entry
+below each other. Where it stands on a page is the matter of its template.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, get_args
 
+from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.report.grid import Grid, fill
+from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.units import show, show_interval, show_with_interval
-from gpipe_bench.harness.verdict import DIFFERS, JUDGED, QUESTIONS, Comparison, Question, Verdict
+from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, Comparison, Verdict
+
+Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
+"""In the order of counts."""
+WORDS: Mapping[Verdict, Answer] = {
+    "reproduced": "agrees", "identity": "follows", "undecided": "no test", "above": "differs",
+    "below": "differs", "not judged": "not judged", "not comparable": "no test", "not run": "not run",
+}  # fmt: skip
+MEANINGS: Mapping[Answer, str] = {
+    "agrees": "the printed number, with its rounding, lies within ours and its error",
+    "follows": "the number follows by arithmetic from others; that it does confirms nothing else",
+    "differs": "all of ours, with its error, lies beside the printed number, or memory ran out",
+    "no test": "our error is so large that ours would meet much else (computed: above 25 %; run here: above "
+    "20 % to either side), the paper contradicts itself there, or what it stands over does not fit",
+    "not judged": "a cell of a table that small models ran here; the paper's sentences about it are judged",
+    "not run": "there is no number of ours; what it would take stands beside it",
+}
+
+
+def answer(cell: Comparison) -> Answer:
+    """The one word for what a comparison says."""
+    return "no test" if _is_too_uncertain(cell) else WORDS[cell.verdict]
+
+
+def reason_text(cell: Comparison) -> str:
+    """Why it is that word."""
+    if not _is_too_uncertain(cell):
+        return cell.reason
+    error, most = reproduced.error_of(cell.table, cell.row), load_reproduction().error.no_test_above
+    return f"our error of {100 * error:.0f} % is above {100 * most:.0f} %, which is too large for a test"
+
+
+def _is_too_uncertain(cell: Comparison) -> bool:
+    """Whether it was computed with an error above what results/reproduction.toml takes for a test."""
+    if not cell.is_computed or cell.verdict not in JUDGED or cell.kind == "identity":
+        return False
+    return reproduced.error_of(cell.table, cell.row) > load_reproduction().error.no_test_above
+
 
 Part = Literal["as published", "here", "others' numbers"]
 PARTS: tuple[Part, ...] = ("as published", "here", "others' numbers")
@@ -86,9 +125,9 @@ class Table:
         return any(row.verdict != "not run" for row in self.rows)
 
     @property
-    def scores(self) -> Counts:
-        """The counts of its rows, see `scores`."""
-        return scores(self.rows)
+    def counts(self) -> str:
+        """Its answers in words, see `counts_text`."""
+        return counts_text(self.rows)
 
 
 def numbered(
@@ -127,59 +166,22 @@ def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
     ]
 
 
-_SHORT: Mapping[Verdict, str] = {
-    "reproduced": "+", "identity": "=", "undecided": "?", "above": ">", "below": "<", "not judged": ".",
-    "not comparable": "#", "not run": "-",
-}  # fmt: skip
-_WIDEST = 46
-"""Columns of what a number is, in the short form: with the rest of the line they make a screen of 100."""
+_BRIEF = ("paper", "ours", "answer")
 
 
 def short_text(comparisons: Sequence[Comparison]) -> str:
-    """Every table of the comparisons in a screen: paper, ours and a sign for the verdict, no notes."""
-
-    def wrapped(text: str, width: int) -> str:
-        return "\n".join(textwrap.wrap(text, width))
-
-    def signed(cell: Comparison) -> str:
-        """`13.9M <`: ours and the sign of the verdict."""
-        ours = _ABSENT if cell.ours is None else show(cell.ours, cell.unit, _FEW)
-        return f"{ours} {_SHORT[cell.verdict]}"
-
+    """Every table of the comparisons in a screen: paper, ours and the answer, no notes."""
     parts: list[str] = []
-    used: set[Verdict] = set()
     shown: set[str] = set()
     names = dict.fromkeys(comparison.table for comparison in comparisons)
     for table in (t for name in names for t in parts_of(name, [c for c in comparisons if c.table == name])):
         rows = tuple(row for row in table.rows if row.verdict != "not run" and row.printed)
         if table.diagonal:  # sums that follow by arithmetic are counted below
             rows = tuple(row for row in rows if row.verdict != "identity") or rows
-        if not rows or (table.part == "others' numbers" and table.name in shown):
-            continue
-        shown.add(table.name)
-        table = replace(table, rows=rows)
-        used |= {row.verdict for row in rows}
-        columns, lines = ["", "paper", "ours", "range"], []
-        if table.diagonal:
-            for row in rows:
-                what = wrapped(f"{row.label}, {row.column}", _WIDEST)
-                paper = wrapped(row.paper_text, 22)
-                lines.append([what, paper, signed(row), range_text(row, _FEW) or _ABSENT])
-        else:
-            columns = ["", "", *table.columns]
-            for label, of_label in table.groups:
-                at = {row.column: row for row in of_label}
-                cells = [at.get(column) for column in table.columns]
-                papers = [_ABSENT if c is None else c.paper_text.partition(" (")[0] for c in cells]
-                lines += [
-                    [wrapped(label, 24), "paper", *(wrapped(text, 16) for text in papers)],
-                    ["", "ours", *(_ABSENT if cell is None else signed(cell) for cell in cells)],
-                ]
-        parts.append(Grid(title=table.title, columns=columns, lines=lines).text())
-    signs = ", ".join(f"{sign} {verdict}" for verdict, sign in _SHORT.items() if verdict in used)
-    said = [*([signs] if signs else []), *counts_lines(comparisons)]
-    counts = "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in said)
-    return "\n\n".join([*parts, counts])
+        if rows and not (table.part == "others' numbers" and table.name in shown):
+            shown.add(table.name)
+            parts.append(replace(_grid(replace(table, rows=rows), _BRIEF), title=table.title).text())
+    return "\n\n".join([*parts, "\n".join(counts_lines(comparisons))])
 
 
 def text_table(comparisons: Sequence[Comparison]) -> str:
@@ -192,6 +194,14 @@ def markdown_table(comparisons: Sequence[Comparison]) -> str:
     return _shown(comparisons, Grid.markdown, lambda n, note: f"{n}. {note}")
 
 
+def computed_markdown(comparisons: Sequence[Comparison]) -> str:
+    """Their tables at the paper's size, without notes, for a markdown page."""
+    found = [cell for cell in comparisons if part_of(cell) == "as published"]
+    names = dict.fromkeys(cell.table for cell in found)
+    tables = [table for name in names for table in parts_of(name, [c for c in found if c.table == name])]
+    return "\n\n".join(replace(_grid(table), title="").markdown() for table in tables)
+
+
 def _shown(
     comparisons: Sequence[Comparison], laid_out: Callable[[Grid], str], noted: Callable[[int, str], str]
 ) -> str:
@@ -201,8 +211,10 @@ def _shown(
     return "\n\n".join([*filter(None, parts), "\n".join(counts_lines(comparisons))])
 
 
-def _grid(table: Table) -> Grid:
-    """The table as the paper prints it, or a line for each entry where that would be mostly empty."""
+def _grid(table: Table, only: Sequence[str] = ()) -> Grid:
+    """The table as the paper prints it, or a line for each entry where that would be mostly empty; of the
+    lines of an entry `only` these, by default all that any has.
+    """
     places = dict.fromkeys(row.location for row in table.rows if row.location)
     hardware = dict.fromkeys(row.hardware for row in table.rows if row.hardware)
     known = "; ".join([*places, *(f"paper on {name}" for name in hardware)])
@@ -212,14 +224,14 @@ def _grid(table: Table) -> Grid:
         if cell is None:
             return _ABSENT
         text = LINES[what](cell)
-        if what == "verdict" and (marks := table.marks[cell.key]):
+        if what == "answer" and (marks := table.marks.get(cell.key)):
             text += f" [{','.join(map(str, marks))}]"
         if what == "ours" and provenance and text:
             text += f" {cell.provenance}"
         return text or _ABSENT
 
     if table.diagonal:
-        shown = _found(table.rows, ("paper", "ours", "verdict"), ("our range", _FAILS))
+        shown = only or _found(table.rows, ("paper", "ours", "answer"), ("our range", "ours / paper"))
         lines = [
             [row.label, row.column, *(said(row, what, provenance=True) for what in shown)]
             for row in table.rows
@@ -240,7 +252,8 @@ def _grid(table: Table) -> Grid:
                 names.get(what, what),
                 *(said(at.get(column), what, provenance=not uniform) for column in table.columns),
             ]
-            for what in _found(rows, ("paper", "verdict"), ("torchgpipe", "ours", "our range", _FAILS))
+            for what in only
+            or _found(rows, ("paper", "answer"), ("torchgpipe", "ours", "our range", "ours / paper"))
         ]
     return Grid(title=title, columns=["", "", *table.columns], lines=lines)
 
@@ -269,6 +282,13 @@ def ours_with_interval(entry: Comparison) -> str:
     return "" if entry.ours is None else show_with_interval(entry.ours, entry.low, entry.high, entry.unit)
 
 
+def ours_with_error(entry: Comparison) -> str:
+    """`2.46 GB +- 55 %` of what was computed, else `0.752 [0.739, 0.765]`."""
+    if entry.ours is None or not (entry.is_computed and entry.parts):
+        return ours_with_interval(entry)
+    return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}"
+
+
 def interval_text(entry: Comparison) -> str:
     """`[3.6, 3.7]`, in the number's unit."""
     if entry.low is None or entry.high is None:
@@ -283,19 +303,16 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
     return _pair(entry.range_low, entry.range_high, entry.unit, " to ", digits)
 
 
+def spread_text(entry: Comparison) -> str:
+    """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
+    if entry.is_computed and entry.parts:
+        return f"+- {100 * reproduced.error_of(entry.table, entry.row):.0f} %"
+    return range_text(entry) or interval_text(entry)
+
+
 def parts_text(entry: Comparison) -> str:
     """`share of the peak, error of the replay`: what our range is made of."""
     return ", ".join(part.replace("_", " ") for part in entry.parts)
-
-
-def fails_text(entry: Comparison) -> str:
-    """`3.1 / 4.2 GB`: a paper that printed less than the first, or more than the second, fails."""
-    ends = (entry.fails_below, entry.fails_above)
-    if entry.verdict not in JUDGED or ends == (None, None):
-        return ""
-    if None not in ends:
-        return _pair(*cast("tuple[float, float]", ends), entry.unit, " / ", _DIGITS)
-    return " / ".join("never" if end is None else show(end, entry.unit, _DIGITS) for end in ends)
 
 
 def _pair(low: float, high: float, unit: str, between: str, digits: int) -> str:
@@ -303,11 +320,10 @@ def _pair(low: float, high: float, unit: str, between: str, digits: int) -> str:
     return f"{show(low, unit, digits).removesuffix(f' {unit}')}{between}{show(high, unit, digits)}"
 
 
-def verdict_text(entry: Comparison, times: str = " x") -> str:
-    """`below x0.78`: the verdict, and ours over the paper's where the two differ."""
-    if entry.verdict in DIFFERS and entry.ratio is not None:
-        return f"{entry.verdict}{times}{times_text(entry.ratio)}"
-    return entry.verdict
+def ratio_text(entry: Comparison) -> str:
+    """`0.78`: ours over the paper's, where both are numbers that can be compared."""
+    known = entry.ratio is not None and entry.printed and answer(entry) != "follows"
+    return times_text(entry.ratio) if known and entry.ratio is not None else ""
 
 
 def times_text(ratio: float) -> str:
@@ -317,81 +333,33 @@ def times_text(ratio: float) -> str:
     return next((text for digits in (3, 4, 5) if (text := f"{ratio:.{digits}g}") != "1"), "1")
 
 
-_FAILS = "fails below / above"
 LINES: Mapping[str, Callable[[Comparison], str]] = {
-    "paper": paper_text, "torchgpipe": lambda entry: entry.peer_printed, "ours": ours_with_interval,
-    "our range": range_text, "verdict": verdict_text, _FAILS: fails_text,
+    "paper": paper_text, "torchgpipe": lambda entry: entry.peer_printed, "ours": ours_with_error,
+    "our range": lambda entry: "" if entry.is_computed else range_text(entry),
+    "ours / paper": ratio_text, "answer": answer,
 }  # fmt: skip
 """The lines of an entry in a table of text, in order."""
 
 
 # Counts -----------------------------------------------------------------------------------------------------
 
-Evidence = Literal["measured", "replayed", "modelled", "identity", "no number"]
-"""What a verdict rests on: how our number was made, or that it follows by arithmetic from others."""
-EVIDENCE: tuple[Evidence, ...] = ("measured", "replayed", "modelled", "identity", "no number")
 
+def counts_text(cells: Iterable[Comparison]) -> str:
+    """`3 agree, 8 no test; 14 follow; 30 not run`, of those cells that count among the paper's numbers.
 
-def evidence(cell: Comparison) -> Evidence:
-    """What the verdict on the cell rests on; "no number" also where memory ran out."""
-    if cell.kind == "identity" and cell.verdict in JUDGED:
-        return "identity"
-    return cast("Evidence", cell.provenance) if cell.provenance else "no number"
-
-
-class Counts(Counter[tuple[Evidence, Verdict]]):
-    """How many of the paper's numbers there are of each evidence and verdict.
-
-    A total that mixes what was measured with what follows by arithmetic says neither, so identities are
-    counted apart from what was judged.
+    What could not have come out otherwise, what no small model answers and what nobody ran are apart.
     """
-
-    def with_verdict(self, verdict: Verdict) -> int:
-        """Those with that verdict, whatever it rests on."""
-        return sum(self[rests_on, verdict] for rests_on in EVIDENCE)
-
-    def judged_as(self, *verdicts: Verdict) -> int:
-        """Those with one of these verdicts that are no identities."""
-        return sum(self.with_verdict(verdict) - self["identity", verdict] for verdict in verdicts)
-
-    @property
-    def judged(self) -> int:
-        """Those held against the paper that could have come out otherwise: no identities."""
-        return self.judged_as(*JUDGED)
-
-    @property
-    def identities(self) -> int:
-        """Those that follow by arithmetic, whether it comes out or not."""
-        return sum(count for (rests_on, _), count in self.items() if rests_on == "identity")
-
-    def __str__(self) -> str:
-        """`3 reproduced, 8 undecided of 11 judged; 14 identities; 2 not comparable; 30 not run`."""
-        if not self.total():
-            return "nothing counted"
-        found = [f"{n} {verdict}" for verdict in JUDGED if (n := self.judged_as(verdict))]
-        held, identities = self.with_verdict("identity"), self.identities
-        parts = [f"{', '.join(found)} of {self.judged} judged"] if found else []
-        if identities:
-            name = "identity" if identities == 1 else "identities"
-            parts.append(f"{held} {name}" if held == identities else f"{held} of {identities} {name} hold")
-        apart: tuple[Verdict, ...] = ("not comparable", "not run")
-        others = [f"{n} {verdict}" for verdict in apart if (n := self.with_verdict(verdict))]
-        return "; ".join([*(parts or ["nothing judged"]), *others])
-
-
-def scores(cells: Iterable[Comparison]) -> Counts:
-    """The counts of those cells that count among the paper's numbers."""
-    return Counts((evidence(cell), cell.verdict) for cell in cells if cell.counted)
-
-
-def counts_of(cells: Iterable[Comparison]) -> dict[Question, Counts]:
-    """The counts of each question that any of the cells answers or leaves open, in order."""
-    found = list(cells)
-    each = {q: scores(cell for cell in found if cell.question == q) for q in QUESTIONS}
-    return {question: counts for question, counts in each.items() if counts}
+    counts = Counter(answer(cell) for cell in cells if cell.counted)
+    many = {"agrees": "agree", "follows": "follow", "differs": "differ"}
+    said = {word: f"{n} {many.get(word, word) if n > 1 else word}" for word in ANSWERS if (n := counts[word])}
+    held = ", ".join(said[word] for word in ("agrees", "differs", "no test") if word in said)
+    apart = [said[word] for word in ("follows", "not judged", "not run") if word in said]
+    return "; ".join([*filter(None, [held]), *apart]) or "nothing counted"
 
 
 def counts_lines(cells: Iterable[Comparison]) -> list[str]:
-    """A line for each question: `run here: 3 reproduced of 3 judged; 14 identities`."""
-    found = [f"{ASKED[question]}: {counts}" for question, counts in counts_of(cells).items()]
-    return found or ["nothing counted"]
+    """A line for each question: `run here: 3 agree; 14 follow`."""
+    found = list(cells)
+    each = {q: [cell for cell in found if cell.question == q and cell.counted] for q in QUESTIONS}
+    lines = [f"{ASKED[question]}: {counts_text(of)}" for question, of in each.items() if of]
+    return lines or ["nothing counted"]

@@ -44,8 +44,8 @@ def test_one_table_with_a_column_for_each(machines, capsys):
     assert cli.main(["compare", "fake", "--machines", *map(str, machines)]) == DONE
     text = capsys.readouterr().out
     lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("parameters")}
-    assert "82M modelled, identity" in lines["naive-1"]
-    assert "41M modelled, below" in lines["naive-1"]
+    assert "82M modelled, follows" in lines["naive-1"]
+    assert "41M modelled, differs" in lines["naive-1"]
     assert lines["naive-1"].rstrip().endswith("x0.5")
     assert "not run" in lines["pipeline-1"]
     assert lines["pipeline-1"].rstrip().endswith("-"), "no ratio without two numbers"

@@ -110,7 +110,7 @@ def ended(tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
 SUBJECTS: dict[str, list[str]] = {
     "engines": ["--only", "workload=transformer", "--only", "where=processes"],
     "table1": ["--only", "part=paper", "--only", "half=transformer"],
-    "consistency": ["--only", "part=trainability"],
+    "consistency": ["--only", "part=asynchronous"],
 }
 MODULES = {
     "engines": "gpipe_bench.experiments.beyond.engines",

@@ -76,7 +76,7 @@ def test_it_is_listed(project: Path) -> None:
 
 
 def test_it_runs(project: Path, ran: str) -> None:
-    assert "here: 2 identities" in ran
+    assert "here: 2 follow" in ran
     assert len((project / "results" / "local" / "idle.jsonl").read_text().splitlines()) == 2
 
 
@@ -95,7 +95,7 @@ def test_the_report_has_its_table_and_words(project: Path, ran: str) -> None:
     page = (project / "results" / "local" / "report.html").read_text(encoding="utf-8")
     text = (project / "results" / "local" / "report.md").read_text(encoding="utf-8")
     assert "### Idle share of three stages" in text
-    assert "**Run here**: 2 identities" in text
+    assert "**Run here**: 2 follow" in text
     assert "For K = 3." in text
     for part in ("Idle share of three stages", TITLE):
         assert part in page, part

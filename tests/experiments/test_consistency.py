@@ -22,7 +22,7 @@ from gpipe_bench.experiments.paper.consistency.judging import (
     statistical,
 )
 from gpipe_bench.experiments.paper.consistency.recipes import DAWNBENCH, DIGITS
-from gpipe_bench.experiments.paper.consistency.tables import tables
+from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads, tables
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import SCHEMA, Metric, Record
@@ -140,8 +140,8 @@ def test_sequential_runs_that_did_not_learn_make_nothing_equal() -> None:
         assert (cell.verdict, cell.ours) == ("not comparable", None)
         assert reason in cell.reason
         text = text_table(compare(cells(records))) + tables(records)
-        assert f"Not judged: {finding.reason[:20]}" in text
-        assert " reproduced " not in text
+        assert f"No test: {finding.reason[:20]}" in text
+        assert not {"reproduced", "agrees"} & {*text.split()}
     single = [*baselines((0.969, *BASE[1:])), *own(2, 0.98)]
     assert found(single).word == "reproduced", "by the mean, one image below"
     assert "1 of 16 single runs missed it" in " ".join(tables(single).split())
@@ -210,6 +210,21 @@ def test_lower_perplexity_is_learning() -> None:
     sequential = baseline([*good[:-1], record("baseline", 131.0, model="text", seed=seeds[-1])], "text")
     assert sequential is not None
     assert "1 of 8 sequential runs failed" in sequential.problem
+
+
+def test_unequal_spreads_are_said_and_what_they_leave_open() -> None:
+    """The frozen test takes them to be alike; Welch's interval does not."""
+    narrow, wide = (0.979, 0.981) * 3, (0.970, 0.990) * 3
+    records = [*baselines(), *own(2, *narrow), *own(8, *wide)]
+    assert found(records, 8).word == "reproduced", "by the protocol, whose test looks at means"
+    ratios = spreads(records, "images")
+    assert [*ratios] == [2, 8]
+    assert ratios[8] == pytest.approx(0.01 * 1.2**0.5 / DEVIATION)
+    assert beyond_the_margin(records, "images") == [8]
+    text = " ".join(tables(records).split())
+    assert "K = 8 spreads most, 2.6 times as widely" in text
+    assert "reaches beyond the margin for K = 8: by it these are not decided" in text
+    assert "beyond the margin" not in tables([*baselines(), *own(2, *narrow)])
 
 
 def test_weights_are_identical_or_they_are_not() -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper.predicted.sizes import (
@@ -19,15 +16,13 @@ from gpipe_bench.experiments.paper.predicted.sizes import (
     product_flops,
     tiled_elements,
 )
-from gpipe_bench.experiments.paper.predicted.steps import Steps
 from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, SIZES, predict
 from gpipe_bench.experiments.paper.profiles import EXAMPLES
 from gpipe_bench.harness import paper as paper_file
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory, replay
+from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
 from gpipe_bench.planner import accelerators
 from gpipe_bench.planner.accelerators import P100_16, TPU_V2, Accelerator
-from gpipe_bench.planner.breakdown import breakdown
 
 TRANSFORMER = {
     "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,
@@ -68,10 +63,12 @@ def test_operations_and_memory_scaled_from_one_prime_number_of_examples_are_thos
     assert [full.sent_bytes(n, examples, "float32") for n in range(len(layers) - 1)] == [
         layer.outputs.num_bytes for layer in layers[:-1]
     ]
-    cut = (range(2), range(2, len(modules)))
-    wanted = pipeline_memory(layers, loss, cut, gpipe(2, 3, "always"), receive_ahead=1)
-    peak = full.peak_bytes("float32", cut, 3, examples, "always")
-    assert peak == max(stage.peak for stage in wanted)
+    cut, schedule = (range(2), range(2, len(modules))), gpipe(2, 3, "always")
+    wanted, *scaled = (
+        [stage.peak for stage in pipeline_memory(each, of_loss, cut, schedule, receive_ahead=1)]
+        for each, of_loss in ((layers, loss), (full.profiles("float32", examples)[:-1], loss))
+    )
+    assert scaled == [wanted]
 
 
 def test_padded_operations_of_a_convolution_by_hand() -> None:
@@ -132,76 +129,34 @@ def test_a_core_is_half_a_chip() -> None:
     assert (P100_16.flops_per_s, P100_16.bytes_per_s) == (9.3e12, 732e9)
 
 
-def test_cuts_follow_the_rule_and_batches_hold_at_least_m_examples_and_fit() -> None:
+def test_cuts_follow_the_rule() -> None:
     full = of_the_paper("table2", "transformer", quick=True)
     assert full.cut("layers", "cumulative share", 13) is None, "a stage would be empty"
     with pytest.raises(ValueError, match="a layer: use operations, parameters, layers"):
         full.cut("minutes", "least variance", 2)
     assert len(full.cut("seconds", "least variance", 2)) == 2
-    cut, batches = full.cut("layers", "least variance", 2), (2, 4, 64, 4096)
-    assert cut == (range(6), range(6, 12))
-    small = full.peak_bytes("float32", cut, 4, 16, "always")
-    peaks = full.peaks("float32", cut, batches, 4, "always", most=small - 1)
-    assert peaks[0] == peaks[3] == math.inf, "too few examples, and behind one that is too large"
-    assert peaks[1] < peaks[2] == small
-    assert full.peaks("float32", None, batches, 4, "always", most=small) == [math.inf] * 4
-    steps = full.steps(TPU_V2, "float32", cut, batches, 4, links=((0.5,), (1e10,), (1e-6,)))
-    assert np.isnan(steps.makespan_s()[:, 0, 0, 0]).tolist() == [True, False, False, False]
+    assert full.cut("layers", "least variance", 2) == (range(6), range(6, 12))
 
 
 # Steps ------------------------------------------------------------------------------------------------------
 
-SECONDS = st.floats(0.01, 10)
 
-
-@settings(max_examples=60)
-@given(st.data(), st.integers(1, 5), st.integers(1, 7), st.sampled_from(["never", "always", "except_last"]))
-def test_all_settings_at_once_give_what_the_replay_and_the_breakdown_give_one_by_one(
-    data, num_stages, num_microbatches, remat
-) -> None:
-    def many(count: int) -> list[np.ndarray]:
-        return [np.array(data.draw(st.lists(SECONDS, min_size=2, max_size=2))) for _ in range(count)]
-
-    forward, backward, update = (many(num_stages) for _ in range(3))
-    sent, returned = (many(num_stages - 1) for _ in range(2))
-    bandwidth, latency, setup = many(3)
-    steps = Steps(
-        num_microbatches, remat, forward, backward, sent, returned, bandwidth, latency, setup, update
-    )
-    makespans, shares = steps.makespan_s(), steps.shares()
-    for at in range(2):
-        times = {
-            (stage, kind): float(seconds[stage][at])
-            for kind, seconds in ((Kind.F, forward), (Kind.R, forward), (Kind.B, backward))
-            for stage in range(num_stages)
-        }
-        arguments = {
-            "activation_bytes": [float(each[at]) for each in sent],
-            "gradient_bytes": [float(each[at]) for each in returned],
-            "setup_s": [float(setup[at])] + [0.0] * (num_stages - 1),
-            "update_s": [float(each[at]) for each in update],
-        }
-        link, schedule = (
-            Link("a link", float(latency[at]), float(bandwidth[at])),
-            gpipe(num_stages, num_microbatches, remat),
-        )
-        assert makespans[at] == pytest.approx(replay(schedule, times, link, **arguments).makespan_s)
-        apart = breakdown(schedule, times, link, **arguments).shares
-        for part, share in apart.items():
-            assert shares["all accelerators"][part][at] == pytest.approx(float(share), abs=1e-9)
-        assert sum(each[at] for each in shares["the slowest accelerator"].values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("k", "m"), [(2, 1), (2, 8), (4, 32), (8, 32)])
-def test_equal_stages_over_a_free_link_give_the_closed_forms(k: int, m: int) -> None:
-    one, two = np.array(1.0), np.array(2.0)
-    kept = Steps(m, "never", [one] * k, [two] * k, [one * 0] * (k - 1), [one * 0] * (k - 1))
-    assert kept.makespan_s() == 3 * (m + k - 1)
-    assert kept.shares()["all accelerators"]["bubble"] == pytest.approx((k - 1) / (m + k - 1))
-    again = replace(kept, remat="always")
-    # A recomputation starts while the stage waits for the first gradient, but on the last stage it cannot.
-    assert again.makespan_s() == (m + k - 1) + 3 * m + 2 * (k - 1)
-    assert again.shares()["all accelerators"]["load imbalance"] == 0
+def test_a_step_is_laid_out_with_what_its_layers_take() -> None:
+    """Set-up and updates at the speed of memory, messages at that of the link, recomputation as a forward."""
+    full, cut = of_the_paper("table2", "transformer", quick=True), (range(6), range(6, 12))
+    link = Link("a link", 1e-6, 1e10)
+    step = full.step(TPU_V2, "float32", cut, 9, 4, share_of_peak=0.5, link=link)
+    layers = full.seconds(TPU_V2, "float32", 3, (0.5,))  # micro-batches of 2.25 examples hold 3
+    forward = sum(layer.forward[0] for layer in layers[:6])
+    assert step.times[0, Kind.F] == step.times[0, Kind.R] == pytest.approx(forward)
+    assert step.times[1, Kind.B] == pytest.approx(sum(layer.backward[0] for layer in layers[6:]))
+    assert step.beside["activation_bytes"] == [full.sent_bytes(5, 3, "float32")]
+    assert step.beside["setup_s"][0] > 0 == step.beside["setup_s"][1]
+    assert step.beside["update_s"][0] > 0
+    assert step.makespan_s > 4 * forward
+    assert sum(step.shares.values()) == pytest.approx(1)
+    host = full.step(TPU_V2, "float32", cut, 9, 4, share_of_peak=0.5, link=link, setup="none")
+    assert step.makespan_s - host.makespan_s == pytest.approx(step.beside["setup_s"][0])
 
 
 # Others' numbers --------------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def test_a_log_that_can_not_be_written_stops_nobody(tmp_path):
         process = start("run", "fake", "--device", "cpu", "--results", tmp_path, stderr=full)
     out = process.communicate(timeout=300)[0].decode()
     assert process.returncode == 0
-    assert "here: 4 of 5 identities hold" in out
+    assert "here: 1 differs; 4 follow" in out
     assert stored(tmp_path) == [1, 2, 3, 4, 5]
 
 
@@ -359,7 +359,7 @@ def test_a_whole_record_that_its_experiment_can_not_read_costs_only_itself(tmp_p
         status, out, err = call(*arguments, "--results", tmp_path)
         assert status == 0, err
         assert "warning: fake can't read its record of step=99 (KeyError: 99); left out" in err
-        assert "here: 4 of 5 identities hold" in out
+        assert "here: 1 differs; 4 follow" in out
     store = Store(tmp_path / "alone")
     store.append(record(99))
     status, out, err = call("compare", "fake", "--results", store.root)
@@ -482,7 +482,7 @@ def test_a_terminal_gets_a_bar_where_it_can_show_one_and_lines_elsewhere(tmp_pat
     status, content = on_terminal(tmp_path / "results", columns, FAKE_STEP_2="print", **variables)
     text = content.decode("utf-8" if bar else variables.get("PYTHONIOENCODING", "utf-8"))
     assert status == 0
-    assert "here: 4 of 5 identities hold" in " ".join(text.split())  # a word to a line in one column
+    assert "here: 1 differs; 4 follow" in " ".join(text.split())  # a word to a line in one column
     assert "Traceback" not in text
     assert ("\x1b" in text) == bar
     assert ("[5/5] step=5 kind=odd: done in" in text) != bar

@@ -8,7 +8,6 @@ import dataclasses
 import os
 import sys
 import types
-from pathlib import Path
 
 import psutil
 import pytest
@@ -175,15 +174,15 @@ class Ranks:
 
 @pytest.mark.parametrize("gpus", [1, 2], indirect=True)
 def test_consistent_training_over_processes_takes_the_cpu_where_there_is_one_gpu(
-    gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @dataclasses.dataclass
     class Part:
         weights: dict[str, int]
 
     ranks = Ranks(monkeypatch, [Part({"a": 1}), Part({"b": 2})])
-    options = RunOptions(profile="smoke", device="cuda", scratch=tmp_path)
+    options = RunOptions(profile="smoke", device="cuda")
     setting = Setting("pipeline", 2, 2, 0, "cuda", 0)
-    trained = consistency.trained(subject_of("images", options), setting, 2, options)
+    trained = consistency.trained(subject_of("images", options), setting, 2)
     assert trained.weights == {"a": 1, "b": 2}
     assert ranks.kinds == ["cpu" if gpus == 1 else "cuda"]

@@ -9,37 +9,33 @@ stronger, from the same seed not one bit of any weight different. Beside it what
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet --text corpus.txt
 
-Every case is one training. A training that is killed goes on from its last checkpoint.
+Every case is one training.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.consistency.judging import cells, load_protocol
-from gpipe_bench.experiments.paper.consistency.recipes import DEEP, Subject, image_layout, subject_of
+from gpipe_bench.experiments.paper.consistency.recipes import Subject, image_layout, subject_of
 from gpipe_bench.experiments.paper.consistency.tables import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 
 if TYPE_CHECKING:
     from gpipe_bench.experiments.paper.consistency.tasks import Task
-    from gpipe_bench.experiments.paper.consistency.training import Trained
+    from gpipe_bench.experiments.paper.consistency.training import Setting, Trained
 
 MODELS = ("images", "text")
-DEEP_RATES = (0.01, 0.1)
-LOGIT_CLIP = 8.0
-"""The paper gives no value; e^8 : 1 between two tokens is more than a language model of this size needs."""
-
 SECONDS = {"images": 32.0, "text": 13.0}
 """Of a training, while another one runs beside it."""
 
 
 def cases(options: RunOptions) -> list[Case]:
-    """The protocol's runs, what is beside them, and the deep networks; of a smoke test, which judges nothing,
-    the first of each.
+    """The protocol's runs and what is beside them; of a smoke test, which judges nothing, the first of each.
 
     Raises ValueError for data that is missing or can't be trained on, before anything is run.
     """
@@ -47,11 +43,6 @@ def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
     found = [case for model in MODELS for case in _training_cases(model, options)]
     found += [case for model in MODELS for case in _asynchronous_cases(model, smoke=smoke)]
-    for rate in DEEP_RATES[:1] if smoke else DEEP_RATES:
-        for deep_init in (False, True):
-            for clip in (False, True):
-                key = {"part": "trainability", "deep_init": deep_init, "logit_clip": clip, "rate": rate}
-                found.append(Case(dict(key), 2.5))
     return found
 
 
@@ -69,7 +60,8 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
             "num_microbatches": num_microbatches, "seed": seed, "initial_seed": plan.initial[run],
             "processes": more.pop("processes", 1), "protocol": protocol.digest,
         }  # fmt: skip
-        return Case(key, seconds)
+        in_turn = part in ("same seed", "micro-batches")  # they are compared with one training
+        return Case(key, seconds, group=f"{model}, one seed" if in_turn else "")
 
     sequential = plan.sequential[:2] if smoke else plan.sequential
     found = [case("baseline", 1, count, run, seed) for run, seed in enumerate(sequential)]
@@ -113,10 +105,6 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
 
 
 def _check_data(options: RunOptions) -> None:
-    if options.parallel_text is not None and options.text is None:
-        raise ValueError(
-            f"--parallel-text {options.parallel_text}: give the source, which it translates, with --text"
-        )
     if options.data is not None:
         image_layout(options.data)
     if options.text is not None:
@@ -133,8 +121,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
     torch.set_num_threads(1)
     key: dict[str, Any] = case.key
-    if key["part"] == "trainability":
-        return _run_deep(key, options)
     if options.profile == "full" and key["model"] == "images" and options.data is None:
         needs = "--data PATH: the recipe at the paper's size is for ImageNet or another folder of images"
         return Outcome(status="skipped", reason=f"needs {needs}")
@@ -153,7 +139,7 @@ def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
         key["engine"], key["num_stages"], key["num_microbatches"], key["seed"], options.device,
         key["initial_seed"],
     )  # fmt: skip
-    found = trained(subject, setting, key["processes"], options, fresh=options.fresh)
+    found = trained(subject, setting, key["processes"])
     task = task_of(subject)
     metrics = [
         _score_metric(task, found.score),
@@ -163,11 +149,19 @@ def _run_training(key: dict[str, Any], options: RunOptions) -> Outcome:
         first = replace(
             setting, engine="pipeline", num_stages=1, num_microbatches=subject.recipe.num_microbatches
         )
-        reference = trained(subject, first, 1, options)
+        reference = _reference(subject, first)
         metrics += _differences(found, reference)
         metrics.append(_score_metric(task, reference.score, "reference "))
     details = {"layers_per_stage": list(found.layers_per_stage), "weights_sha256": found.digest}
     return Outcome(tuple(metrics), _details(task, subject, found.curve) | details)
+
+
+@cache
+def _reference(subject: Subject, setting: Setting) -> Trained:
+    """The training that others from its seed are compared with; cases of one group share it."""
+    from gpipe_bench.experiments.paper.consistency.training import trained
+
+    return trained(subject, setting)
 
 
 def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
@@ -192,38 +186,6 @@ def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
         _details(task, subject, found.curve)
         | {"staleness": list(found.staleness), "versions": list(found.versions)},
     )
-
-
-def _run_deep(key: dict[str, Any], options: RunOptions) -> Outcome:
-    """A deep narrow Transformer with and without the paper's remedies for its deep translation models
-    (section 5): scaled initialization and clipped logits. The rate is safe for shallow ones and there is no
-    warm-up, so that there is something to remedy.
-    """
-    from gpipe_bench.experiments.paper.consistency.tasks import TextTask, task_of
-    from gpipe_bench.experiments.paper.consistency.training import train_deep
-
-    clip = LOGIT_CLIP if key["logit_clip"] else None
-    recipe = replace(DEEP, learning_rate=key["rate"])
-    if options.profile == "smoke":
-        recipe = replace(recipe, num_layers=12, num_steps=5)
-    subject = Subject("text", replace(recipe, deep_init=key["deep_init"], logit_clip=clip))
-    task = task_of(subject)
-    assert isinstance(task, TextTask)
-    norms, losses, score = train_deep(task, options.seed)
-    known = sorted(norm for norm in norms if norm is not None)
-    return Outcome(
-        (
-            _measured("first gradient norm", norms[0] or 0.0, "number"),
-            _measured("largest gradient norm", known[-1] if known else 0.0, "number"),
-            _measured("median gradient norm", known[len(known) // 2] if known else 0.0, "number"),
-            _measured("non-finite steps", norms.count(None), "steps"),
-            _measured("held-out perplexity", score, "perplexity"),
-        ),
-        {
-            "norms": norms, "losses": losses, "unigram_perplexity": task.unigram,
-            "recipe": asdict(recipe), "clip": LOGIT_CLIP,
-        },
-    )  # fmt: skip
 
 
 def _differences(trained: Trained, reference: Trained) -> list[Metric]:
@@ -303,6 +265,6 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     docs="docs/consistency.md",
-    options=("device", "seed", "data", "text", "parallel_text"),
+    options=("device", "seed", "data", "text"),
     untimed=True,
 )

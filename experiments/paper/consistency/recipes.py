@@ -15,7 +15,6 @@ image) is reported by the case that meets it.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,7 +96,6 @@ class TextRecipe:
         seq_len: tokens of an example.
         learning_rate: times the transformer schedule, d^-0.5 min(step^-0.5, step * warmup_steps^-1.5), with
             steps counted from 1.
-        deep_init, logit_clip: the paper's remedies for deep translation models.
         required_ratio: held-out perplexity over that of the unigram model that must be undercut.
     """
 
@@ -115,8 +113,6 @@ class TextRecipe:
     beta2: float = 0.98
     epsilon: float = 1e-9
     dropout: float = 0.1
-    deep_init: bool = False
-    logit_clip: float | None = None
     required_ratio: float = 0.5
     num_microbatches: int = 32
 
@@ -140,14 +136,6 @@ TOPICS = replace(
 )  # fmt: skip
 """Scaled down to seconds on a laptop."""
 
-DEEP = replace(
-    TOPICS,
-    num_layers=64, d_model=16, ffn_dim=64, num_heads=2, seq_len=24, batch_size=16, num_steps=40,
-    learning_rate=0.01, warmup_steps=1, dropout=0.0,
-)  # fmt: skip
-"""The deep narrow Transformer of the trainability experiment; `learning_rate` is constant there."""
-
-
 SMALL_SAMPLE = 1797
 """Images taken of the user's own in the scaled-down profiles: as many as there are digits."""
 
@@ -160,7 +148,6 @@ class Subject:
     recipe: ImageRecipe | TextRecipe
     data: str | None = None
     text: str | None = None
-    parallel_text: str | None = None
     split_seed: int = 0
     limit: int | None = None
 
@@ -170,34 +157,23 @@ def subject_of(model: str, options: RunOptions) -> Subject:
     full, smoke = options.profile == "full", options.profile == "smoke"
     if model == "text":
         recipe = BILLION_WORDS if full else replace(TOPICS, num_steps=8) if smoke else TOPICS
-        return Subject(
-            model, recipe, text=options.text, parallel_text=options.parallel_text, split_seed=options.seed
-        )
+        return Subject(model, recipe, text=options.text, split_seed=options.seed)
     images = DAWNBENCH if full else DIGITS
     if smoke:
         images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
-    if options.data is not None:
-        if not full:
-            images = replace(images, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
-        if holds_idx(Path(options.data)):
-            images = replace(images, augment=False)  # there are digits among such sets
+    if options.data is not None and not full:
+        images = replace(images, augment=True, required_accuracy=0.0, floor_accuracy=0.0)
     limit = None if full else SMALL_SAMPLE
     return Subject(model, images, data=options.data, split_seed=options.seed, limit=limit)
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-CIFAR10 = "cifar-10-batches-py"
 PARTS = (("train", "val"), ("train", "test"))
 """Folders of training and held-out images, as ImageNet and others are laid out."""
 
 
-_IDX = re.compile(r"(?P<part>train|t10k|test)-(?P<what>images|labels)[-.]idx(?P<axes>[13])-ubyte(\.gz)?$")
-IDX_AXES = {"images": 3, "labels": 1}
-
-
 def image_layout(path: str) -> str:
-    """`"cifar10"`, `"idx"`, `"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be
-    split).
+    """`"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be split).
 
     Raises ValueError for a path that is none of these, or with fewer than two classes.
     """
@@ -206,18 +182,6 @@ def image_layout(path: str) -> str:
         raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
     if not root.is_dir():
         raise ValueError(f"--data {path}: this is a file; give a folder that holds a folder per class")
-    if holds_idx(root):
-        idx_files(root)
-        return "idx"
-    if (root / CIFAR10).is_dir():
-        parts = ("data_batch_1", "test_batch", "batches.meta")
-        missing = [name for name in parts if not (root / CIFAR10 / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"--data {path}: {CIFAR10} lacks {', '.join(missing)}; unpack the whole CIFAR-10 "
-                "archive there"
-            )
-        return "cifar10"
     for train, held_out in PARTS:
         if (root / train).is_dir() and (root / held_out).is_dir():
             different = sorted(set(_classes(root / train, path)) ^ set(_classes(root / held_out, path)))
@@ -249,44 +213,16 @@ def _classes(folder: Path, path: str) -> list[str]:
     return classes
 
 
-def holds_idx(folder: Path) -> bool:
-    """Whether files of the folder are named like idx files, the format of MNIST and its kin."""
-    return folder.is_dir() and any(_IDX.search(path.name) for path in folder.iterdir())
-
-
-def idx_files(folder: Path) -> dict[tuple[str, str], Path]:
-    """The four files of a folder by ("train" or "t10k", "images" or "labels").
-
-    Raises ValueError where one of them is missing or stands there twice.
-    """
-    found: dict[tuple[str, str], list[Path]] = {}
-    for path in sorted(folder.iterdir()):
-        match = _IDX.search(path.name)
-        if match and int(match["axes"]) == IDX_AXES[match["what"]]:
-            part = "train" if match["part"] == "train" else "t10k"
-            found.setdefault((part, match["what"]), []).append(path)
-    for part in ("train", "t10k"):
-        for what, axes in IDX_AXES.items():
-            paths = found.get((part, what), [])
-            if len(paths) != 1:
-                names = ", ".join(path.name for path in paths) or "none"
-                raise ValueError(
-                    f"--data {folder}: of the files {part}-{what}-idx{axes}-ubyte, packed or not, it must "
-                    f"hold one; it holds {names}"
-                )
-    return {key: paths[0] for key, paths in found.items()}
-
-
-def read_text(path: str, option: str = "--text") -> str:
+def read_text(path: str) -> str:
     """The content of a text file in UTF-8. Raises ValueError where there is none."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path}: byte {error.start} is not UTF-8; convert the file") from error
+        raise ValueError(f"--text {path}: byte {error.start} is not UTF-8; convert the file") from error
     except OSError as error:
         raise ValueError(
-            f"{option} {path}: {error.strerror or error}; give a text file that can be read"
+            f"--text {path}: {error.strerror or error}; give a text file that can be read"
         ) from error
     if not text.strip():
-        raise ValueError(f"{option} {path}: the file has no text in it")
+        raise ValueError(f"--text {path}: the file has no text in it")
     return text

@@ -1,29 +1,31 @@
 """The evidence as text and as a picture: statistics, weights, and what micro-batches change.
 
-Asynchronous training stands beside it for contrast, and deep networks for trainability.
+Asynchronous training stands beside it for contrast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.paper.consistency.judging import (
     METRICS,
+    Baseline,
+    Finding,
     baseline,
     exact,
-    joint_power,
     learned,
     load_protocol,
-    power,
     score_of,
     select,
     statistical,
+    welch,
 )
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, fill
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
+ANSWERS = {"reproduced": "agrees", "undecided": "no test", "above": "differs"}
+"""By the protocol's word."""
+FEWEST = 6
+"""Runs for which an interval carries a per cent; of fewer stand the smallest and the largest."""
 WHY = {
     "images": (
         "Micro-batches change results here by what they are for batch normalization: each is normalized by "
@@ -49,7 +55,7 @@ def tables(records: Sequence[Record]) -> str:
     parts: list[str] = []
     for model in TITLES:
         parts += [_evidence(records, model), _microbatches(records, model), _asynchronous(records, model)]
-    return "\n\n".join(part for part in [*parts, _deep(records)] if part)
+    return "\n\n".join(part for part in parts if part)
 
 
 def _table(title: str, headers: str, lines: list[list[str]], *notes: str) -> str:
@@ -64,8 +70,33 @@ def _shown(model: str, score: float | None) -> str:
     return f"{100 * score:.2f} %" if model == "images" else f"{score:.4g}"
 
 
-def _values(record: Record) -> dict[str, float]:
-    return {metric.name: metric.value or 0.0 for metric in record.metrics}
+def _points(model: str, *differences: float) -> tuple[str, ...]:
+    """Differences of scores: of accuracies in points, which are per cents without their sign."""
+    scale = 100 if model == "images" else 1
+    return tuple(f"{scale * each:+.2f}" for each in differences)
+
+
+def spreads(records: Sequence[Record], model: str) -> dict[int, float]:
+    """By K, how widely its runs with seeds of their own spread, in standard deviations of the sequential."""
+    found = baseline(records, model)
+    if found is None or not found.deviation:
+        return {}
+    each = {k: statistical(records, model, k).scores for k in load_protocol().plans[model].stages}
+    return {k: statistics.stdev(scores) / found.deviation for k, scores in each.items() if len(scores) > 1}
+
+
+def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
+    """The K whose Welch's interval reaches beyond the margin."""
+    found, protocol = baseline(records, model), load_protocol()
+    if found is None or len(found.scores) < FEWEST:
+        return []
+    reach = protocol.margin * found.deviation
+    each = {k: statistical(records, model, k).scores for k in protocol.plans[model].stages}
+    return [
+        k
+        for k, scores in each.items()
+        if len(scores) >= FEWEST and max(map(abs, welch(scores, found.scores)[1:])) > reach
+    ]
 
 
 def _evidence(records: Sequence[Record], model: str) -> str:
@@ -74,119 +105,137 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     if found is None:
         return ""
     plan = protocol.plans[model]
-
-    def each(scores: Sequence[float]) -> str:
-        """Every run: a range would hide what the mean is made of."""
-        words = " ".join(_shown(model, score) for score in scores)
-        return words.replace(" %", "") + " %" if model == "images" and scores else words
-
     runs = select(records, "baseline", model)
-    low, high = (found.mean + sign * protocol.margin * found.deviation for sign in (-1, 1))
-    deviation = f"{100 * found.deviation:.2f} points" if model == "images" else f"{found.deviation:.3g}"
-    lines = [
-        ["baseline", "sequential runs", each(found.scores), "",
-         f"{sum(map(learned, runs))} of {len(runs)} learned"],
-        ["", "mean, standard deviation", _shown(model, found.mean), f"sd {deviation}",
-         f"margin {_shown(model, low)} to {_shown(model, high)}"],
-    ]  # fmt: skip
+    margin = _points(model, protocol.margin * found.deviation)[0].removeprefix("+")
+    spread = _points(model, found.deviation)[0].removeprefix("+")
+    known = f"{sum(map(learned, runs))} of {len(runs)} learned"
+    lines = [["sequential", f"{len(found.scores)}", _shown(model, found.mean), spread, "", "", known]]
     own = {num_stages: statistical(records, model, num_stages) for num_stages in plan.stages}
-    for num_stages, finding in own.items():
-        if finding.scores or finding.reason:
-            away = finding.distance
-            distance = "{:.2f} sd [{:.2f}, {:.2f}]".format(*away) if away else ""
-            lines.append(["(a) own seeds", f"K = {num_stages}", each(finding.scores), distance, finding.word])
+    lines += [_own_seeds(model, k, finding, found) for k, finding in own.items() if finding != Finding()]
     for record in select(records, "same seed", model):
-        values, processes = _values(record), record.case["processes"]
-        gap, compared = values.get("largest weight difference"), values.get("numbers compared")
-        lines.append(
-            ["(b) same seed as K = 1",
-             f"K = {record.case['num_stages']}" + (f", {processes} processes" if processes != 1 else ""),
-             _shown(model, score_of(record)),
-             "" if gap is None else f"largest weight difference {gap:g}",
-             # A reason stands below the table.
-             exact(record).replace("not judged: the training did not learn", "not judged")
-             + ("" if compared is None else f" ({compared:,} numbers)")]
-        )  # fmt: skip
+        processes, compared = record.case["processes"], record.metric("numbers compared")
+        where = f", {processes} processes" if processes != 1 else ""
+        # A reason stands below the table.
+        word = exact(record).replace("not judged: the training did not learn", "not judged")
+        size = "" if compared is None or compared.value is None else f" ({compared.value:,} numbers)"
+        name = f"(b) K = {record.case['num_stages']}{where}, the seed of K = 1"
+        lines.append([name, "1", _shown(model, score_of(record)), "", "", "", word + size])
     singles = [*runs, *select(records, "own seeds", model)]
     missed = sum(not learned(record) for record in singles)
     requirement = (
         f"Required of the mean of the sequential runs and of that of each K: {runs[0].details['requirement']}"
         + (f"; {missed} of {len(singles)} single runs missed it." if missed else ".")
     )
+    several = select(records, "same seed", model)
+    same = bool(several) and all(exact(record) == "identical" for record in several)
+    apart = "difference [95 %, Welch]" if plan.runs >= FEWEST else "difference, least to most"
     reasons = dict.fromkeys(finding.reason for finding in own.values() if finding.reason)
-    numbers = plan.runs, len(plan.sequential), protocol.margin, protocol.alpha
     rule = (
         f"Protocol {protocol.digest}, frozen before the runs: the distance of each K's mean in standard "
         f"deviations of the sequential runs, with its {100 - 200 * protocol.alpha:g} % interval (noncentral "
-        f"t; two one-sided tests at {100 * protocol.alpha:g} %). Reproduced: all of it within "
-        f"{protocol.margin:g}; undecided: it reaches beyond. If nothing differs, one K is found equal in "
-        f"{100 * power(*numbers):.0f} of 100 repetitions, all {len(plan.stages)} in "
-        f"{100 * joint_power(len(plan.stages), *numbers):.0f}. The weights are the sharper "
-        "evidence: there is no margin."
+        f"t). Agrees: all of it within {protocol.margin:g} ({margin} here); no test: it reaches beyond."
     )
     return _table(
         f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}",
-        f"evidence||{METRICS[model]}|distance|verdict",
+        f"|runs|{METRICS[model]}|sd|{apart}|distance, sd [90 %]|",
         lines,
         requirement,
-        f"Not judged: {'; '.join(reasons)}." if reasons else "",
+        f"No test: {'; '.join(reasons)}." if reasons else "",
         rule,
+        _unequal(records, model),
+        "From one seed all end with the same weights, so what differs between the K is the seeds'."
+        if same
+        else "",
     )
+
+
+def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -> list[str]:
+    """The line of one K."""
+    scores, spread, difference, mean = finding.scores, "", "", ""
+    if len(scores) > 1 and len(found.scores) > 1:
+        spread, mean = (
+            _points(model, statistics.stdev(scores))[0].removeprefix("+"),
+            _shown(model, statistics.fmean(scores)),
+        )
+        if len(scores) >= FEWEST:
+            difference = "{} [{}, {}]".format(*_points(model, *welch(scores, found.scores)))
+        else:
+            apart = [score - found.mean for score in (min(scores), max(scores))]
+            difference = "{} to {}".format(*_points(model, *apart))
+    distance = "{:.2f} [{:.2f}, {:.2f}]".format(*finding.distance) if finding.distance else ""
+    word = ANSWERS.get(finding.word, "no test" if finding.word == "not comparable" else finding.word)
+    name = f"(a) K = {num_stages}, seeds of its own"
+    return [name, f"{len(scores)}", mean, spread, difference, distance, word]
+
+
+def _unequal(records: Sequence[Record], model: str) -> str:
+    """What the protocol's test assumes and the records show otherwise."""
+    found, ratios = baseline(records, model), spreads(records, model)
+    if found is None or not ratios:
+        return ""
+    from scipy.special import fdtrc
+
+    widest = max(ratios, key=ratios.__getitem__)
+    numbers = len(statistical(records, model, widest).scores), len(found.scores)
+    chance = float(fdtrc(numbers[0] - 1, numbers[1] - 1, ratios[widest] ** 2))
+    said = (
+        f"The test takes scores to spread alike at every K. K = {widest} spreads most, "
+        f"{ratios[widest]:.1f} times as widely as the sequential runs (F test of one K: p = {chance:.2g}; "
+        f"{len(ratios)} were looked at)."
+    )
+    beyond = beyond_the_margin(records, model)
+    if beyond:
+        names = " and ".join(map(str, beyond))
+        said += (
+            f" Welch's interval does not assume it, and reaches beyond the margin for K = {names}: by it "
+            "these are not decided."
+        )
+    return said
 
 
 def _microbatches(records: Sequence[Record], model: str) -> str:
     """What may differ: the same seed at other numbers of micro-batches."""
-    plain, single = "the plain model, no pipeline", "K = 1, M = 1"
-    lines = []
+    lines, digests = [], {}
     for record in select(records, "micro-batches", model):
         if record.status == "done":
-            values, sequential = _values(record), record.case["engine"] == "sequential"
+            values = {metric.name: metric.value or 0.0 for metric in record.metrics}
+            name = f"K = 1, M = {record.case['num_microbatches']}"
+            if record.case["engine"] == "sequential":
+                name = "the plain model"
+            digests[name] = record.details["weights_sha256"]
             lines.append(
-                [plain if sequential else f"K = 1, M = {record.case['num_microbatches']}",
+                [name,
                  _shown(model, score_of(record)),
                  f"{values['largest weight difference']:.3g}",
                  f"{100 * values['relative weight difference']:.3g} %",
-                 f"{values['numbers that differ']:,.0f} of {values['numbers compared']:,.0f}",
-                 str(record.details["weights_sha256"])[:12]]
+                 f"{values['numbers that differ']:,.0f} of {values['numbers compared']:,.0f}"]
             )  # fmt: skip
     count = next((r.case["num_microbatches"] for r in select(records, "baseline", model)), "?")
-    digests = [line[-1] for line in lines if line[0] in (plain, single)]
-    same = len(digests) == 2 and digests[0] == digests[1]
+    plain = digests.get("the plain model")
+    same = plain is not None and plain == digests.get("K = 1, M = 1")
     return _table(
         f"(c) {TITLES[model]}: from the same seed with other micro-batches, against K = 1, M = {count}",
-        f"|{METRICS[model]}|largest weight difference|relative, all|differ|weights (SHA-256)",
+        f"|{METRICS[model]}|largest weight difference|relative, all|differ",
         lines,
         WHY[model],
-        "Equal digests are equal weights: the plain model is what K = 1, M = 1 computes." if same else "",
+        "The plain model ends with the weights of K = 1, M = 1, bit by bit." if same else "",
     )
 
 
 def _asynchronous(records: Sequence[Record], model: str) -> str:
     """Beside GPipe's training from the same seed, which is the same at any K."""
-    found = [r for r in select(records, "asynchronous", model) if r.status == "done"]
-    reference = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == 1][:1]
     lines = []
-    for record in [*reference, *found] if found else []:
-        loss, score = record.details["curve"][-1][1], score_of(record)
-        line = [name_of(record), _shown(model, score), "not finite" if loss is None else f"{loss:.4g}"]
-        verdict = "learned" if learned(record) else "did not learn"
-        if record in reference:
-            lines.append([*line, "0", "1", "1.00 x the model", verdict])
-            continue
-        if reference and score is not None:
-            wanted = score_of(reference[0])
-            if wanted is None:
-                verdict += ", GPipe diverged"
-            elif model == "images":
-                verdict += f", {100 * (score - wanted):+.2f} points"
-            else:
-                verdict += f", {100 * (score / wanted - 1):+.1f} %"
-        stages = [" ".join(map(str, record.details[what])) for what in ("staleness", "versions")]
-        kept = _values(record)["weights kept"] / _values(record)["weights of the model"]
-        lines.append([*line, *stages, f"{kept:.2f} x the model", verdict])
+    for name, record in _beside_each_other(records, model):
+        loss, values = record.details["curve"][-1][1], {each.name: each.value for each in record.metrics}
+        kept = (values.get("weights kept") or 1) / (values.get("weights of the model") or 1)
+        staleness = max(record.details.get("staleness", [0]))
+        lines.append(
+            [name, _shown(model, score_of(record)), "not finite" if loss is None else f"{loss:.4g}",
+             f"{staleness}", f"{kept:.2f} x the model", "learned" if learned(record) else "did not learn"]
+        )  # fmt: skip
     return _table(
         f"{TITLES[model]}: what inconsistency looks like (measured; the same seed and data)",
-        f"|{METRICS[model]}|training loss|staleness by stage|versions by stage|weights kept|verdict",
+        f"|{METRICS[model]}|training loss|staleness of stage 0|weights kept|",
         lines,
         "Staleness is counted in updates between a mini-batch's forward and the update with its "
         "gradient. Rates are the recipe's, and those divided by K, as staleness of K updates asks for; the "
@@ -195,58 +244,37 @@ def _asynchronous(records: Sequence[Record], model: str) -> str:
     )
 
 
-def name_of(record: Record) -> str:
-    """Such as `asynchronous, with stashing, K = 8, rate / 8`. With one stage nothing is stale, so it is a
-    sequential one.
+def _beside_each_other(records: Sequence[Record], model: str) -> Iterator[tuple[str, Record]]:
+    """The asynchronous trainings after GPipe's from the same seed, by names such as `asynchronous, K = 8,
+    stashing, rate / 8`. With one stage nothing is stale, so it is a sequential one.
     """
-    if record.case["part"] != "asynchronous":
-        return "GPipe (any K)"
-    num_stages, rate = record.case["num_stages"], float(record.case["rate"] or 1.0)
-    slower = "" if rate == 1 else f", rate / {1 / rate:g}"
-    if num_stages == 1:
-        return f"sequential{slower}"
-    return f"asynchronous, {'with' if record.case['stash'] else 'without'} stashing, K = {num_stages}{slower}"
-
-
-def _deep(records: Sequence[Record]) -> str:
-    found = of_case(records, "done", part="trainability")
-    if not found:
-        return ""
-    lines = []
+    found = [r for r in select(records, "asynchronous", model) if r.status == "done"]
+    reference = [r for r in select(records, "own seeds", model) if r.case["num_stages"] == 1]
+    yield from (("GPipe, any K", record) for record in reference[: 1 if found else 0])
     for record in found:
-        values = _values(record)
-        lines.append(
-            [f"{record.case['rate']:g}",
-             "by 1 / L" if record.case["deep_init"] else "no",
-             f"at {record.details['clip']:g}" if record.case["logit_clip"] else "no",
-             *(f"{values[f'{which} gradient norm']:.3g}" for which in ("first", "median", "largest")),
-             f"{values['non-finite steps']:.0f} of {len(record.details['norms'])}",
-             f"{values['held-out perplexity']:.4g}"]
-        )  # fmt: skip
-    details = found[0].details
-    return _table(
-        f"Trainability: a Transformer of {details['recipe']['num_layers']} layers, "
-        f"{details['recipe']['d_model']} wide (measured; v5, section 5)",
-        "rate|scaled start|clipped logits|first norm|median norm|largest norm|non-finite|perplexity",
-        lines,
-        "Norms of the whole gradient; no warm-up, no gradient clipping. The unigram model has "
-        f"{details['unigram_perplexity']:.4g}.",
-    )
+        num_stages, rate = record.case["num_stages"], float(record.case["rate"] or 1.0)
+        name = "sequential" if num_stages == 1 else f"asynchronous, K = {num_stages}"
+        if num_stages != 1:
+            name += ", stashing" if record.case["stash"] else ", no stashing"
+        yield name + ("" if rate == 1 else f", rate / {1 / rate:g}"), record
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Learning curves with the baseline's band, and distances; nothing without records."""
+    """Final scores against the sequential runs, and learning curves; nothing without records."""
     models = [model for model in TITLES if len(select(records, "baseline", model)) > 1]
     if not models:
         return []
     return [
         Plot(
             name="consistency",
-            caption="Learning curves for every number of stages; final scores against sequential runs",
+            caption=(
+                "Above, final scores of runs with seeds of their own beside the sequential runs' and their "
+                "margin; below, GPipe's training and asynchronous ones from one seed"
+            ),
             alt=(
-                "Above, held-out scores over the steps: the runs with 1 to 8 stages beside the band of "
-                "the sequential runs, and asynchronous pipelines. Below, the distance of each final "
-                "score to the sequential mean in standard deviations, with a band of two."
+                "Above, a dot for each run: the sequential ones, then those of 1, 2, 4 and 8 stages, over a "
+                "band of two standard deviations around the sequential mean. Below, errors over the steps: "
+                "GPipe's training beside asynchronous pipelines."
             ),
             draw=partial(_draw, records, models),
             style=partial(paper_style, 1.1),
@@ -255,93 +283,74 @@ def figures(records: Sequence[Record]) -> list[Plot]:
 
 
 def _draw(records: Sequence[Record], models: Sequence[str]) -> Figure:
-    """Curves above, distances below, a column for each model."""
+    """A column for each model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.4 + 4.8 * len(models), 7), layout="constrained")
+    figure = Figure(figsize=(5.2 * len(models), 6.4), layout="constrained")
     axes = figure.subplots(2, len(models), squeeze=False)
     for place, model in enumerate(models):
-        _draw_curves(axes[0][place], records, model)
-        _draw_distances(axes[1][place], records, model)
-    _add_legend(figure, list(axes[0]), "outside right upper")
-    _add_legend(figure, list(axes[1]), "outside right lower")
+        _draw_scores(axes[0][place], records, model)
+        _draw_curves(axes[1][place], records, model)
+    handles, labels = axes[1][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     without_frame(figure)
     return figure
 
 
-def _add_legend(
-    figure: Figure, several: Sequence[Axes], place: Literal["outside right upper", "outside right lower"]
-) -> None:
-    """One for all the panels beside each other, outside of them."""
-    found: dict[str, Any] = {}
-    for axes in several:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    figure.legend(list(found.values()), list(found), loc=place, fontsize="small", frameon=False)
+def _draw_scores(axes: Axes, records: Sequence[Record], model: str) -> None:
+    """A dot for each run, the means as lines, the margin as a band."""
+    import seaborn
 
-
-def _points(record: Record) -> tuple[list[float], list[float]]:
-    """Steps and scores, without those of a diverged training."""
-    known = [(point[0], point[2]) for point in record.details["curve"] if point[2] is not None]
-    return [step for step, _ in known], [score for _, score in known]
+    found, protocol = baseline(records, model), load_protocol()
+    assert found is not None, "drawn only with a baseline"
+    scale, reach = (100 if model == "images" else 1), protocol.margin * found.deviation
+    groups = {"sequential": found.scores}
+    groups |= {
+        f"K = {k}": scores
+        for k in protocol.plans[model].stages
+        if (scores := statistical(records, model, k).scores)
+    }
+    flat = [(name, scale * score) for name, scores in groups.items() for score in scores]
+    names, values = zip(*flat, strict=True)
+    axes.axhspan(scale * (found.mean - reach), scale * (found.mean + reach), color="0.9", zorder=0)
+    axes.axhline(scale * found.mean, color="0.4", linewidth=1)
+    seaborn.swarmplot(x=names, y=values, hue=names, ax=axes, palette="deep", legend=False)
+    for place, scores in enumerate(groups.values()):
+        axes.hlines(scale * statistics.fmean(scores), place - 0.3, place + 0.3, color="black", linewidth=1.5)
+    unit = " (%)" if model == "images" else ""
+    axes.set(title=TITLES[model], ylabel=f"final {METRICS[model]}{unit}", xlabel="")
 
 
 def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
-    """Mean and band of the sequential runs over the steps, and every other run as a line."""
-    import numpy
+    """What a training says as it goes on: GPipe's, and asynchronous ones. Of accuracies the share that is
+    wrong, so that what is nearly right can be told apart.
+    """
     import seaborn
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    stages = load_protocol().plans[model].stages
-    colors = dict(zip(stages, seaborn.color_palette("crest", len(stages)), strict=True))
-    runs = [_points(r)[1] for r in select(records, "baseline", model) if r.status == "done"]
-    margin, steps = load_protocol().margin, _points(select(records, "baseline", model)[0])[0]
-    length = min(len(steps), *map(len, runs))
-    known, steps = numpy.array([run[:length] for run in runs]), steps[:length]
-    means, spans = known.mean(axis=0), margin * known.std(axis=0, ddof=1)
-    band = f"{len(runs)} sequential runs: mean, {margin:g} sd"
-    axes.fill_between(steps, means - spans, means + spans, color="0.8", label=band, linewidth=0)
-    axes.plot(steps, means, color="0.4")
-    for num_stages in stages:
-        own = of_case(select(records, "own seeds", model), num_stages=num_stages)
-        for place, record in enumerate(own):
-            label = f"K = {num_stages}, own seed" if not place else None
-            axes.plot(*_points(record), color=colors[num_stages], marker=".", linewidth=1, label=label)
-    for record in select(records, "asynchronous", model):
-        if record.status == "done" and _points(record)[0]:
-            color = "#c44e52" if record.case["rate"] == 1 else "#8c613c"
-            if record.case["num_stages"] == 1:
-                color = "0.2"
-            style = "--" if record.case["stash"] else ":"
-            axes.plot(*_points(record), color=color, linestyle=style, label=name_of(record))
-    axes.set(xlabel="step", ylabel=METRICS[model], title=TITLES[model])
-    if model == "images":
-        axes.set_ylim(0, 1.02)
-    else:
-        axes.set_yscale("log")
+    found = sorted(
+        _beside_each_other(records, model), key=lambda each: each[0]
+    )  # in every panel the same colours
+    details = select(records, "baseline", model)[0].details
+    top = 100 if model == "images" else details["recipe"]["vocab_size"]  # what knows nothing has about that
 
+    def shown(score: float) -> float:
+        return 100 * (1 - score) if model == "images" else score
 
-def _draw_distances(axes: Axes, records: Sequence[Record], model: str) -> None:
-    """Final scores minus the sequential mean, in standard deviations; one colour per kind of seed."""
-    found = baseline(records, model)
-    assert found is not None, "drawn only with a baseline"
-    deviation = found.deviation or 1.0
-    groups = [("all", select(records, "baseline", model), "0.4", "sequential runs")]
-    for num_stages in load_protocol().plans[model].stages:
-        own = of_case(select(records, "own seeds", model), num_stages=num_stages)
-        groups.append((f"K={num_stages}", own, "#4c72b0", "own seeds"))
-    for record in select(records, "same seed", model):
-        name = f"K={record.case['num_stages']}"
-        if record.case["processes"] != 1:
-            name += f"\n{record.case['processes']} proc."
-        groups.append((name, [record], "#dd8452", "the seed of the first K = 1"))
-    groups = [group for group in groups if group[1]]
-    margin = load_protocol().margin
-    axes.axhspan(-margin, margin, color="0.9", zorder=0)
-    axes.axhline(0, color="0.4", linewidth=1)
-    for place, (_, runs, color, label) in enumerate(groups):
-        values = [(score - found.mean) / deviation for r in runs if (score := score_of(r)) is not None]
-        axes.scatter([place] * len(values), values, color=color, s=28, zorder=3, label=label)
-    axes.set_xticks(range(len(groups)), [name for name, _, _, _ in groups])
-    unit = "points" if model == "images" else ""
-    size = f"{100 * deviation:.2f} {unit}" if model == "images" else f"{deviation:.3g}"
-    axes.set(ylabel=f"difference to the mean / sd ({size})", title="final score; band: the margin")
+    outside = []
+    for (name, record), color in zip(found, seaborn.color_palette("deep", len(found)), strict=True):
+        points = [(point[0], shown(point[2])) for point in record.details["curve"] if point[2] is not None]
+        axes.plot(*zip(*points, strict=True), ".-", color=color, linewidth=1.2, label=name)
+        outside += [name] if all(value > top for _, value in points) else []
+    axes.axhline(shown(details["required"]), color="0.4", linestyle=":", linewidth=1)
+    said = {"x": 0.02, "transform": axes.get_yaxis_transform(), "size": "small", "color": "0.3"}
+    axes.text(y=shown(details["required"]), s="required", va="bottom", **said)
+    if outside:
+        above = "".join(f"\n{name}" for name in outside)
+        axes.text(0.02, 0.04, f"far above:{above}", transform=axes.transAxes, size="small", color="0.3")
+    axes.set(xlabel="step", ylabel="held-out error (%)" if model == "images" else METRICS[model])
+    axes.set_yscale("log")
+    axes.set_ylim(top=top)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())

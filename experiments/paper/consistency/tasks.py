@@ -6,29 +6,23 @@ be taken up at any step. The default data come with Python and scikit-learn, so 
 
 from __future__ import annotations
 
-import gzip
 import io
 import itertools
 import math
 import re
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.paper.consistency.recipes import (
-    CIFAR10,
     ImageRecipe,
     Subject,
     TextRecipe,
-    idx_files,
     image_layout,
     read_text,
 )
@@ -36,7 +30,7 @@ from gpipe_bench.models import MODELS
 from gpipe_bench.models.tasks import class_loss
 from gpipe_bench.models.torchvision_shim import import_torchvision
 
-Batch = tuple[Any, Tensor]
+Batch = tuple[Tensor, Tensor]
 
 
 @cache
@@ -54,11 +48,7 @@ def task_of(subject: Subject) -> Task:
         )
     if subject.text is None:
         return TextTask(recipe, topics(), seed, "pydoc_data.topics")
-    text, what = read_text(subject.text), f"--text {subject.text}"
-    if subject.parallel_text is None:
-        return TextTask(recipe, text, seed, what)
-    other = read_text(subject.parallel_text, "--parallel-text")
-    return TranslationTask(recipe, text, other, seed, f"{what} and --parallel-text {subject.parallel_text}")
+    return TextTask(recipe, read_text(subject.text), seed, f"--text {subject.text}")
 
 
 def derived(*numbers: int) -> torch.Generator:
@@ -145,7 +135,9 @@ class ImageTask:
 
     def batch(self, step: int, seed: int) -> Batch:
         indices = chosen(step, seed, len(self.images.train), self.batch_size).tolist()
-        return self.images.batch((self.images.train[i] for i in indices), derived(seed, step, 4))
+        return self.images.batch(
+            (self.images.train[i] for i in indices), derived(seed, step, 4).initial_seed()
+        )
 
     def held_out(self) -> Iterable[Batch]:
         for part in even_parts(len(self.images.held_out), 4 * self.batch_size):
@@ -217,14 +209,13 @@ class RMSPropTF(torch.optim.Optimizer):
             torch._foreach_sub_(weights, velocities)
 
 
-Loader = Callable[[int, torch.Generator | None], tuple[Tensor, int]]
+Loader = Callable[[int, bool], tuple[Tensor, int]]
 HELD_OUT_IMAGES = 0.2
-_MOST_IDX_BYTES = 1 << 31  # of one file; ten times the largest of the kind
 
 
 class Images:
-    """Training and held-out examples. `load(index, generator)` gives an image (3, S, S) in [-1, 1] and its
-    class; a generator means training, and draws the augmentation. `targets` are the classes of all."""
+    """Training and held-out examples. `load(index, is_training)` gives an image (3, S, S) in [-1, 1] and its
+    class; in training it may draw from torch's default generator. `targets` are the classes of all."""
 
     def __init__(
         self,
@@ -238,9 +229,12 @@ class Images:
         counts = torch.bincount(torch.tensor([targets[i] for i in held_out]), minlength=num_classes)
         self.most_frequent = float(counts.max() / counts.sum())  # share of the commonest class, held out
 
-    def batch(self, indices: Iterable[int], generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Images (N, 3, S, S) and classes (N,)."""
-        images, classes = zip(*(self.load(i, generator) for i in indices), strict=True)
+    def batch(self, indices: Iterable[int], seed: int | None) -> tuple[Tensor, Tensor]:
+        """Images (N, 3, S, S) and classes (N,); for training with the seed of what is drawn."""
+        with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.manual_seed(seed)
+            images, classes = zip(*(self.load(i, seed is not None) for i in indices), strict=True)
         return torch.stack(images), torch.tensor(classes)
 
 
@@ -265,36 +259,49 @@ def digits(image_size: int, split_seed: int) -> Images:
 
 
 def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit: int | None) -> Images:
-    """ImageNet's or CIFAR-10's layout, idx files, or a folder per class, at `path`, decoded when needed.
+    """A folder per class, or ImageNet's layout of two such folders, at `path`, decoded when needed.
 
     `limit` caps the number of examples, training and held out together. Raises ValueError where
-    `image_layout` does, and for CIFAR-10 files that are not the published ones or idx files that are none.
+    `image_layout` does.
     """
     layout, root = image_layout(path), Path(path)
-    if layout == "idx":
-        return _of_idx(root, image_size, split_seed, limit)
     import_torchvision()
-    from torchvision import datasets
+    from torchvision.datasets import ImageFolder
 
-    if layout == "cifar10":  # pickles: torchvision opens only those with the published archive's checksums
-        try:
-            parts: list[Any] = [datasets.CIFAR10(path, train=part, download=False) for part in (True, False)]
-        except RuntimeError as error:
-            raise ValueError(
-                f"--data {path}: a file of {CIFAR10} is not the published one (its checksum differs); unpack "
-                "the archive again"
-            ) from error
-    else:
-        names = ["."] if layout == "classes" else layout.split("/")
-        parts = [datasets.ImageFolder(str(root / name)) for name in names]
-    targets = [target for part in parts for target in part.targets]
-    sources = [(part, i) for part in parts for i in range(len(part.targets))]
+    names = ["."] if layout == "classes" else layout.split("/")
+    parts: list[Any] = [ImageFolder(str(root / name)) for name in names]
+    sources = [sample for part in parts for sample in part.samples]
     if layout == "classes":
-        train, held_out = split(len(targets), split_seed, limit)
+        train, held_out = split(len(sources), split_seed, limit)
     else:
-        train, held_out = _of_parts(len(parts[0].targets), len(parts[1].targets), split_seed, limit)
-    load = partial(_decoded, sources, image_size, augment)
-    return Images(load, train, held_out, targets, len(parts[0].classes))
+        train, held_out = _of_parts(len(parts[0]), len(parts[1]), split_seed, limit)
+    load = partial(_decoded, sources, _transforms(image_size, augment=augment))
+    return Images(load, train, held_out, [target for _, target in sources], len(parts[0].classes))
+
+
+def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Tensor]]:
+    """For training a random box, flip and colours; else the central 87.5 % of both sides."""
+    from torchvision import transforms as T
+
+    end = [T.ToTensor(), T.Normalize(3 * [0.5], 3 * [0.5])]
+    box = [T.RandomResizedCrop(size, scale=(0.1, 1.0)), T.RandomHorizontalFlip()]
+    whole = [T.Resize(round(size / 0.875)), T.CenterCrop(size)]
+    plain = T.Compose([*whole, *end])
+    return {False: plain, True: T.Compose([*box, T.ColorJitter(0.125, 0, 0.1), *end]) if augment else plain}
+
+
+def _decoded(
+    sources: Sequence[tuple[str, int]], transforms: Mapping[bool, Callable[[Any], Tensor]], index: int,
+    is_training: bool,
+) -> tuple[Tensor, int]:  # fmt: skip
+    from torchvision.datasets.folder import pil_loader
+
+    path, target = sources[index]
+    try:
+        image = pil_loader(path)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read as an image; remove or replace it") from error
+    return transforms[is_training](image), target
 
 
 def _of_parts(
@@ -307,116 +314,6 @@ def _of_parts(
         order = torch.randperm(num_held_out, generator=derived(split_seed, 3)).tolist()
         held_out = [held_out[i] for i in order[: round(limit * HELD_OUT_IMAGES)]]
     return train, held_out
-
-
-def _of_idx(root: Path, image_size: int, split_seed: int, limit: int | None) -> Images:
-    """Grey images of MNIST's format, scaled to `image_size`, in all three channels."""
-    files = idx_files(root)
-    images, labels = [], []
-    for part in ("train", "t10k"):
-        pixels, classes = read_idx(files[part, "images"], 3), read_idx(files[part, "labels"], 1)
-        if len(pixels) != len(classes):
-            raise ValueError(
-                f"{files[part, 'images']} has {len(pixels)} images and {files[part, 'labels']} "
-                f"{len(classes)} labels; they are not of one set"
-            )
-        if not pixels.size:
-            raise ValueError(f"{files[part, 'images']} has no images in it")
-        images.append(torch.tensor(pixels))
-        labels.append([int(one) for one in classes])
-    if images[0].shape[1:] != images[1].shape[1:]:
-        raise ValueError(
-            f"--data {root}: training and held-out images differ in size; they are not of one set"
-        )
-    grey, targets = torch.cat(images), labels[0] + labels[1]
-    train, held_out = _of_parts(len(labels[0]), len(labels[1]), split_seed, limit)
-
-    def load(index: int, generator: torch.Generator | None) -> tuple[Tensor, int]:
-        image = grey[index][None, None].float() / 127.5 - 1
-        scaled = F.interpolate(image, size=image_size, mode="bilinear", align_corners=False, antialias=True)
-        return scaled[0].expand(3, -1, -1), targets[index]
-
-    return Images(load, train, held_out, targets, max(targets) + 1)
-
-
-def read_idx(path: Path, axes: int) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
-    """An array of bytes with that many axes. Raises ValueError where the file is not one."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(_MOST_IDX_BYTES)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} can't be read ({error}); fetch it again") from error
-    header = 4 + 4 * axes
-    if len(content) < header or content[:4] != bytes((0, 0, 8, axes)):
-        raise ValueError(
-            f"{path} is no idx file of bytes with {axes} axes; it begins with {content[:4].hex(' ')}"
-        )
-    shape = struct.unpack(f">{axes}I", content[4:header])
-    size = math.prod(shape)
-    if len(content) - header != size:
-        raise ValueError(
-            f"{path} says that it holds {' x '.join(map(str, shape))} bytes and holds "
-            f"{len(content) - header}; fetch it again"
-        )
-    return numpy.frombuffer(content, dtype=numpy.uint8, offset=header).reshape(shape)
-
-
-def _decoded(
-    sources: Sequence[tuple[Any, int]],
-    size: int,
-    augment: bool,
-    index: int,
-    generator: torch.Generator | None,
-) -> tuple[Tensor, int]:
-    source, place = sources[index]
-    try:
-        image, target = source[place]
-        image = image.convert("RGB")
-    except OSError as error:
-        name = source.samples[place][0] if hasattr(source, "samples") else f"example {place}"
-        raise ValueError(f"{name} can't be read as an image; remove or replace it") from error
-    if augment and generator is not None:
-        return _augmented(image, size, generator), target
-    return _central(image, size), target
-
-
-def _central(image: Any, size: int) -> Tensor:
-    """The central 87.5 % of both sides, scaled to `size`, in [-1, 1]."""
-    from torchvision.transforms import functional as T
-
-    width, height = image.size
-    side = max(1, round(0.875 * min(width, height)))
-    image = T.resize(T.center_crop(image, [side, side]), [size, size])
-    tensor: Tensor = T.to_tensor(image)
-    return tensor * 2 - 1
-
-
-def _augmented(image: Any, size: int, generator: torch.Generator) -> Tensor:
-    """A random box (10 to 100 % of the area, sides 3:4 to 4:3), flipped or not, its colours shifted."""
-    from torchvision.transforms import functional as T
-
-    def uniform(low: float, high: float) -> float:
-        return low + (high - low) * float(torch.rand((), generator=generator))
-
-    width, height = image.size
-    for _ in range(100):
-        area, ratio = uniform(0.1, 1.0) * width * height, uniform(3 / 4, 4 / 3)
-        box_w, box_h = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
-        if 0 < box_w <= width and 0 < box_h <= height:
-            break
-    else:
-        box_w, box_h = width, height
-    left, top = round(uniform(0, width - box_w)), round(uniform(0, height - box_h))
-    tensor = T.to_tensor(T.resized_crop(image, top, left, box_h, box_w, [size, size]))
-    if uniform(0, 1) < 0.5:
-        tensor = tensor.flip(-1)
-    tensor = tensor + uniform(-32 / 255, 32 / 255)
-    red, green, blue = tensor
-    luma = 0.299 * red + 0.587 * green + 0.114 * blue
-    blue = luma + (blue - luma) * uniform(0.9, 1.1)
-    red = luma + (red - luma) * uniform(0.9, 1.1)
-    green = (luma - 0.299 * red - 0.114 * blue) / 0.587
-    return torch.stack([red, green, blue]).clamp(0, 1) * 2 - 1
 
 
 # Text. Tokenizer, unigram model and training examples come from the training part alone.
@@ -433,7 +330,14 @@ class TextTask:
     average_decay: float | None = None
 
     def __init__(self, recipe: TextRecipe, text: str, split_seed: int, what: str) -> None:
-        self._set_recipe(recipe)
+        self.recipe = recipe
+        self.batch_size, self.num_steps = recipe.batch_size, recipe.num_steps
+        self.evaluate_every = max(1, math.ceil(recipe.num_steps / 5))
+        self.options = {
+            "num_layers": recipe.num_layers, "vocab_size": recipe.vocab_size, "d_model": recipe.d_model,
+            "ffn_dim": recipe.ffn_dim, "num_heads": recipe.num_heads, "seq_len": recipe.seq_len,
+            "dropout": recipe.dropout,
+        }  # fmt: skip
         train, held_out = split_blocks(blocks_of(text), split_seed, what)
         self.pieces = tokenizer((line for b in train for line in b.split("\n")), recipe.vocab_size, what)
         self.train_tokens = torch.tensor(self.pieces.encode("\n\n".join(train)))
@@ -447,27 +351,12 @@ class TextTask:
         count = (len(held_out_tokens) - 1) // recipe.seq_len
         inputs = held_out_tokens[: count * recipe.seq_len].view(count, -1)
         targets = held_out_tokens[1 : count * recipe.seq_len + 1].view(count, -1)
-        self.held_out_examples: tuple[Tensor, ...] = inputs, targets
-        self._set_unigram(self.train_tokens, targets)
-
-    def _set_recipe(self, recipe: TextRecipe) -> None:
-        self.recipe = recipe
-        self.batch_size, self.num_steps = recipe.batch_size, recipe.num_steps
-        self.evaluate_every = max(1, math.ceil(recipe.num_steps / 5))
-        self.options = {
-            "num_layers": recipe.num_layers, "vocab_size": recipe.vocab_size, "d_model": recipe.d_model,
-            "ffn_dim": recipe.ffn_dim, "num_heads": recipe.num_heads, "seq_len": recipe.seq_len,
-            "dropout": recipe.dropout, "deep_init": recipe.deep_init, "logit_clip": recipe.logit_clip,
-        }  # fmt: skip
-
-    def _set_unigram(self, train: Tensor, held_out: Tensor) -> None:
-        """What the model must undercut: the one that knows each token's frequency in training, with one added
-        to every count. Negative tokens are none.
-        """
-        recipe = self.recipe
-        counts = torch.bincount(train[train >= 0], minlength=recipe.vocab_size).double() + 1
-        surprise = -(counts / counts.sum()).log()
-        self.unigram = math.exp(float(surprise[held_out[held_out >= 0]].mean()))
+        self.held_out_examples = inputs, targets
+        # What the model must undercut: the one that knows each token's frequency in training, with one added
+        # to every count.
+        frequencies = torch.bincount(self.train_tokens, minlength=recipe.vocab_size).double() + 1
+        surprise = -(frequencies / frequencies.sum()).log()
+        self.unigram = math.exp(float(surprise[targets].mean()))
         self.required = self.floor = recipe.required_ratio * self.unigram
         self.requirement = (
             f"a held-out perplexity of at most {100 * recipe.required_ratio:g} % of the unigram model's "
@@ -499,73 +388,15 @@ class TextTask:
 
     def held_out(self) -> Iterable[Batch]:
         for part in even_parts(len(self.held_out_examples[0]), 2 * self.batch_size):
-            *inputs, target = (tensor[part] for tensor in self.held_out_examples)
-            yield (tuple(inputs) if len(inputs) > 1 else inputs[0]), target
+            inputs, targets = self.held_out_examples
+            yield inputs[part], targets[part]
 
     def count(self, output: Any, target: Tensor) -> tuple[float, float]:
-        loss = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
-        return float(loss), float((target >= 0).sum())
+        loss = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+        return float(loss), float(target.numel())
 
     def score(self, total: float, number: float) -> float:
         return math.exp(min(total / number, 700.0))  # a diverged model's is finite, and absurd
-
-
-class TranslationTask(TextTask):
-    """T(L, H, A) on parallel lines: the same training, with a source sentence beside the target.
-
-    Sentences are cut or filled up to `seq_len` tokens. Filled-up positions do not count: the loss divides by
-    N x seq_len, the same for every micro-batch, and the perplexity by the real tokens.
-    """
-
-    def __init__(self, recipe: TextRecipe, source: str, target: str, split_seed: int, what: str) -> None:
-        self._set_recipe(recipe)
-        lines, others = source.splitlines(), target.splitlines()
-        if len(lines) != len(others):
-            raise ValueError(
-                f"{what} are not parallel: they have {len(lines)} and {len(others)} lines; "
-                "give one translation per line"
-            )
-        pairs = dict.fromkeys(
-            (a.strip(), b.strip()) for a, b in zip(lines, others, strict=True) if a.strip() and b.strip()
-        )
-        train, held_out = split_blocks(list(pairs), split_seed, what)
-        if len(train) < recipe.batch_size:
-            raise ValueError(
-                f"{what} have {len(train)} pairs of lines for training, and a mini-batch takes "
-                f"{recipe.batch_size}; give longer files"
-            )
-        self.pieces = tokenizer((line for pair in train for line in pair), recipe.vocab_size, what)
-        self.train_examples = self._encoded(train)
-        self.held_out_examples = self._encoded(held_out)
-        self._set_unigram(self.train_examples[2], self.held_out_examples[2])
-        self.options |= {
-            "num_layers": max(1, recipe.num_layers // 2), "head_dim": recipe.d_model // recipe.num_heads,
-            "num_tables": 3,
-        }  # fmt: skip
-
-    def _encoded(self, pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Source, target input and target, each (pairs, seq_len); -1 in the target is filled up."""
-        length, end, begin = self.recipe.seq_len, self.pieces.eos_id(), self.pieces.bos_id()
-        sources, inputs, targets = [], [], []
-        for source, target in pairs:
-            first = [*self.pieces.encode(source), end][:length]
-            second = [*self.pieces.encode(target), end][:length]
-            sources.append(first + [end] * (length - len(first)))
-            inputs.append([begin, *second[:-1]] + [end] * (length - len(second)))
-            targets.append(second + [-1] * (length - len(second)))
-        return torch.tensor(sources), torch.tensor(inputs), torch.tensor(targets)
-
-    def build(self) -> nn.Sequential:
-        return MODELS["transformer-seq2seq"](**self.options)
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        total = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
-        return total / target.numel()
-
-    def batch(self, step: int, seed: int) -> Batch:
-        places = chosen(step, seed, len(self.train_examples[0]), self.batch_size)
-        source, inputs, target = (tensor[places] for tensor in self.train_examples)
-        return (source, inputs), target
 
 
 Task = ImageTask | TextTask

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf, prod
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gpipe_bench.experiments.paper.predicted.steps import Steps
 from gpipe_bench.experiments.paper.profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
 from gpipe_bench.experiments.paper.timed.claims import CUT_BY
 from gpipe_bench.experiments.paper.timed.replay import Cuts
@@ -34,12 +33,14 @@ from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
+from gpipe_bench.planner.breakdown import breakdown
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 
 Array = NDArray[np.float64]
@@ -48,8 +49,6 @@ Shape = tuple[tuple[int, ...], int, bool]
 
 RULES = {"least variance": "variance", "cumulative share": "cumulative"}
 """Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""
-SUM_BYTES = 12
-"""Of each parameter for each micro-batch: a sum of gradients reads two numbers of float32 and writes one."""
 CUT_EXAMPLES, CUT_SHARE = 8, 0.374
 """Of a micro-batch by whose seconds stages are cut, and the middle of the allowed shares of the peak."""
 ROWS, LANES = 8, 128
@@ -64,6 +63,27 @@ class Seconds(NamedTuple):
 
     forward: Array
     backward: Array
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step is made of, ready to be laid out."""
+
+    schedule: Schedule
+    times: Mapping[tuple[int, Kind], float]
+    link: Link
+    beside: Mapping[str, Sequence[float]]
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds of the step."""
+        return replay(self.schedule, self.times, self.link, **self.beside).makespan_s
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Where the time of all accelerators goes, in shares of it."""
+        found = breakdown(self.schedule, self.times, self.link, **self.beside).shares
+        return {part: float(share) for part, share in found.items()}
 
 
 @dataclass(frozen=True)
@@ -117,130 +137,59 @@ class FullSize:
         """
         return _cut(self, cost, RULES[rule], num_stages, accelerator)
 
-    def steps(
+    def step(
         self,
         accelerator: Accelerator,
         activation_format: str,
         cut: Partition,
-        batches: Sequence[int],
+        batch: int,
         num_microbatches: int,
         *,
-        links: Sequence[Sequence[float]],
+        share_of_peak: float,
+        link: Link,
         remat: str = "always",
         setup: str = "the first accelerator",
-        host_bytes_per_s: float = inf,
-        counts_sums: bool = False,
-    ) -> Steps:
-        """Steps over (batch, share of the peak, bandwidth, latency), in these dimensions.
+    ) -> Step:
+        """A step of GPipe with that mini-batch, whose micro-batches are of the next whole size.
 
-        Args:
-            batches: mini-batches; micro-batches are of the next whole size, and a batch with fewer examples
-                than micro-batches gives NaN
-            links: shares of the peak, bandwidths and latencies
-            setup: where a mini-batch is divided: "none", "the first accelerator", "the host, then sent"; a
-                single micro-batch needs none
-            host_bytes_per_s: from a host to its accelerator
-            counts_sums: whether the update takes also what adding up the gradients of all micro-batches takes
+        `setup` says where a mini-batch is divided, which takes time on "the first accelerator" alone: it is
+        read and written there once. A single micro-batch needs none.
         """
-        shares, bandwidths, latencies = links
+        examples = -(-batch // num_microbatches)
+        layers = self.seconds(accelerator, activation_format, examples, (share_of_peak,))
+        times: dict[tuple[int, Kind], float] = {}
+        for stage, span in enumerate(cut):
+            forward_s = sum(float(layers[n].forward[0]) for n in span)
+            times[stage, Kind.F] = times[stage, Kind.R] = forward_s
+            times[stage, Kind.B] = sum(float(layers[n].backward[0]) for n in span)
         ends = [span.stop - 1 for span in cut[:-1]]
-        forward, backward = np.full((2, len(cut), len(batches), len(shares)), np.nan)
-        sent, returned = np.full((2, len(ends), len(batches)), np.nan)
-        for column, batch in enumerate(batches):
-            if batch < num_microbatches:
-                continue
-            examples = -(-batch // num_microbatches)
-            layers = self.seconds(accelerator, activation_format, examples, shares)
-            ahead, back = (
-                np.cumsum([np.zeros(len(shares)), *way], axis=0) for way in zip(*layers, strict=True)
-            )
-            for stage, span in enumerate(cut):
-                forward[stage, column] = ahead[span.stop] - ahead[span.start]
-                backward[stage, column] = back[span.stop] - back[span.start]
-            for stage, end in enumerate(ends):
-                sent[stage, column] = self.sent_bytes(end, examples, activation_format)
-                returned[stage, column] = self.returned_bytes(end, examples, activation_format)
-        where = "none" if num_microbatches == 1 else setup
-        setups = [
-            self._setup_s(accelerator, activation_format, batch, where, host_bytes_per_s) for batch in batches
-        ]
-        moved = UPDATE_BYTES[self.optimizer] + counts_sums * num_microbatches * SUM_BYTES
-        return Steps(
-            num_microbatches=num_microbatches,
-            remat=remat,
-            forward_s=[each[..., None, None] for each in forward],
-            backward_s=[each[..., None, None] for each in backward],
-            activation_bytes=[each[..., None, None, None] for each in sent],
-            gradient_bytes=[each[..., None, None, None] for each in returned],
-            bandwidth_bytes_per_s=np.array(bandwidths)[:, None],
-            latency_s=np.array(latencies),
-            setup_s=np.array(setups)[:, None, None, None],
-            update_s=[
-                np.array(
+        setup_s = 0.0
+        if num_microbatches > 1 and setup == "the first accelerator":
+            inputs = _noted(self)[2]
+            tiles = _tiles(inputs) if accelerator.matrix_unit else None
+            held = sum(num_bytes(each, batch, activation_format, tiles) for each in inputs)
+            setup_s = 2 * held / accelerator.bytes_per_s
+        moved = UPDATE_BYTES[self.optimizer]
+        return Step(
+            gpipe(len(cut), num_microbatches, remat),
+            times,
+            link,
+            {
+                "activation_bytes": [self.sent_bytes(end, examples, activation_format) for end in ends],
+                "gradient_bytes": [self.returned_bytes(end, examples, activation_format) for end in ends],
+                "setup_s": [setup_s] + [0.0] * (len(cut) - 1),
+                "update_s": [
                     sum(self.parameters[layer] for layer in span) * moved / accelerator.bytes_per_s
-                )
-                for span in cut
-            ],
-        )  # fmt: skip
-
-    def _setup_s(
-        self,
-        accelerator: Accelerator,
-        activation_format: str,
-        batch: int,
-        where: str,
-        host_bytes_per_s: float,
-    ) -> float:
-        """Dividing and reshaping a mini-batch: read and written once where it lies, or sent by the host."""
-        inputs = _noted(self)[2]
-        match where:
-            case "the first accelerator":
-                tiles = _tiles(inputs) if accelerator.matrix_unit else None
-                held = sum(num_bytes(each, batch, activation_format, tiles) for each in inputs)
-                return 2 * held / accelerator.bytes_per_s
-            case "the host, then sent":
-                return sum(num_bytes(each, batch, "float32") for each in inputs) / host_bytes_per_s
-        return 0.0
+                    for span in cut
+                ],
+            },
+        )
 
     def profiles(self, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
         """Of all layers, and of the loss as the last. A single example, and formats of 16 bits other than
         bfloat16, are taken as what scaling gives, though kernels may take other paths there.
         """
         return _profiles(self, activation_format, examples)
-
-    def peak_bytes(
-        self, activation_format: str, cut: Partition, num_microbatches: int, examples: int, remat: str
-    ) -> int:
-        """Of the fullest stage under gpipe, with micro-batches of so many examples (modelled)."""
-        schedule = _gpipe(len(cut), num_microbatches, remat)
-        return max(
-            stage_memory(
-                _stage_bytes(self, activation_format, examples, stage),
-                schedule.actions[number], self.optimizer, is_first=number == 0, receive_ahead=1,
-            ).peak
-            for number, stage in enumerate(cut)
-        )  # fmt: skip
-
-    def peaks(
-        self,
-        activation_format: str,
-        cut: Partition | None,
-        batches: Sequence[int],
-        num_microbatches: int,
-        remat: str,
-        most: float,
-    ) -> list[float]:
-        """Bytes of mini-batches in rising order; infinite where there is no cut, fewer examples than micro-
-        batches, or a smaller batch takes more than `most`.
-        """
-        found = [inf] * len(batches)
-        for column, batch in enumerate(batches):
-            if cut is not None and batch >= num_microbatches:
-                examples = -(-batch // num_microbatches)
-                found[column] = self.peak_bytes(activation_format, cut, num_microbatches, examples, remat)
-                if found[column] > most:
-                    break
-        return found
 
 
 @cache
@@ -371,21 +320,12 @@ def _cut(full: FullSize, cost: str, rule: str, num_stages: int, accelerator: Acc
         return None
 
 
-_gpipe = cache(gpipe)
-
-
 @cache
 def _profiles(full: FullSize, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
     reading = Reading(number_format="float32" if activation_format == "float32" else "bfloat16")
     found = profiled_model(reading, full.model, EXAMPLES, **full.options)
     at = cache(Relabel((Label(EXAMPLES, EXAMPLES, examples),)).profile)  # many layers share one profile
     return tuple(map(at, (*found.layers, found.loss)))
-
-
-@cache
-def _stage_bytes(full: FullSize, activation_format: str, examples: int, stage: range) -> StageBytes:
-    *layers, loss = _profiles(full, activation_format, examples)
-    return stage_bytes(layers[stage.start : stage.stop], loss if stage.stop == len(layers) else None)
 
 
 SIZES = {

@@ -32,6 +32,7 @@ from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.workers import stage_memory
+from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P40
@@ -160,11 +161,13 @@ def _examples_per_s(full: FullSize, setting: Setting) -> float:
     examples = -(-setting.batch_size // setting.num_microbatches)
     count = -(-setting.batch_size // examples)
     choices = load_reproduction().of(LIKE)
-    links = [[float(str(choices[name].value))] for name in LINK]
-    steps = full.steps(
-        P40, "float32", setting.cut, [count * examples], count, links=links, remat=setting.remat
-    )
-    return count * examples / float(steps.makespan_s().squeeze())
+    share, bandwidth, latency = (float(str(choices[name].value)) for name in LINK)
+    step = full.step(
+        P40, "float32", setting.cut, count * examples, count,
+        share_of_peak=share, link=Link(LIKE, latency, bandwidth),
+        remat=setting.remat,
+    )  # fmt: skip
+    return count * examples / step.makespan_s
 
 
 def _check_all_named(balance: Sequence[int], num_layers: int) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.table1.cells import JUDGED_ATTENTION
+from gpipe_bench.experiments.paper.table1.cells import JUDGED_ATTENTION, cells
 from gpipe_bench.experiments.report.drawing import paper_style, without_frame
+from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.paper import PaperNumber, load_paper
 from gpipe_bench.harness.record import Record, find, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.units import convert, show
+from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.models.paper import COLUMNS, GIB, HALVES, Column
 
 if TYPE_CHECKING:
@@ -245,135 +246,97 @@ def _largest_on_a_gpu(records: Sequence[Record]) -> str:
     return Grid(title=title, columns=headers, lines=lines).text() if lines else ""
 
 
-STACK = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients")
-STACK_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
-MODEL_COLORS = ("#999999", "#5875a4", "#5f9e6e")  # printed, counted, largest
-LABELS = {
-    "parameters": "parameters",
-    "optimizer_state": "optimizer state",
-    "gradients": "gradients",
-    "boundary": "boundary inputs",
-    "activations": "saved activations",
-    "transients": "transients",
-}
+WHOSE = ("paper", "computed under the declared choices", "this engine")
+MOVING = ("boundary", "activations", "transients")
+"""What is no parameter, gradient or state of the optimizer."""
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """One per half of the table. Halves without records are left out."""
+    """One per half of the table. Halves without computed records are left out."""
+    found = {(cell.table, cell.row, cell.column): cell for cell in compare(cells(records))}
     return [
         Plot(
             name=f"table1-{half}",
-            caption=f"Table 1, {half}: parameters and memory of the paper's models, ours beside the paper's",
-            alt=(
-                "Bars of parameters and memory per column of Table 1; every number stands in the table above."
+            caption=(
+                f"Table 1, {half}: the largest models, and activation memory of the paper's models. Computed "
+                "numbers carry the error of our predictions, of which none is small enough for a test; this "
+                "engine (PyTorch, float32) cuts exactly and takes as many micro-batches as it needs"
             ),
-            draw=partial(_draw, records, half),
+            alt="Bars per column of Table 1, logarithmic; every number stands in the table above.",
+            draw=partial(_draw, found, records, half),
             style=partial(paper_style, 1.1),
         )
-        for half in HALVES
-        if any(r.case.get("part") == "paper" and r.case["half"] == half for r in records)
+        for half, data in HALVES.items()
+        if (data.table, "maximum parameters", COLUMNS[half][1].name) in found
+        and found[data.table, "maximum parameters", COLUMNS[half][1].name].ours is not None
     ]
 
 
-def _draw(records: Sequence[Record], half: str) -> Figure:
-    """Model sizes on the left, memory on the right."""
+def _draw(found: Mapping[tuple[str, str, str], Comparison], records: Sequence[Record], half: str) -> Figure:
+    """Model sizes on the left, activation memory on the right, in the paper's unit."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4))
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    _draw_parameters(left, records, half)
-    _draw_memory(right, records, half)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    unit = found[HALVES[half].table, "peak activation memory", COLUMNS[half][0].name].unit
+    _bars(left, found, half, "maximum parameters", _largest_here(records, half))
+    _bars(right, found, half, "peak activation memory", _moving_here(records, half, unit))
+    left.set(ylabel="parameters", title=f"{HALVES[half].model}: largest model")
+    right.set(ylabel=f"{unit}, all accelerators", title="activation memory of the paper's models")
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     without_frame(figure)
-    figure.tight_layout()
     return figure
 
 
-def _paper(half: str, row: str) -> dict[str, PaperNumber]:
-    table = HALVES[half].table
-    return {c.column: c for c in load_paper() if (c.table, c.row, c.source) == (table, row, "paper")}
-
-
-def _draw_parameters(axes: Axes, records: Sequence[Record], half: str) -> None:
-    """Printed, counted and largest parameters per column, on a logarithmic scale."""
-    columns, printed = COLUMNS[half], _paper(half, "parameters")
+def _largest_here(records: Sequence[Record], half: str) -> list[float | None]:
     key = {"half": half, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
-    counted = [find(records, part="paper", column=each.name, **key) for each in columns]
-    largest = [find(records, part="largest", column=each.name, **key) for each in columns]
-    bars: dict[str, list[float | None]] = {
-        "paper": [printed[each.name].value for each in columns],
-        "same model, counted": [_value(record, "parameters") for record in counted],
-        "largest that fits here": [_value(record, "parameters") for record in largest],
-    }
-    width = 0.8 / len(bars)
-    for index, (label, heights) in enumerate(bars.items()):
-        shown = [(place, height) for place, height in enumerate(heights) if height is not None]
-        edges = [place - 0.4 + index * width for place, _ in shown]
-        axes.bar(
-            edges,
-            [height for _, height in shown],
-            width,
-            align="edge",
-            color=MODEL_COLORS[index],
-            label=label,
-        )
-    axes.set_yscale("log")
-    bottom = axes.get_ylim()[0]
-    for place, height in enumerate(bars["largest that fits here"]):
-        if height is None:
-            axes.text(
-                place + 0.27,
-                bottom * 1.15,
-                "nothing fits",
-                rotation=90,
-                ha="center",
-                va="bottom",
-                size="small",
-            )
-    axes.set_xticks(range(len(columns)), [each.name for each in columns])
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.xaxis.grid(visible=False)
-    axes.set(xlabel="", ylabel="parameters (logarithmic)", title=f"{HALVES[half].model}: model size")
-    axes.legend(title=None, loc="upper left", frameon=True)
-    axes.tick_params(axis="x", rotation=20)
+    return [
+        _value(find(records, part="largest", column=each.name, **key), "parameters") for each in COLUMNS[half]
+    ]
 
 
-def _draw_memory(axes: Axes, records: Sequence[Record], half: str) -> None:
-    """Mean bytes per accelerator with the paper's models: the paper's two bars beside our finer stack."""
-    colors = dict(zip(STACK, STACK_COLORS, strict=True))
-    fixed, moving = _paper(half, "parameter memory"), _paper(half, "peak activation memory")
-    width, drawn = 0.38, set[str]()
-    for place, column in enumerate(COLUMNS[half]):
-        base = 0.0
-        for cells, color, label in (
-            (fixed, "0.45", "paper: parameters"),
-            (moving, "0.75", "paper: activations"),
-        ):
-            cell = cells[column.name]
-            height = convert(cell.target, cell.unit, "GiB") / column.num_stages
-            axes.bar(
-                place - width / 2, height, width, base, color=color, label=None if label in drawn else label
-            )
-            drawn.add(label)
-            base += height
+def _moving_here(records: Sequence[Record], half: str, unit: str) -> list[float | None]:
+    """What comes and goes in a step, at the paper's number of micro-batches."""
+    heights: list[float | None] = []
+    for column in COLUMNS[half]:
         record = find(records, part="paper", half=half, column=column.name, attention=JUDGED_ATTENTION[half])
-        if record is None or record.status != "done":
-            continue
-        base = 0.0
-        for part in STACK:
-            total = sum(stage[part] for stage in record.details["placement"]["stages"])
-            height, label = total / GIB / column.num_stages, LABELS[part]
-            axes.bar(
-                place + width / 2, height, width, base, color=colors[part],
-                label=None if label in drawn else label, edgecolor="white", linewidth=0.3,
-            )  # fmt: skip
-            drawn.add(label)
-            base += height
-    cap = HALVES[half].cap_gib
-    axes.axhline(cap, color="#c44e52", linestyle="--", linewidth=1.2, label=f"cap, {cap} GiB")
-    count = HALVES[half].num_microbatches
-    axes.set_xticks(range(len(COLUMNS[half])), [column.name for column in COLUMNS[half]], rotation=20)
-    axes.set(
-        ylabel="GiB per accelerator (mean)",
-        title=f"memory of the paper's models: paper (grey), ours modelled at M = {count}",
-    )
-    axes.legend(fontsize="small", ncols=2, loc="upper right", frameon=True)
+        stages = record.details["placement"]["stages"] if record and record.status == "done" else []
+        total = sum(stage[part] for stage in stages for part in MOVING)
+        heights.append(convert(total, "bytes", unit) if stages else None)
+    return heights
+
+
+def _bars(
+    axes: Axes,
+    found: Mapping[tuple[str, str, str], Comparison],
+    half: str,
+    row: str,
+    here: Sequence[float | None],
+) -> None:
+    """Paper, computed with its error, and this engine, for each column of the table."""
+    import seaborn
+    from matplotlib.ticker import NullFormatter
+
+    cells = [found[HALVES[half].table, row, column.name] for column in COLUMNS[half]]
+    printed = [cell.paper if cell.corrected is None else cell.corrected for cell in cells]
+    bars = zip(WHOSE, (printed, [cell.ours for cell in cells], here), strict=True)
+    for index, (label, heights) in enumerate(bars):
+        places = [place + (index - 1) * 0.27 for place, height in enumerate(heights) if height is not None]
+        known = [height for height in heights if height is not None]
+        color = ("0.6", *seaborn.color_palette("deep", 2))[index]
+        axes.bar(places, known, 0.25, color=color, label=label)
+        for place, height in enumerate(heights):
+            if height is None:
+                axes.text(
+                    place + (index - 1) * 0.27, 0.02, "nothing fits", rotation=90, ha="center", va="bottom",
+                    size="x-small", transform=axes.get_xaxis_transform(),
+                )  # fmt: skip
+    for place, cell in enumerate(cells):
+        if cell.ours is not None and cell.range_low is not None and cell.range_high is not None:
+            axes.vlines(place, cell.range_low, cell.range_high, color="black", linewidth=1.2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: show(value, "parameters" if value >= 1e6 else "", 1))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(range(len(cells)), [cell.column for cell in cells])
+    axes.xaxis.grid(visible=False)

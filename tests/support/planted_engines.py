@@ -585,7 +585,7 @@ NAMED = {
     "ChangesBatch": "a step changes the mini-batch",
     "TrainsItself": "a step changes weights, which an optimizer does",
     "Decays": "hold 0.01 times the weights",
-    "RoundsDown": "something is in float32",
+    "RoundsDown": "as if rounded to float32",
     "OldLoss": "which is the loss of the step before",
 }
 """What is said of some of them."""

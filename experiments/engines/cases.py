@@ -119,8 +119,8 @@ def _base(given: Given) -> list[Said]:
         counts,
         first,
         summed,
-        loss,
         (later[0], later[1] or f"the gradients of {STEPS} steps are right, with an update after each"),
+        loss,
         (FAILED, f"a step changes {given.disturbed}") if given.disturbed else (OK, "nothing else changes"),
         (FAILED, f"{kept} activations or graphs of two steps are kept over {STEPS}")
         if kept
@@ -164,8 +164,8 @@ def _frozen(given: Given) -> Said:
 
 
 def _adds_up(given: Given) -> Said:
-    """Held against its own gradients, right or wrong."""
-    given.draw(1)
+    """In a third step, and held against its own gradients, right or wrong."""
+    _begin(given)
     given.step()
     once = left(given.setup)
     given.step(clean=False)
@@ -179,9 +179,16 @@ def _adds_up(given: Given) -> Said:
     return AS_BEFORE, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
 
 
+def _begin(given: Given) -> None:
+    """Two steps of training, and the mini-batch of the third."""
+    for _ in given.train(2):
+        pass
+    given.draw(3)
+
+
 def _scaled(given: Given) -> Said:
-    """Held against its own gradients, right or wrong."""
-    given.draw(1)
+    """In a third step, and held against its own gradients, right or wrong."""
+    _begin(given)
     given.step()
     once = left(given.setup)
     given.step(lambda *values: _SCALE * mean_square(*values))
@@ -204,19 +211,18 @@ def _clips(given: Given) -> Said:
     clip = getattr(given.engine, "clip", None)
     if clip is None:
         return CANNOT, "it has no method clip(max_norm)"
-    given.draw(1)
-    given.step()
-    if (verdict := _right(given))[0] != OK:
-        return verdict
-    norm = float(torch.cat([gradient.flatten() for gradient in given.everything.values()]).norm())
-    returned = clip(norm / 4)
-    found = left(given.setup)
-    for name, wanted in given.expected.items():
-        if not torch.allclose(found[name], wanted / 4, rtol=1e-3, atol=1e-6):
-            times = float(found[name].norm() / (wanted / 4).norm())
-            return FAILED, f"{name} is {times:.4g} times what clipping by the norm of all stages leaves"
-    if returned is not None and abs(float(returned) - norm) > 1e-4 * norm:
-        return FAILED, f"clip returned {float(returned):.6g}; the norm of all gradients was {norm:.6g}"
+    for _ in given.train(3):
+        if (verdict := _right(given))[0] != OK:
+            return verdict
+        norm = float(torch.cat([gradient.flatten() for gradient in given.everything.values()]).norm())
+        returned = clip(norm / 4)
+        found = left(given.setup)
+        for name, wanted in given.expected.items():
+            if not torch.allclose(found[name], wanted / 4, rtol=1e-3, atol=1e-6):
+                times = float(found[name].norm() / (wanted / 4).norm())
+                return FAILED, f"{name} is {times:.4g} times what clipping by the norm of all stages leaves"
+        if returned is not None and abs(float(returned) - norm) > 1e-4 * norm:
+            return FAILED, f"clip returned {float(returned):.6g}; the norm of all gradients was {norm:.6g}"
     return OK, "all gradients are scaled by the norm over all stages"
 
 
@@ -234,8 +240,10 @@ def _evaluates_first(given: Given) -> Said:
         return FAILED, "evaluate leaves gradients"
     if not all(layer.training for layer in local):
         return FAILED, "the layers stay in evaluation mode"
-    given.step()
-    return _right(given, "the step after it is right")
+    for _ in given.train(3):
+        if (verdict := _right(given, "the steps after it are right"))[0] != OK:
+            break
+    return verdict
 
 
 def _averages(given: Given) -> Said:
@@ -269,15 +277,11 @@ def _masks_again(given: Given) -> Said:
     noises = [(i, layer) for i, layer in enumerate(given.setup.layers) if isinstance(layer, Noise)]
     local = {id(layer) for layer in given.setup.local_layers}
     earlier: dict[int, list[Tensor]] = {}
-    for number in range(1, 4):
-        given.draw(number)
-        for _, noise in noises:
-            noise.drawn.clear()
-        given.step()
+    for step in given.train(3):
         for index, noise in noises:
             for place, (inputs, mask) in enumerate(noise.drawn):
                 for before, other in noise.drawn[:place]:
-                    if number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
+                    if step.number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
                         return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
             masks = [mask for _, mask in noise.drawn]
             known = earlier.get(index, [])
@@ -285,6 +289,7 @@ def _masks_again(given: Given) -> Said:
             if again and id(noise) in local:
                 return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
             earlier[index] = masks
+            noise.drawn.clear()
     return OK, "every recomputation draws the mask of the forward, and every step its own"
 
 
@@ -376,8 +381,8 @@ BASE = (
     Case("gradients", "those of the uncut model", "another function is minimized"),
     Case("summed loss", "the mean over the mini-batch", "the learning rate is off by a factor",
          _HUB + "pytorch/torchtitan/issues/2972"),
-    Case("returned loss", "the mean over the mini-batch, or None", "curves cannot be compared"),
     Case("later steps", "each with its own weights and batch", "training goes wrong after a good start"),
+    Case("returned loss", "the mean over the mini-batch, or None", "curves cannot be compared"),
     Case("left alone", "nothing but .grad changes", "what follows a step is not what was meant"),
     Case("memory over steps", "nothing is kept for long", "memory grows until there is none"),
 )  # fmt: skip

@@ -32,6 +32,7 @@ class Step(NamedTuple):
 class Given:
     """An engine, what it was built from, and the uncut model beside it, whose weights are trained alike.
 
+    Where layers draw at random (not `compares`), gradients are not compared; its layers train by its own.
     `before` are mini-batch and weights of the steps until now; `disturbed` is what a step has changed of what
     it was given, in words; `everything` are the gradients of the latest step, of all layers.
     """
@@ -44,7 +45,7 @@ class Given:
     everything: dict[str, Tensor] = field(default_factory=dict)
     before: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = field(default_factory=list)
     disturbed: str = ""
-    compares: bool = True  # not where layers draw at random
+    compares: bool = True
 
     @property
     def whole(self) -> Setup:
@@ -98,12 +99,10 @@ class Given:
             yield Step(number, loss, counts())
             self.before.append((self.batch, self.target, weights))
             with torch.no_grad():
-                for setup in (self.setup, self.whole):
-                    seen = set()
-                    for name, parameter in named_parameters(setup).items():
-                        if parameter not in seen:
-                            parameter.sub_(LEARNING_RATE * self.everything[name])
-                        seen.add(parameter)
+                for setup in (self.setup, self.whole) if self.compares else (self.setup,):
+                    for parameter, name in {p: name for name, p in named_parameters(setup).items()}.items():
+                        gradient = self.everything[name] if self.compares else parameter.grad
+                        parameter.sub_(LEARNING_RATE * (0 if gradient is None else gradient))
 
 
 def drawn(size: int, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

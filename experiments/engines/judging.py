@@ -27,6 +27,8 @@ OK, FAILED, BROKEN, CANNOT, UNTRIED = "ok", "failed", "broken", "cannot be asked
 ValueError, or has no method for it.
 """
 SKIPPED = (CANNOT, UNTRIED)
+AS_BEFORE = "as before"
+"""Of a case in which a step is wrong as it is in the first cases, which says nothing new."""
 Said = tuple[str, str]
 """A verdict, and what is said."""
 

@@ -248,9 +248,9 @@ class Worker:
         if not isinstance(reply, dict):
             raise self._failure(f"answered {line[:200]!r}, which is no object")
         if "error" in reply:
-            error = WorkerError(f"{self.name}: {reply['error']}")
-            error.lacks = bool(reply.get("lacks"))
-            raise error
+            told = WorkerError(f"{self.name}: {reply['error']}")
+            told.lacks = bool(reply.get("lacks"))
+            raise told
         return reply
 
     def kill(self) -> None:

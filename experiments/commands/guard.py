@@ -111,8 +111,10 @@ def _run(arguments: argparse.Namespace, say: Say) -> int:
         raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
     if arguments.markdown is not None and arguments.base is None:
         raise ValueError("--markdown keeps what was timed; give a revision to compare with, --base REF")
-    if arguments.require_conclusive and arguments.base is None:
-        raise ValueError("--require-conclusive is about what is timed; give a revision, --base REF")
+    for option in ("require_conclusive", "only"):
+        if getattr(arguments, option) and arguments.base is None:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} is about what is timed; give a revision, --base REF")
     is_own = not (arguments.repo or arguments.benchmarks or arguments.command)
     subject = own_subject(arguments) if is_own else their_subject(arguments)
     is_equal, findings = True, []

@@ -4,9 +4,10 @@ Each case is what users of some engine have met; `source` is the public thread. 
 model so small that a step takes milliseconds, in one process and over two, in float64 and float32, with four
 and six micro-batches, and over three or four steps with another mini-batch each and an optimizer's update
 between them: what is stale, or wrong from some step on, shows only so. What is asked stands in `asks.py`.
-What an engine refuses by a ValueError, or has no method for, can't be asked and is no mistake. The first cases, `BASE`, share their steps; only where these
-fail, nothing else can be asked. A case in which an engine hangs or ends its processes, or raises in one of
-two, costs that case alone: the next ones run in new processes.
+What an engine refuses by a ValueError, or has no method for, can't be asked and is no mistake. The first
+cases, `BASE`, share their steps; only where these fail, nothing else can be asked. A case in which an engine
+hangs or ends its processes, or raises in one of two, costs that case alone: the next ones run in new
+processes.
 """
 
 from __future__ import annotations

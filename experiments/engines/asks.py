@@ -43,9 +43,9 @@ def first_steps(given: Given) -> list[Said]:
     wanted: float | None = None
 
     def note(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.grad_fn is not None:
-            storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
-            alive[-1].append(lambda: not storage.expired())  # type: ignore[no-untyped-call]
+        made = [output] if output.grad_fn is not None else []
+        for tensor in made + [inputs[0]] * (layer is given.setup.layers[0]):  # that is the mini-batch
+            alive[-1].append(_lives(StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
 
     def watched(*values: Any) -> Any:
         found = _Watched.apply(mean_square(*values))  # type: ignore[no-untyped-call]
@@ -83,10 +83,14 @@ def first_steps(given: Given) -> list[Said]:
         (later[0], later[1] or f"the gradients of {STEPS} steps are right, with an update after each"),
         loss,
         (FAILED, f"a step changes {given.disturbed}") if given.disturbed else (OK, "nothing else changes"),
-        (FAILED, f"{kept} activations or graphs of two steps are kept over {STEPS}")
+        (FAILED, f"{kept} inputs, activations or graphs of two steps are kept over {STEPS}")
         if kept
         else (OK, "what a step has made is gone two steps later"),
     ]
+
+
+def _lives(storage: StorageWeakRef) -> Callable[[], bool]:
+    return lambda: not storage.expired()  # type: ignore[no-untyped-call]
 
 
 class _Watched(torch.autograd.Function):

@@ -69,11 +69,14 @@ class Given:
             clear(self.setup.layers)
         batch, target = self.batch.clone(), self.target.clone()
         local = self.setup.local_layers
-        parameters = [(p, p.detach().clone(), p.requires_grad) for layer in local for p in layer.parameters()]
+        parameters = [(p, p.detach().clone(), p.requires_grad) for p in _parameters(local)]
         loss = self.engine.step(batch, target, loss_fn)
         found = {
             "the mini-batch": not (torch.equal(batch, self.batch) and torch.equal(target, self.target)),
             "weights, which an optimizer does": any(not torch.equal(p, value) for p, value, _ in parameters),
+            "parameters, in whose place are others": any(
+                now is not before[0] for now, before in zip(_parameters(local), parameters, strict=True)
+            ),
             "layers, to evaluation mode": not all(layer.training for layer in local),
             "parameters, which train no longer or again": any(p.requires_grad != n for p, _, n in parameters),
             "the process, in which gradients are off": not torch.is_grad_enabled(),
@@ -110,3 +113,7 @@ def drawn(size: int, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(SEED + number)
     batch, target = (torch.randn(size, WIDTH, dtype=dtype, generator=generator) for _ in range(2))
     return batch, target
+
+
+def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in layer.parameters()]

@@ -592,6 +592,30 @@ class GradientsOff(Staged):
         return loss
 
 
+# Written when all others were found, and not found then
+
+
+@found_by("memory over steps", said="inputs, activations or graphs of two steps are kept")
+class KeepsBatches(Staged):
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.kept: list[Any] = []
+
+    def step(self, *arguments: Any) -> Tensor:
+        self.kept.append(arguments[:2])
+        return super().step(*arguments)
+
+
+@found_by("left alone", said="a step changes parameters, in whose place are others")
+class ReplacesParameters(Later):
+    """An optimizer that was made before goes on with the old ones."""
+
+    def after(self) -> None:
+        layer = self.stages[0][0]
+        weight = nn.Parameter(layer.weight.detach().clone(), layer.weight.requires_grad)
+        weight.grad, layer.weight = layer.weight.grad, weight
+
+
 BREAK_LATER = {"HangsLater": "no answer within", "ExitsLater": "its process ended with status 0"}
 """What is said of those that do not come back."""
 

@@ -69,7 +69,7 @@ class Judgement:
     confidence: float
     head: Change
     control: Change
-    cpu: Change  # the head's processor time: it can't see waiting, so it decides nothing
+    cpu: Change  # the head's processor time, which can't see waiting
     base_s: float  # median seconds per step
     head_s: float
     out_of_time: bool = False  # inconclusive, with fewer rounds than the last look's for want of time

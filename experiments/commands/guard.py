@@ -1,38 +1,29 @@
 """`guard`: exact counters against the committed file, and timed benchmarks against a base revision.
 
-With `--repo` the benchmarks alone, of an engine, of functions or of a command in another repository. Exit
-status 0: counters equal and no confirmed regression, also where nothing could be told (1 with
-`--require-conclusive`); 1: counters differ or a regression was confirmed; 2: bad usage, or a command that
-prints no number; 3: a benchmark failed.
+With `--benchmarks` or `--command` what is timed is somebody else's, in any repository. Exit status 0:
+counters equal and no confirmed regression, also where nothing could be told (1 with `--require-conclusive`);
+1: counters differ or a regression was confirmed; 2: bad usage, or a command that prints no number; 3: a
+benchmark failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
-from gpipe_bench.experiments.guard.arms import (
-    Base,
-    Subject,
-    WorkerError,
-    base_tree,
-    check_place,
-    merge_base,
-    repository,
-    this_project,
-    top_of,
-)
+from gpipe_bench.experiments.guard.arms import Subject, WorkerError, benchmarks_of, subject_of
 from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
 from gpipe_bench.experiments.guard.counters import differences, encode, load
-from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table, trend
+from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table
+from gpipe_bench.experiments.guard.trees import base_tree, check_place, merge_base, top_of
 from gpipe_bench.harness import PUBLISHED, ROOT
 from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.report.grid import fill
@@ -40,6 +31,7 @@ from gpipe_bench.harness.store import write_whole
 from gpipe_bench.pipeline.plan.names import suggestion
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
+OWN = "experiments/guard/own.py"
 SEED = 1811
 
 Say = Callable[[str], None]
@@ -58,14 +50,9 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--only", action="append", default=[], metavar="BENCHMARK", help="time only this one; may be repeated"
     )
     verb.add_argument(
-        "--removed", action="append", default=[], metavar="BENCHMARK",
-        help="a benchmark of the base that is gone on purpose",
-    )  # fmt: skip
-    verb.add_argument(
         "--budget-s", type=float, default=BUDGET_S, metavar="S",
         help="time for all rounds; default: %(default)g",
     )  # fmt: skip
-    verb.add_argument("--history", type=Path, metavar="DIR", help="also write a file for a trend tool there")
     verb.add_argument(
         "--markdown", type=Path, metavar="FILE",
         help="also add the result to this file, as to a job's summary",
@@ -74,31 +61,23 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--require-conclusive", action="store_true", help="exit with 1 where nothing can be told, too"
     )
     verb.add_argument(
-        "--repo", type=Path, metavar="DIR",
-        help="guard this repository instead, by --engine, --benchmarks or --command",
-    )  # fmt: skip
-    verb.add_argument(
-        "--engine", metavar="MODULE:ATTRIBUTE", help="its engine, timed by this project's benchmarks"
+        "--repo", type=Path, metavar="DIR", help="guard this repository, by --benchmarks or --command"
     )
     verb.add_argument(
         "--benchmarks", type=Path, metavar="FILE",
-        help="a file of its own benchmarks, below DIR: functions in a dictionary BENCHMARKS",
+        help="a file of its benchmarks, below DIR: functions in a dictionary BENCHMARKS",
     )  # fmt: skip
+    verb.add_argument(
+        "--command", metavar="LINE",
+        help="a command that prints a number, in any language; the last one counts",
+    )  # fmt: skip
+    verb.add_argument(
+        "--build", metavar="COMMAND", help="run once in every checkout that is timed, such as make"
+    )
     verb.add_argument(
         "--path", action="append", default=[], metavar="FOLDER",
         help="where its modules are, below DIR; default: DIR and DIR/src",
     )  # fmt: skip
-    verb.add_argument(
-        "--build", metavar="COMMAND", help="run in the base's checkout and in DIR before they are timed"
-    )
-    verb.add_argument(
-        "--command",
-        metavar="LINE",
-        help="a command that prints a number, in any language; the last one counts",
-    )
-    verb.add_argument(
-        "--setup", metavar="COMMAND", help="run once in every checkout that --command is run in, such as make"
-    )
     verb.add_argument(
         "--number", metavar="REGEX",
         help="of the command's number, or its one group; of several matches the geometric mean counts",
@@ -110,33 +89,13 @@ def options(verb: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb. Raises ValueError for bad usage."""
-    if arguments.budget_s <= 0:
-        raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
-    for option in ("history", "markdown"):
-        if getattr(arguments, option) is not None and arguments.base is None:
-            raise ValueError(f"--{option} keeps what was timed; give a revision to compare with, --base REF")
-    if arguments.require_conclusive and arguments.base is None:
-        raise ValueError("--require-conclusive is about what is timed; give a revision, --base REF")
+    """Exit status of the verb. Raises ValueError for bad usage. Whatever comes of it is in the summary."""
 
     def say(line: str) -> None:  # for people; under --json not between the lines that a program reads
         print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
 
-    failed, findings = False, []
     try:
-        subject = subject_of(arguments)
-        if arguments.base is not None:
-            merge_base(subject.root, arguments.base)  # before anything is counted
-        for name in arguments.only:
-            if name not in subject.benchmarks:
-                close, known = suggestion(name, subject.benchmarks), ", ".join(subject.benchmarks)
-                raise ValueError(f"unknown benchmark {name!r}{close}; known: {known}")
-        if arguments.base is not None:
-            merge_base(subject.root, arguments.base)  # before anything that takes time
-        if subject.is_own:
-            failed = not check_counters(arguments, say)
-        if arguments.base is not None:
-            findings = check_time(arguments, subject, say)
+        return _run(arguments, say)
     except ValueError as error:
         summarize(arguments, f"### guard: not run\n\n{error}\n")
         raise
@@ -145,58 +104,83 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         annotate("error", str(error).splitlines()[0])
         return CASE_FAILED
-    failed = failed or any(finding.confirmed for finding in findings)
+
+
+def _run(arguments: argparse.Namespace, say: Say) -> int:
+    if arguments.budget_s <= 0:
+        raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
+    if arguments.markdown is not None and arguments.base is None:
+        raise ValueError("--markdown keeps what was timed; give a revision to compare with, --base REF")
+    for option in ("require_conclusive", "only"):
+        if getattr(arguments, option) and arguments.base is None:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} is about what is timed; give a revision, --base REF")
+    is_own = not (arguments.repo or arguments.benchmarks or arguments.command)
+    subject = own_subject(arguments) if is_own else their_subject(arguments)
+    is_equal, findings = True, []
+    if is_own:
+        is_equal = check_counters(arguments, say)
+    if arguments.base is not None:
+        findings = check_time(arguments, subject, say, is_counted=is_own and is_equal)
+    failed = not is_equal or any(finding.confirmed for finding in findings)
     last = ending(failed, findings)
-    if not failed and arguments.require_conclusive and not all(f.is_told or f.is_new for f in findings):
+    if not failed and arguments.require_conclusive and not all(finding.is_told for finding in findings):
         failed = True
         last += "; that is a failure, by --require-conclusive"
     say(last)
-    broken = [finding.benchmark for finding in findings if finding.failed]
-    if arguments.markdown is not None:
-        told = "".join(f"- {finding.conclusion()}\n" for finding in findings)
-        page = f"### {last}\n\n{told}\n{table(findings).markdown()}\n\n{LEGEND}\n"
-        append_text(arguments.markdown, page)
-    if broken:
+    told = "".join(f"- {finding.conclusion()}\n" for finding in findings)
+    summarize(arguments, f"### {last}\n\n{told}\n{table(findings).markdown()}\n\n{LEGEND}\n")
+    if broken := [finding.benchmark for finding in findings if finding.failed]:
         print(f"error: failed: {', '.join(broken)}", file=sys.stderr)
         return CASE_FAILED
     return VERDICT_FAILED if failed else DONE
 
 
-def summarize(arguments: argparse.Namespace, text: str) -> None:
-    """A summary of what could not be timed."""
-    if arguments.markdown is not None:
-        append_text(arguments.markdown, text)
-
-
-def subject_of(arguments: argparse.Namespace) -> Subject:
-    """What is to be measured. Raises ValueError where that is not clear, or nothing is."""
-    command = arguments.command
-    for option in ("setup", "number", "higher_is_better", "timeout_s"):
-        if command is None and getattr(arguments, option):
-            raise ValueError(f"--{option.replace('_', '-')} is about a command; give it, --command LINE")
-    if arguments.repo is None:
-        for option in ("engine", "benchmarks", "path", "build", "command"):
-            if getattr(arguments, option):
-                raise ValueError(
-                    f"--{option} is about another repository; name it: --repo DIR (. for the one here)"
-                )
-        check_place(ROOT, "experiments/commands/guard.py", Path.cwd())
-        return this_project()
-    for option in ("update", "removed"):
+def own_subject(arguments: argparse.Namespace) -> Subject:
+    """This project's. Raises ValueError where the guard is started elsewhere, and for a wrong revision."""
+    for option in ("path", "build", "number", "higher_is_better", "timeout_s"):
         if getattr(arguments, option):
-            raise ValueError(f"--{option} is about this project's own counters, not about --repo")
+            raise ValueError(
+                f"--{option.replace('_', '-')} is about --benchmarks or --command; name what is to be timed"
+            )
+    check_place(ROOT, "experiments/commands/guard.py", Path.cwd())
+    if arguments.base is None:
+        return Subject(ROOT, {})
+    merge_base(ROOT, arguments.base)  # before anything that takes time
+    return with_benchmarks(subject_of(ROOT, ROOT / OWN, None, ["."]), arguments)
+
+
+def their_subject(arguments: argparse.Namespace) -> Subject:
+    """A repository's. Raises ValueError where that is not clear, or nothing is."""
+    repo, file, command = arguments.repo or Path(), arguments.benchmarks, None
+    if arguments.update:
+        raise ValueError("--update is about this project's own counters, not about another repository's")
     if arguments.base is None:
         raise ValueError("--repo times a repository against one of its revisions; give it, --base REF")
-    if command is not None:
-        if arguments.build:
-            raise ValueError("--build is for --engine and --benchmarks; a command's checkouts take --setup")
+    if arguments.command is not None:
         timeout_s = TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
-        command = Command(command, arguments.number or "", arguments.higher_is_better, timeout_s)
-    return repository(
-        arguments.repo, arguments.engine or "",
-        arguments.benchmarks and arguments.repo / arguments.benchmarks, arguments.path,
-        arguments.build or arguments.setup or "", command,
-    )  # fmt: skip
+        command = Command(arguments.command, arguments.number or "", arguments.higher_is_better, timeout_s)
+    for option in ("number", "higher_is_better", "timeout_s"):
+        if command is None and getattr(arguments, option):
+            raise ValueError(f"--{option.replace('_', '-')} is about a command; give it, --command LINE")
+    subject = subject_of(repo, file and repo / file, command, arguments.path, arguments.build or "")
+    merge_base(subject.root, arguments.base)  # before anything that takes time
+    return with_benchmarks(subject, arguments)
+
+
+def with_benchmarks(subject: Subject, arguments: argparse.Namespace) -> Subject:
+    """With the names of what is timed, all or those of `--only`. Raises ValueError for an unknown one.
+
+    What its file needs must be built in the working tree before it can be loaded.
+    """
+    subject.prepare(subject.root, "the working tree")
+    if subject.command is None:
+        subject = replace(subject, benchmarks=benchmarks_of(subject))
+    for name in arguments.only:
+        if name not in subject.benchmarks:
+            close, known = suggestion(name, subject.benchmarks), ", ".join(subject.benchmarks)
+            raise ValueError(f"unknown benchmark {name!r}{close}; known: {known}")
+    return subject
 
 
 def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
@@ -234,15 +218,15 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
     return False
 
 
-def check_time(arguments: argparse.Namespace, subject: Subject, say: Say) -> list[Finding]:
-    """The second tier, and the third where a history is kept."""
+def check_time(
+    arguments: argparse.Namespace, subject: Subject, say: Say, *, is_counted: bool
+) -> list[Finding]:
+    """The second tier."""
     names = [name for name in subject.benchmarks if name in arguments.only or not arguments.only]
     with ExitStack() as stack:
         base = control = stack.enter_context(base_tree(subject.root, arguments.base))
         if subject.command:
             control = stack.enter_context(base_tree(subject.root, arguments.base))
-        if subject.is_own:
-            refuse_vanished(base, arguments.removed)
         state = code_state(top_of(subject.root) or subject.root)
         changed = ", with uncommitted changes" if state["git_dirty"] else ""
         say(
@@ -254,58 +238,34 @@ def check_time(arguments: argparse.Namespace, subject: Subject, say: Say) -> lis
         subject.prepare(base.path, "the base's checkout")
         if subject.command:
             subject.prepare(control.path, "the control's checkout")
-        if not subject.is_own:
-            subject.prepare(subject.root, "the working tree")
         findings = guard(
-            subject, base.path, names, SEED, control=control.path, budget_s=arguments.budget_s, tell=say
-        )
-    if not any(finding.runs or finding.is_new for finding in findings):
-        reasons = "; ".join(
-            f"{finding.benchmark}: {finding.failed or finding.refused}" for finding in findings
-        )
-        raise WorkerError(f"nothing was timed: {reasons}")
+            subject, base.path, names, SEED, control=control.path, is_counted=is_counted,
+            budget_s=arguments.budget_s, tell=say,
+        )  # fmt: skip
+    if not any(finding.runs or finding.lacking for finding in findings):
+        raise WorkerError("; ".join(finding.conclusion() for finding in findings))
     say(f"\n{table(findings).text()}\n\n{fill(LEGEND)}\n")
     for finding in findings:
         said = finding.conclusion()
         say(said)
         if finding.confirmed or finding.failed:
             annotate("error", said)
-        elif not finding.runs or finding.runs[-1].verdict != "same" or finding.notes:
+        elif not finding.is_told or finding.lacking or finding.notes:
             annotate("warning", said)
-    if arguments.json:
-        for finding in findings:
+        if arguments.json:
             print_line(msgspec.json.encode({"tier": "time", "base": base.commit, **finding.as_data()}))
-    if arguments.history is not None:
-        describe = {name: each.describe for name, each in subject.benchmarks.items()}
-        text = json.dumps(trend(findings, describe), indent=1, ensure_ascii=False)
-        path = arguments.history / "github.json"
-        try:
-            write_whole(path, f"{text}\n")
-        except OSError as error:
-            raise ValueError(f"the history can't be written to {arguments.history}: {error}") from error
-        say(f"history: {path}")
     return findings
 
 
-def refuse_vanished(base: Base, removed: Sequence[str]) -> None:
-    """Raises ValueError for benchmarks that the base has and the working tree has lost."""
-    path = base.path / COUNTERS.relative_to(ROOT)
-    known = load(path).get("benchmarks", []) if path.exists() else []
-    lost = [name for name in known if name not in this_project().benchmarks and name not in removed]
-    if lost:
-        options = " ".join(f"--removed {name}" for name in lost)
-        raise ValueError(
-            f"the base has benchmarks that are gone: {', '.join(lost)}; if that is intended, say {options}"
-        )
-
-
-def append_text(path: Path, text: str) -> None:
-    """Adds to a file that others add to as well, such as a job's summary. Raises ValueError."""
+def summarize(arguments: argparse.Namespace, text: str) -> None:
+    """Adds to the file of `--markdown`, which others add to as well. Raises ValueError."""
+    if arguments.markdown is None:
+        return
     try:
-        with path.open("a", encoding="utf-8") as file:
+        with arguments.markdown.open("a", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ValueError(f"{path} can't be written: {error}") from error
+        raise ValueError(f"{arguments.markdown} can't be written: {error}") from error
 
 
 def annotate(level: str, text: str) -> None:

@@ -2,60 +2,57 @@
 
 Each case is what users of some engine have met; `source` is the public thread. It is asked of an engine on a
 model so small that a step takes milliseconds, in one process and over two, in float64 and float32, with four
-and six micro-batches, and over `STEPS` steps with another mini-batch each and an optimizer's update between
-them: what is stale, or wrong from some step on, shows only so. What an engine leaves is held against the
-uncut model, and named by what would explain it (`judging.py`). What it refuses by a ValueError, or has no
-method for, can't be asked and is no mistake. The first cases, `BASE`, share their steps; only where these
-fail, nothing else can be asked. A case in which an engine hangs or ends its processes, or raises in one of
-two, costs that case alone: the next ones run in new processes.
+and six micro-batches, and over three or four steps with another mini-batch each and an optimizer's update
+between them: what is stale, or wrong from some step on, shows only so. What is asked stands in `asks.py`.
+What an engine refuses by a ValueError, or has no method for, can't be asked and is no mistake. The first
+cases, `BASE`, share their steps; only where these fail, nothing else can be asked. A case in which an engine
+hangs or ends its processes, or raises in one of two, costs that case alone: the next ones run in new
+processes.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
-from gpipe_bench.experiments.engines.checks import check_counts
-from gpipe_bench.experiments.engines.given import SEED, STEPS, WIDTH, Given, Step, drawn, mean_square
+from gpipe_bench.experiments.engines.asks import (
+    Masks,
+    Noise,
+    Skip,
+    adds_up,
+    averages,
+    clips,
+    evaluates_first,
+    first_steps,
+    frozen,
+    linear,
+    masks_again,
+    scaled,
+    trains,
+)
+from gpipe_bench.experiments.engines.given import SEED, WIDTH, Given, drawn
 from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, fault_of, run_isolated
 from gpipe_bench.experiments.engines.judging import (
+    AS_BEFORE,
     BROKEN,
     CANNOT,
     FAILED,
     OK,
     UNTRIED,
     Said,
-    compared,
-    factor_of,
-    left,
-    loss_said,
-    round_norm,
-    same,
 )
-from gpipe_bench.experiments.engines.setup import (
-    NoStepError,
-    Setup,
-    build,
-    placement_of,
-    resolve,
-)
+from gpipe_bench.experiments.engines.setup import NoStepError, Setup, build, placement_of, resolve
 
 VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))
 """Micro-batches and precision, in which every case is asked."""
 PLACES = {"one process": 1, "two processes": 2}
-AS_BEFORE = "as before"
-"""Of a case in which a step is wrong as it is in the first cases, which says nothing new."""
-_SCALE = 2.0**16  # as a scaler of gradients begins with
 
 
 @dataclass(frozen=True)
@@ -71,271 +68,12 @@ class Row:
     source: str = ""
 
 
-# What is asked
-
-
-def _base(given: Given) -> list[Said]:
-    """A few counted steps, for all cases of `BASE`."""
-    counts: Said = (OK, "")
-    first = summed = later = loss = counts
-    alive: list[list[Callable[[], bool]]] = [[]]
-    wanted: float | None = None
-
-    def note(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.grad_fn is not None:
-            storage = StorageWeakRef(output.untyped_storage())  # type: ignore[no-untyped-call]
-            alive[-1].append(lambda: not storage.expired())  # type: ignore[no-untyped-call]
-
-    def watched(*values: Any) -> Any:
-        found = _Watched.apply(mean_square(*values))  # type: ignore[no-untyped-call]
-        node = weakref.ref(found.grad_fn)
-        alive[-1].append(lambda: node() is not None)
-        return found
-
-    hooks = [layer.register_forward_hook(note) for layer in given.setup.local_layers]
-    for step in given.train(STEPS, watched):
-        before, wanted = wanted, _plain_loss(given)
-        counts = _counted(step, given) if counts[0] == OK else counts
-        loss = loss_said(step.loss, wanted, before, given.batch.dtype) if loss[0] == OK else loss
-        how, said = compared(given)
-        if step.number == 1:
-            first = (FAILED, said) if how == "wrong" else (OK, said if how == "right" else "but for a factor")
-            summed = {
-                "right": (OK, "the gradients are those of the mean loss"),
-                "times": (FAILED, said),
-                "wrong": (UNTRIED, "its gradients are wrong in another way"),
-            }[how]
-            later = (OK, "") if how == "right" else (UNTRIED, "its first step is wrong")
-        elif how != "right" and later[0] == OK:
-            later = FAILED, f"in step {step.number} {said}"
-        del step
-        alive.append([])
-    for hook in hooks:
-        hook.remove()
-    gc.collect()
-    kept = sum(is_alive() for each in alive[:2] for is_alive in each)
-    return [
-        (OK, f"{type(given.engine).__name__} has step(batch, target, loss_fn)"),
-        counts,
-        first,
-        summed,
-        loss,
-        (later[0], later[1] or f"the gradients of {STEPS} steps are right, with an update after each"),
-        (FAILED, f"a step changes {given.disturbed}") if given.disturbed else (OK, "nothing else changes"),
-        (FAILED, f"{kept} activations or graphs of two steps are kept over {STEPS}")
-        if kept
-        else (OK, "what a step has made is gone two steps later"),
-    ]
-
-
-class _Watched(torch.autograd.Function):
-    """Hands a loss on; its node lives as long as the graph that it is in."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-def _trains(given: Given) -> Said:
-    """Right gradients, by as many forwards and backwards as asked for."""
-    for step in given.train(3):
-        said = _counted(step, given)
-        if said[0] != OK:
-            return said if given.setup.remat != "never" else (AS_BEFORE, said[1])
-        right = _right(given, said[1])
-        if right[0] != OK:
-            return right
-    return right
-
-
-def _frozen(given: Given) -> Said:
-    local = [p for layer in given.setup.local_layers for p in layer.parameters()]
-    for step in given.train(3):
-        if any(p.grad is not None and not p.requires_grad for p in local):
-            return FAILED, "a frozen parameter has a gradient"
-        if (said := _right(given))[0] != OK:
-            return said
-        del step
-    return said
-
-
-def _adds_up(given: Given) -> Said:
-    """Held against its own gradients, right or wrong."""
-    given.draw(1)
-    given.step()
-    once = left(given.setup)
-    given.step(clean=False)
-    twice = left(given.setup)
-    if same(twice, {name: 2 * gradient for name, gradient in once.items()}):
-        return OK, "two steps leave the sum of their gradients"
-    if norm := round_norm(twice):
-        return AS_BEFORE, f"two steps leave gradients of norm {norm}: the engine clips by itself"
-    times = factor_of(twice, once)
-    of = f"{times:.6g} times the gradients of one" if times is not None else "neither once nor twice these"
-    return AS_BEFORE, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
-
-
-def _scaled(given: Given) -> Said:
-    """Held against its own gradients, right or wrong."""
-    given.draw(1)
-    given.step()
-    once = left(given.setup)
-    given.step(lambda *values: _SCALE * mean_square(*values))
-    found = left(given.setup)
-    if not same(found, {name: _SCALE * gradient for name, gradient in once.items()}):
-        if norm := round_norm(found):
-            return AS_BEFORE, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
-        if same(found, once):
-            return AS_BEFORE, "its gradients are those of the loss function of an earlier step"
-        times = factor_of(found, once)
-        of = f"{times:.6g} times" if times is not None else "not by one factor"
-        return AS_BEFORE, f"with the loss times {_SCALE:g} the gradients are {of} those without"
-    given.step(lambda *values: float("inf") * mean_square(*values))
-    if all(bool(gradient.isfinite().all()) for gradient in left(given.setup).values()):
-        return FAILED, "an infinite loss leaves finite gradients: a scaler would not see the overflow"
-    return OK, f"the loss times {_SCALE:g} gives gradients times {_SCALE:g}, and an overflow is seen"
-
-
-def _clips(given: Given) -> Said:
-    clip = getattr(given.engine, "clip", None)
-    if clip is None:
-        return CANNOT, "it has no method clip(max_norm)"
-    given.draw(1)
-    given.step()
-    if (verdict := _right(given))[0] != OK:
-        return verdict
-    norm = float(torch.cat([gradient.flatten() for gradient in given.everything.values()]).norm())
-    returned = clip(norm / 4)
-    found = left(given.setup)
-    for name, wanted in given.expected.items():
-        if not torch.allclose(found[name], wanted / 4, rtol=1e-3, atol=1e-6):
-            times = float(found[name].norm() / (wanted / 4).norm())
-            return FAILED, f"{name} is {times:.4g} times what clipping by the norm of all stages leaves"
-    if returned is not None and abs(float(returned) - norm) > 1e-4 * norm:
-        return FAILED, f"clip returned {float(returned):.6g}; the norm of all gradients was {norm:.6g}"
-    return OK, "all gradients are scaled by the norm over all stages"
-
-
-def _evaluates_first(given: Given) -> Said:
-    evaluate = getattr(given.engine, "evaluate", None)
-    if evaluate is None:
-        return CANNOT, "it has no method evaluate(batch, target, loss_fn)"
-    given.draw(1)
-    loss = evaluate(given.batch, given.target, mean_square)
-    verdict, said = loss_said(loss, _plain_loss(given), None, given.batch.dtype)
-    if verdict != OK:
-        return verdict, f"evaluate {said}"
-    local = given.setup.local_layers
-    if any(p.grad is not None for layer in local for p in layer.parameters()):
-        return FAILED, "evaluate leaves gradients"
-    if not all(layer.training for layer in local):
-        return FAILED, "the layers stay in evaluation mode"
-    given.step()
-    return _right(given, "the step after it is right")
-
-
-def _averages(given: Given) -> Said:
-    """After each step batch normalization's averages are those of its micro-batches in turn, or of the
-    mini-batch at once.
-    """
-    count = given.setup.num_microbatches
-    for step in given.train(3):
-        for index in [index for stage in given.setup.local_stages for index in given.setup.partition[stage]]:
-            layer, plain = given.setup.layers[index], given.plain[index]
-            if not isinstance(layer, nn.BatchNorm1d) or not isinstance(plain, nn.BatchNorm1d):
-                continue
-            number = int(layer.num_batches_tracked or 0)
-            if number not in (step.number, count * step.number):
-                return FAILED, (
-                    f"layer {index} has counted {number} batches in {step.number} steps of {count} "
-                    "micro-batches"
-                )
-            if number == int(plain.num_batches_tracked or 0):  # else at once, which is another average
-                for mine, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
-                    if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
-                        return (
-                            AS_BEFORE,
-                            f"layer {index} has averages of other examples, or of some of them twice",
-                        )
-    return OK, "the averages are those of the examples, once each"
-
-
-def _masks_again(given: Given) -> Said:
-    """Of each input of a `Noise`, every forward has drawn the same mask; the next step draws others."""
-    noises = [(i, layer) for i, layer in enumerate(given.setup.layers) if isinstance(layer, Noise)]
-    local = {id(layer) for layer in given.setup.local_layers}
-    earlier: dict[int, list[Tensor]] = {}
-    for number in range(1, 4):
-        given.draw(number)
-        for _, noise in noises:
-            noise.drawn.clear()
-        given.step()
-        for index, noise in noises:
-            for place, (inputs, mask) in enumerate(noise.drawn):
-                for before, other in noise.drawn[:place]:
-                    if number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
-                        return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
-            masks = [mask for _, mask in noise.drawn]
-            known = earlier.get(index, [])
-            again = bool(masks) and len(masks) == len(known) and all(map(torch.equal, masks, known))
-            if again and id(noise) in local:
-                return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
-            earlier[index] = masks
-    return OK, "every recomputation draws the mask of the forward, and every step its own"
-
-
-# Models
-
-
-class Skip(nn.Module):
-    """A layer that passes its input on beside its output, as AmoebaNet's cells do, or joins the two."""
-
-    def __init__(self, joins: bool) -> None:
-        super().__init__()
-        self.linear, self.joins = nn.Linear(WIDTH, WIDTH), joins
-
-    def forward(self, value: Any) -> Any:
-        if self.joins:
-            return self.linear(value[0]) + value[1]
-        return torch.tanh(self.linear(value)), value
-
-
-class Masks(Skip):
-    """A layer that makes a mask of each example, which needs no gradient, or applies it."""
-
-    def forward(self, value: Any) -> Any:
-        if self.joins:
-            return self.linear(value[0] * value[1])
-        return torch.tanh(self.linear(value)), value > 0
-
-
-class Noise(nn.Module):
-    """Dropout that remembers what came and the mask that it drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, value: Tensor) -> Tensor:
-        mask = nn.functional.dropout(torch.ones_like(value))
-        self.drawn.append((value.detach().clone(), mask))
-        return value * mask
-
-
-def _linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
 MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
-    "chain": lambda: [_linear(), _linear(), nn.Tanh()],
+    "chain": lambda: [linear(), linear(), nn.Tanh()],
     "skip": lambda: [Skip(False), Skip(True), nn.Tanh()],
     "masks": lambda: [Masks(False), Masks(True), nn.Tanh()],
-    "norm": lambda: [nn.BatchNorm1d(WIDTH), _linear(), nn.BatchNorm1d(WIDTH)],
-    "noise": lambda: [Noise(), _linear(), Noise()],
+    "norm": lambda: [nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH)],
+    "noise": lambda: [Noise(), linear(), Noise()],
 }
 """What stands between the first layer of a model and the last. It is cut behind its second layer, or behind
 each of the first three.
@@ -359,7 +97,7 @@ class Case(NamedTuple):
     expected: str
     meaning: str
     source: str = ""
-    ask: Callable[[Given], Said] = _trains
+    ask: Callable[[Given], Said] = trains
     middle: str = "chain"
     remat: str = "never"
     examples: int = 2  # of a micro-batch
@@ -376,23 +114,23 @@ BASE = (
     Case("gradients", "those of the uncut model", "another function is minimized"),
     Case("summed loss", "the mean over the mini-batch", "the learning rate is off by a factor",
          _HUB + "pytorch/torchtitan/issues/2972"),
-    Case("returned loss", "the mean over the mini-batch, or None", "curves cannot be compared"),
     Case("later steps", "each with its own weights and batch", "training goes wrong after a good start"),
+    Case("returned loss", "the mean over the mini-batch, or None", "curves cannot be compared"),
     Case("left alone", "nothing but .grad changes", "what follows a step is not what was meant"),
     Case("memory over steps", "nothing is kept for long", "memory grows until there is none"),
 )  # fmt: skip
 CASES = (
     *BASE,
     Case("accumulation over steps", "two steps add up", "earlier steps count less, or not at all",
-         _HUB + "pytorch/torchtitan/issues/1733", _adds_up),
+         _HUB + "pytorch/torchtitan/issues/1733", adds_up),
     Case("clipping over stages", "one norm over all stages", "stages are scaled apart: the direction is lost",
-         _HUB + "pytorch/torchtitan/issues/596", _clips),
+         _HUB + "pytorch/torchtitan/issues/596", clips),
     Case("evaluation first", "training after it is right", "validating before training spoils or ends it",
-         _HUB + "pytorch/pytorch/issues/162822", _evaluates_first),
+         _HUB + "pytorch/pytorch/issues/162822", evaluates_first),
     Case("frozen stage", "gradients pass through it", "what lies before an adapter does not train",
-         _HUB + "pytorch/PiPPy/issues/1122", _frozen, frozen="last stage"),
+         _HUB + "pytorch/PiPPy/issues/1122", frozen, frozen="last stage"),
     Case("frozen first layers", "no gradient is asked of them", "the last layers cannot be fine-tuned",
-         _HUB + "pytorch/pytorch/issues/153484", _frozen, frozen="first layers"),
+         _HUB + "pytorch/pytorch/issues/153484", frozen, frozen="first layers"),
     Case("shared weights", "each use gets the sum of both", "tied embeddings drift apart",
          _HUB + "uw-syfi/piper/issues/13", shared=True),
     Case("a skip", "both tensors bring gradients back", "residual paths do not train",
@@ -400,17 +138,17 @@ CASES = (
     Case("masks per micro-batch", "each has its own, without gradient", "tokens get another batch's mask",
          _HUB + "pytorch/torchtitan/issues/1723", middle="masks"),
     Case("loss scaling", "every stage scales alike", "fp16 steps are wrong or skipped on one stage",
-         _HUB + "NVIDIA-NeMo/Megatron-Bridge/pull/5591", _scaled),
+         _HUB + "NVIDIA-NeMo/Megatron-Bridge/pull/5591", scaled),
     Case("batch norm's averages", "every example counts once", "evaluation uses wrong statistics",
-         _HUB + "kakaobrain/torchgpipe/issues/14", _averages, "norm"),
+         _HUB + "kakaobrain/torchgpipe/issues/14", averages, "norm"),
     Case("remat except_last", "recomputed, with equal gradients", "memory is not what was asked for",
          remat="except_last"),
     Case("remat always", "recomputed, with equal gradients", "memory is not what was asked for",
          remat="always"),
     Case("dropout under recomputation", "the forward's mask again", "gradients are another network's",
-         _HUB + "allenai/OLMo-core/pull/828", _masks_again, "noise", "always"),
+         _HUB + "allenai/OLMo-core/pull/828", masks_again, "noise", "always"),
     Case("batch norm, recomputed", "every example counts once", "evaluation uses wrong statistics",
-         _HUB + "kakaobrain/torchgpipe/issues/14", _averages, "norm", "always"),
+         _HUB + "kakaobrain/torchgpipe/issues/14", averages, "norm", "always"),
     Case("M < K", "one micro-batch on two stages", "few, long micro-batches hang",
          _HUB + "pytorch/torchtitan/issues/775", examples=8, num_microbatches=1),
     Case("ragged mini-batch", "2 or 3 examples each, once", "an epoch's last batch hangs or weighs more",
@@ -582,7 +320,7 @@ def _examine(
         if refused or engine is None:
             return [_row(place, each, (CANNOT, refused)) for each in group[:1]]
         given = Given(engine, setup, plain, *drawn(size, 0, dtype), compares=case.middle != "noise")
-        found = _base(given) if group == BASE else [case.ask(given)]
+        found = first_steps(given) if group == BASE else [case.ask(given)]
     except Exception as error:
         if raises or not alone:
             raise
@@ -598,7 +336,7 @@ def subject(
     """
     torch.manual_seed(SEED)
     count = case.num_microbatches or count
-    layers: list[nn.Module] = [_linear(), *MIDDLES[case.middle](), _linear()]
+    layers: list[nn.Module] = [linear(), *MIDDLES[case.middle](), linear()]
     for layer in layers:
         layer.to(dtype)
     if case.shared:
@@ -612,26 +350,3 @@ def subject(
         layers, spans, count, case.remat, torch.device("cpu"),
         dist.group.WORLD if placement else None, placement if len(placement) > 2 else (),
     ), count * case.examples + case.ragged  # fmt: skip
-
-
-def _counted(step: Step, given: Given) -> Said:
-    """Not of the first step, in which an engine may agree on shapes."""
-    if step.number == 1:
-        return OK, ""
-    try:
-        count, sizes = check_counts("the engine", step.counts, given.setup, given.batch)
-    except RuntimeError as error:
-        return FAILED, str(error).partition(": ")[2]
-    text = f"each stage ran {len(count.rows)} forwards and {count.backwards} backwards"
-    return OK, f"{text} of {', '.join(map(str, sorted(set(sizes))))} examples"
-
-
-def _right(given: Given, said: str = "") -> Said:
-    """Whether the gradients are the uncut model's; else that may be said already."""
-    how, why = compared(given)
-    return (OK, said or why) if how == "right" else (AS_BEFORE, why)
-
-
-def _plain_loss(given: Given) -> float:
-    with torch.no_grad():
-        return float(mean_square(nn.Sequential(*given.plain)(given.batch), given.target))

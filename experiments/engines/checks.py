@@ -177,20 +177,6 @@ def gradient_error(
     return largest
 
 
-def counted_step(
-    engine: Engine, setup: Setup, batch: Any, target: Any, loss_fn: LossFn
-) -> tuple[dict[int, Count], Any]:
-    """What each stage of this process did in an engine's second step, which leaves its gradients, and the
-    loss that it returned. In processes, all must call.
-    """
-    clear(setup.layers)
-    engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
-    clear(setup.layers)
-    with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
-        loss = engine.step(batch, target, loss_fn)
-    return counted(), loss
-
-
 def verify(
     name: str,
     engine: Engine,
@@ -209,8 +195,12 @@ def verify(
     """
     if expected is None:
         expected = reference(setup, batch, target, loss_fn)
-    counts, _ = counted_step(engine, setup, batch, target, loss_fn)
-    count, _ = check_counts(name, counts, setup, batch)
+    clear(setup.layers)
+    engine.step(batch, target, loss_fn)  # agrees on shapes, where an engine does that
+    clear(setup.layers)
+    with counting({stage: setup.stage_layers(stage)[0] for stage in setup.local_stages}) as counted:
+        engine.step(batch, target, loss_fn)
+    count, _ = check_counts(name, counted(), setup, batch)
     found: dict[str, Any] = {
         "forwards": len(count.rows), "backwards": count.backwards, "examples": max(count.rows),
     }  # fmt: skip

@@ -32,6 +32,7 @@ class Step(NamedTuple):
 class Given:
     """An engine, what it was built from, and the uncut model beside it, whose weights are trained alike.
 
+    Where layers draw at random (not `compares`), gradients are not compared; its layers train by its own.
     `before` are mini-batch and weights of the steps until now; `disturbed` is what a step has changed of what
     it was given, in words; `everything` are the gradients of the latest step, of all layers.
     """
@@ -44,7 +45,7 @@ class Given:
     everything: dict[str, Tensor] = field(default_factory=dict)
     before: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = field(default_factory=list)
     disturbed: str = ""
-    compares: bool = True  # not where layers draw at random
+    compares: bool = True
 
     @property
     def whole(self) -> Setup:
@@ -68,11 +69,14 @@ class Given:
             clear(self.setup.layers)
         batch, target = self.batch.clone(), self.target.clone()
         local = self.setup.local_layers
-        parameters = [(p, p.detach().clone(), p.requires_grad) for layer in local for p in layer.parameters()]
+        parameters = [(p, p.detach().clone(), p.requires_grad) for p in _parameters(local)]
         loss = self.engine.step(batch, target, loss_fn)
         found = {
             "the mini-batch": not (torch.equal(batch, self.batch) and torch.equal(target, self.target)),
             "weights, which an optimizer does": any(not torch.equal(p, value) for p, value, _ in parameters),
+            "parameters, in whose place are others": any(
+                now is not before[0] for now, before in zip(_parameters(local), parameters, strict=True)
+            ),
             "layers, to evaluation mode": not all(layer.training for layer in local),
             "parameters, which train no longer or again": any(p.requires_grad != n for p, _, n in parameters),
             "the process, in which gradients are off": not torch.is_grad_enabled(),
@@ -98,12 +102,10 @@ class Given:
             yield Step(number, loss, counts())
             self.before.append((self.batch, self.target, weights))
             with torch.no_grad():
-                for setup in (self.setup, self.whole):
-                    seen = set()
-                    for name, parameter in named_parameters(setup).items():
-                        if parameter not in seen:
-                            parameter.sub_(LEARNING_RATE * self.everything[name])
-                        seen.add(parameter)
+                for setup in (self.setup, self.whole) if self.compares else (self.setup,):
+                    for parameter, name in {p: name for name, p in named_parameters(setup).items()}.items():
+                        gradient = self.everything[name] if self.compares else parameter.grad
+                        parameter.sub_(LEARNING_RATE * (0 if gradient is None else gradient))
 
 
 def drawn(size: int, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -111,3 +113,7 @@ def drawn(size: int, number: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(SEED + number)
     batch, target = (torch.randn(size, WIDTH, dtype=dtype, generator=generator) for _ in range(2))
     return batch, target
+
+
+def _parameters(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in layer.parameters()]

@@ -8,7 +8,6 @@ load torch: the command line checks names with it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import sys
@@ -163,7 +162,7 @@ def resolve(name: str) -> EngineFactory:
     return factory
 
 
-class NoStepError(ValueError):
+class NoStepError(TypeError):
     """What a factory returned is no engine. Other than what an engine can't do, no reason to leave it out."""
 
 
@@ -172,8 +171,11 @@ def build(name: str, setup: Setup) -> Engine:
     NoStepError where it is none.
     """
     engine = resolve(name)(setup)
-    if not _has_step(engine):
-        raise _no_step(name, f"returned {type(engine).__name__}, which")
+    if not callable(getattr(engine, "step", None)):
+        raise NoStepError(
+            f"engine {name.partition('@')[0]!r} returned {type(engine).__name__}, which has no method "
+            "step(batch, target, loss_fn); return an object that has one"
+        )
     return engine
 
 
@@ -181,44 +183,6 @@ def placement_of(name: str) -> tuple[int, ...]:
     """The process of each stage that an engine is made for; empty where it has one stage in each."""
     place: tuple[int, ...] = getattr(resolve(name), "placement", None) or ()
     return place if len(place) > max(place, default=0) + 1 else ()
-
-
-def check_step(name: str) -> None:
-    """NoStepError if the engine can't take a step: it is built from two tiny layers to see.
-
-    One that can't be built from so little is judged by its class, if it is one, and else when it is built for
-    real. Whatever the factory raises means just that: it is somebody else's code, may want a process group,
-    a GPU or larger layers, and says so by an error of its own choice, which is shown where it is built for
-    real (`isolated.py`). What is no error, an interrupt or an exit, ends the command.
-    """
-    import torch
-    from torch import nn
-
-    factory = resolve(name)
-    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    setup = Setup(layers, (range(1), range(1, 2)), 2, "never", torch.device("cpu"))
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-            engine = factory(setup)
-    except Exception:  # of any kind, see above
-        names = getattr(getattr(factory, "__init__", None), "__code__", None)
-        sets_it = names is not None and "step" in names.co_names
-        if isinstance(factory, type) and not (_has_step(factory) or sets_it):
-            raise _no_step(name, "is a class that") from None
-        return
-    if not _has_step(engine):
-        raise _no_step(name, f"returned {type(engine).__name__}, which")
-
-
-def _has_step(engine: object) -> bool:
-    return callable(getattr(engine, "step", None))
-
-
-def _no_step(name: str, what: str) -> NoStepError:
-    return NoStepError(
-        f"engine {name.partition('@')[0]!r} {what} has no method step(batch, target, loss_fn); "
-        "return an object that has one"
-    )
 
 
 def pinned(name: str) -> str:

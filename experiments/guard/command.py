@@ -16,9 +16,10 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +99,7 @@ class CommandArm:
     """One revision, measured by a command that is run in its folder."""
 
     def __init__(self, name: str, tree: Path, command: Command, modules: str) -> None:
-        self._where, self._tree, self._command = f"{name} ({tree})", tree, command
+        self._where, self._tree, self.command = f"{name} ({tree})", tree, command
         before = os.environ.get("PYTHONPATH")
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (modules, before)))}
         self.count = 0
@@ -122,7 +123,7 @@ class CommandArm:
         numbers, cpu_s = self._run()
         if len(numbers) != self.count:
             raise ValueError(
-                f"--command {self._command.line!r} of {self._where} printed {len(numbers)} numbers, and "
+                f"--command {self.command.line!r} of {self._where} printed {len(numbers)} numbers, and "
                 f"{self.count} before; give a --number that matches as often in every run"
             )
         return Sample(self._level(numbers), cpu_s)
@@ -130,11 +131,11 @@ class CommandArm:
     def _level(self, numbers: list[float]) -> float:
         """The geometric mean, larger if worse."""
         level = math.exp(math.fsum(map(math.log, numbers)) / len(numbers))
-        return 1 / level if self._command.higher_is_better else level
+        return 1 / level if self.command.higher_is_better else level
 
     def _run(self) -> tuple[list[float], float]:
         """The numbers of a run, and its processor time."""
-        command, begin_s, before_s = self._command, time.monotonic(), _children_s()
+        command, begin_s, before_s = self.command, time.monotonic(), _children_s()
         what = f"--command {command.line!r} of {self._where}"
         process = subprocess.Popen(
             command.line, shell=True, cwd=self._tree, env=self._environment, stdin=subprocess.DEVNULL,
@@ -156,7 +157,7 @@ class CommandArm:
         if process.returncode:
             raise ValueError(
                 f"{what} failed with status {process.returncode}: {_tail(errors or said)}; what the base has "
-                "not yet can lie outside of the repository, and --setup builds what must be built"
+                "not yet can lie outside of the repository, and --build builds what must be built"
             )
         try:
             return command.numbers(said), max(_children_s() - before_s, 1e-6)
@@ -175,7 +176,7 @@ def check(arms: Mapping[str, CommandArm], left_s: float) -> None:
             f"the revisions print different numbers of numbers: {told}; give a --number that matches as "
             "often in both"
         )
-    check_unit({name: arm.first for name, arm in arms.items()})
+    check_numbers({name: [arm.first] for name, arm in arms.items()}, arms["base"].command)
     run_s = min(arm.taken_s for arm in arms.values())
     if run_s * NEEDED_RUNS > left_s:
         raise ValueError(
@@ -184,27 +185,26 @@ def check(arms: Mapping[str, CommandArm], left_s: float) -> None:
         )
 
 
-def check_unit(levels: Mapping[str, float]) -> None:
-    """Raises ValueError where a revision's number is about a power of 1000 times the base's: its unit has
-    changed, as timeit's does.
+def check_numbers(numbers: Mapping[str, Sequence[float]], command: Command) -> None:
+    """Raises ValueError where no arm's number, larger if worse, ever changes and nobody has named it, and
+    where one is about a power of 1000 times the base's: its unit has changed, as timeit's does.
     """
-    for name, level in levels.items():
-        digits = math.log10(level / levels["base"])
-        power = round(digits / 3)
-        if power and abs(digits - 3 * power) < UNIT_DIGITS:
-            raise ValueError(
-                f"the command's number is {level:g} of the {name} and {levels['base']:g} of the base, about "
-                f"a power of 1000 apart: its unit changes; print one unit, as `python -m timeit -u msec` does"
-            )
-
-
-def check_changes(values: Collection[float], command: Command) -> None:
-    """Raises ValueError where every run of every arm printed the same and nobody has named the number."""
-    if not command.pattern and len({*values}) == 1:
+    base = statistics.median(numbers["base"])
+    if not command.pattern and all(len(numbers[arm]) > 1 and len({*numbers[arm]}) == 1 for arm in numbers):
+        told = 1 / base if command.higher_is_better else base
         raise ValueError(
-            f"--command {command.line!r} printed {min(values):g} last in every run of every revision, which "
-            "no time is; --number REGEX names the number, also one that may well be equal"
+            f"--command {command.line!r} printed {told:g} last in every run of the base, and no revision's "
+            "number ever changed, as no time does; --number REGEX names the number, also an exact one"
         )
+    for arm, levels in numbers.items():
+        for level in levels:
+            digits = math.log10(level / base)
+            power = round(digits / 3)
+            if power and abs(digits - 3 * power) < UNIT_DIGITS:
+                raise ValueError(
+                    f"the command's number is {level:g} of the {arm} and {base:g} of the base, about a power "
+                    "of 1000 apart: its unit changes; print one unit, as `python -m timeit -u msec` does"
+                )
 
 
 def _value(text: str) -> float:

@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.guard.worker import BENCHMARKS, SEED
+from gpipe_bench.experiments.guard.own import BENCHMARKS, SEED
 
 if TYPE_CHECKING:
     from gpipe_bench.pipeline.plan.edges import Edge

@@ -8,7 +8,6 @@ as a table with a line for each run, and in a sentence for each benchmark.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
-from gpipe_bench.experiments.guard.command import Command, CommandArm, check, check_changes, check_unit
+from gpipe_bench.experiments.guard.command import Command, CommandArm, check, check_numbers
 from gpipe_bench.harness.guard import (
+    ARMS,
     CONFIDENCE,
     LOOKS,
     THRESHOLD,
@@ -54,7 +54,7 @@ above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processe
 itself` is the control: if its interval excludes 0, the run proves nothing (contaminated). Noise floor: how
 far that interval reaches; what looks like an improvement within it is none. Detects: the slow-down that a
 run this noisy finds four times in five. Processor time can't see waiting; it decides only where wall time is
-contaminated and two runs agree that the head is slower."""
+contaminated and two runs agree: that the head is slower or, where exact counters are equal, the same."""
 
 
 @dataclass
@@ -64,11 +64,10 @@ class Finding:
     benchmark: str
     runs: list[Judgement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    samples_s: list[float] = field(default_factory=list)  # the head's, in the last run
-    refused: str = ""  # why there is nothing to time: neither revision can run it, or only the head can
     command: Command | None = None  # whose number it is; else seconds of a step
-    is_new: bool = False  # the base has it not, or can't run it
-    failed: str = ""  # what the head did instead of running it
+    is_counted: bool = False  # exact counters say that both revisions do the same work
+    lacking: str = ""  # what the base has not: it is new, and not timed
+    failed: str = ""  # what a revision did instead of running it
     cpu_noise: list[float] = field(default_factory=list)  # of each run: how far the base is from itself
 
     @property
@@ -78,22 +77,27 @@ class Finding:
     @property
     def confirmed(self) -> bool:
         """A regression, twice in a row: what fails a run of the guard."""
-        return confirmed(self.verdicts) or self.by_processor_time
+        return confirmed(self.verdicts) or self.by_processor_time == "regression"
 
     @property
-    def by_processor_time(self) -> bool:
-        """Whether wall time told nothing, and processor time the same in two runs: a regression, beyond what
-        two processes of the base differ by.
+    def by_processor_time(self) -> str:
+        """What processor time says in two runs whose wall time told nothing: a regression, beyond what two
+        processes of the base differ by; "same", where counters say so, too; or "".
         """
         last = list(zip(self.runs, self.cpu_noise, strict=False))[-2:]
         untold = all(run.verdict in ("contaminated", "inconclusive") for run, _ in last)
-        contaminated = any(run.verdict == "contaminated" for run, _ in last)
-        slower = all(run.cpu.low > max(THRESHOLD, noise) for run, noise in last)
-        return len(last) == 2 and untold and contaminated and slower
+        if len(last) < 2 or not untold or "contaminated" not in (run.verdict for run, _ in last):
+            return ""
+        if all(run.cpu.low > max(THRESHOLD, noise) for run, noise in last):
+            return "regression"
+        is_same = all(verdict_of(run.cpu) == "same" and noise <= THRESHOLD for run, noise in last)
+        return "same" if is_same and self.is_counted else ""
 
     @property
     def is_told(self) -> bool:
         """Whether this run says anything of it, good or bad."""
+        if self.lacking or self.by_processor_time == "same":
+            return not self.failed
         return bool(self.runs) and not self.failed and self.verdicts[-1] in ("same", "improved")
 
     def level(self, value: float) -> str:
@@ -106,12 +110,14 @@ class Finding:
         """Its outcome in a sentence."""
         if self.failed:
             return f"{self.benchmark}: failed: {self.failed}"
-        if self.refused:
-            return f"{self.benchmark}: {'new, ' if self.is_new else ''}not timed: {self.refused}"
+        if self.lacking:
+            return f"{self.benchmark}: new, not timed: {self.lacking}"
         last = self.runs[-1]
         head, slower = show(last.head), "worse" if self.command else "slower"
-        if self.by_processor_time:
+        if self.by_processor_time == "regression":
             what = f"slower by {show(last.cpu)} in processor time, in two runs whose wall time tells nothing"
+        elif self.by_processor_time:
+            what = f"same, {show(last.cpu)} in processor time in two runs, and the exact counters are equal"
         elif self.confirmed:
             what = f"{slower} by {head}, in two runs one after the other"
         elif last.verdict == "regression":
@@ -138,8 +144,8 @@ class Finding:
         for run in runs if self.command else ():
             run |= {arm: float(self.level(run.pop(f"{arm}_s"))) for arm in ("base", "head")}
         return {
-            "benchmark": self.benchmark, "confirmed": self.confirmed, "refused": self.refused,
-            "new": self.is_new, "failed": self.failed, "notes": self.notes, "runs": runs,
+            "benchmark": self.benchmark, "confirmed": self.confirmed, "new": bool(self.lacking),
+            "failed": self.failed, "notes": self.notes, "runs": runs,
         }  # fmt: skip
 
 
@@ -150,42 +156,43 @@ def guard(
     seed: int,
     *,
     control: Path | None = None,
+    is_counted: bool = False,
     budget_s: float = BUDGET_S,
     tell: Callable[[str], None] = lambda line: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
     """Compares the subject's folder with the tree `base` by these benchmarks; a command's control is run in a
-    tree of its own.
+    tree of its own. `is_counted`: exact counters are equal.
 
-    What the head can't run has failed, which its finding says; the others are measured all the same.
+    What can't be run has failed, or is new if only the base lacks it, which its finding says; the others are
+    measured all the same.
     """
     begun_s = clock_s()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
-    findings = [Finding(name, command=subject.command) for name in names]
+    findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in names]
     while pending := [
-        each for each in findings if not (each.refused or each.failed) and needs_another_run(each.verdicts)
+        each for each in findings if not (each.lacking or each.failed) and needs_another_run(each.verdicts)
     ]:
         if pending[0].runs and clock_s() + AGAIN_S > deadline_s:
             for finding in pending:
                 finding.notes.append("no time left to measure again")
             break
-        with arms_of(subject, base, [finding.benchmark for finding in pending], control) as arms:
+        with arms_of(subject, base, control) as arms:
             for index, finding in enumerate(pending):
                 now_s = clock_s()  # of what is left each gets its share, so that a busy machine starves none
                 until_s = deadline_s if finding.runs else first_deadline_s
                 share_s = (until_s - now_s) / (len(pending) - index)
                 run_seed = f"{seed} {finding.benchmark} {len(finding.runs)}"
                 try:
-                    judgement = (measure_command if subject.command else measure)(
-                        arms, finding, run_seed, deadline_s=now_s + share_s
-                    )
+                    if subject.command:
+                        judgement = measure_command(arms, finding, run_seed, deadline_s=now_s + share_s)
+                    else:
+                        judgement = measure(arms, finding, run_seed, subject, deadline_s=now_s + share_s)
                 except WorkerError as error:
-                    finding.failed = str(error)
+                    finding.lacking = str(error).splitlines()[0] if error.lacks else ""
+                    finding.failed = "" if error.lacks else str(error)
                     tell(finding.conclusion())
                     break  # its processes may be gone: the others go on in new ones
-                if judgement is None:
-                    tell(f"{finding.benchmark}: not timed: {finding.refused}")
-                    continue
                 finding.runs.append(judgement)
                 tell(f"{finding.benchmark}, run {len(finding.runs)}: {judgement.verdict}")
     return findings
@@ -195,42 +202,42 @@ def measure(
     arms: Mapping[str, Arm],
     finding: Finding,
     seed: str,
+    subject: Subject,
     *,
     looks: Sequence[int] = LOOKS,
     sample_s: float = SAMPLE_S,
     deadline_s: float = math.inf,
-) -> Judgement | None:
-    """One run of one benchmark; None where it is refused, which the finding then says.
+) -> Judgement:
+    """One run of one benchmark.
 
     A sample is as many steps, equal for all arms, as the base needs to fill `sample_s` when undisturbed.
-    Raises WorkerError where the head has unlearnt it.
+    Raises WorkerError where a revision can't run it, which `lacks` it if that is the base; ValueError where
+    something compiled is timed that nobody has built for both.
     """
     name = finding.benchmark
-    built = {"head": arms["head"].build(name)}
-    for arm in ("base", "control"):
+    built: dict[str, Built] = {}
+    for arm in ("head", "base", "control"):
         try:
             built[arm] = arms[arm].build(name)
         except WorkerError as error:
-            finding.is_new = True
-            built[arm] = Built(None, str(error).splitlines()[0])
-    finding.refused = _refused(name, built["base"], built["head"])
-    if finding.refused:
-        return None
+            error.lacks = error.lacks and arm != "head"
+            raise
+        if built[arm].compiled and not subject.build:
+            raise ValueError(
+                f"{name} runs {built[arm].compiled[0]}, which is compiled; --build COMMAND builds it in the "
+                "base's checkout and in the working tree, or a stale one would be timed"
+            )
     before, now = built["base"].result, built["head"].result
     differ = before is not None and now is not None and not math.isclose(before, now, rel_tol=1e-4)
     if differ and not finding.notes:
-        finding.notes.append(
-            f"computes something else: {built['head'].what} was {before:.6g} and is {now:.6g}"
-        )
+        finding.notes.append(f"computes something else: what it returns was {before:.6g} and is {now:.6g}")
     steps_s = [arms["base"].sample(name, 1).wall_s for _ in range(CALIBRATION_SAMPLES)]
     repeats = repeats_for(steps_s, sample_s)
     judgement, rounds = run_rounds(
         lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
     )
-    finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
-    if len(rounds) > 1:
-        control = change(log_ratios(rounds, "control", "cpu_s"), CONFIDENCE)
-        finding.cpu_noise.append(max(abs(control.low), abs(control.high)))
+    control = change(log_ratios(rounds, "control", "cpu_s"), CONFIDENCE)
+    finding.cpu_noise.append(max(abs(control.low), abs(control.high)))
     return judgement
 
 
@@ -244,22 +251,9 @@ def measure_command(
         each.build()
     check(arms, math.inf if finding.runs else deadline_s - time.monotonic())
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
-    if finding.command is not None:
-        check_changes(
-            [each.wall_s for taken in rounds for arm in taken.values() for each in arm], finding.command
-        )
-    check_unit({"head": judgement.head_s, "base": judgement.base_s})
-    finding.samples_s = [sample.wall_s for each in rounds for sample in each["head"]]
+    numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
+    check_numbers(numbers, arms["base"].command)
     return judgement
-
-
-def _refused(name: str, base: Built, head: Built) -> str:
-    """Why there is nothing to compare."""
-    if head.refused and not base.refused:
-        raise WorkerError(f"{name}: the base runs it, the head refuses: {head.refused}")
-    if base.refused and not head.refused:
-        return f"the base refuses, the head runs it: {base.refused}"
-    return head.refused
 
 
 def table(findings: Sequence[Finding]) -> Grid:
@@ -286,38 +280,9 @@ def ending(failed: bool, findings: Sequence[Finding]) -> str:
     """The last line. What could not be told has not passed."""
     if failed:
         return "guard: FAILED"
-    names = [finding.benchmark for finding in findings if not (finding.is_told or finding.is_new)]
+    names = [finding.benchmark for finding in findings if not finding.is_told]
     if not names:
         return "guard: passed"
     if len(names) == len(findings):
         return "guard: inconclusive: nothing was measured well enough to tell"
     return f"guard: passed, but nothing can be told of {', '.join(names)}"
-
-
-def trend(findings: Sequence[Finding], describe: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What was measured, as github-action-benchmark reads it (tool `customBiggerIsBetter`): two series for
-    each benchmark. A trend over months is for looking at, never for failing a change; nothing reads it back.
-    """
-    found = []
-    for finding in findings:
-        if not finding.runs:
-            continue
-        run, name = finding.runs[-1], finding.benchmark
-        low, high = 1 / (1 + run.head.high), 1 / (1 + run.head.low)
-        unit = "steps/s"
-        if finding.command is not None:
-            unit = "number" if finding.command.higher_is_better else "1/number"
-        rates = [1 / sample for sample in finding.samples_s]
-        spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
-        extra = f"{describe[name]}\nverdict: {run.verdict} after {run.rounds} rounds"
-        found += [
-            {
-                "name": name, "unit": unit, "value": statistics.median(rates),
-                "range": f"± {spread:.3g}", "extra": extra,
-            },
-            {
-                "name": f"{name} against its base", "unit": "x", "value": 1 / (1 + run.head.value),
-                "range": f"{low:.4f} to {high:.4f}", "extra": extra,
-            },
-        ]  # fmt: skip
-    return found

@@ -41,7 +41,7 @@ def test_engine(asked: dict[str, dict[str, Row]], place: str, case: str, request
         rows = asked[place]
     row = rows.get(case)
     if row is None:
-        pytest.skip("its step can't be asked")
+        pytest.skip("its step can't be asked" + "".join(f": {each.text}" for each in [*rows.values()][:1]))
     if (program := config.pluginmanager.get_plugin("found")) is not None:  # that runs these tests
         program.rows.append(row)
     if row.verdict in SKIPPED:

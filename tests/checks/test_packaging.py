@@ -120,8 +120,8 @@ def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
     said = asked.stdout.splitlines()[0]
     assert re.fullmatch(rf"{their_repository.ENGINE}: \d+ cases passed, \d+ cannot be asked", said), said
     guarded = run(
-        program, theirs, "guard", "--repo", ".", "--base", "HEAD", "--engine", their_repository.ENGINE,
-        "--only", "tiny-layers", "--budget-s", "1",
+        program, theirs, "guard", "--repo", ".", "--base", "HEAD", "--benchmarks", "benchmarks.py",
+        "--budget-s", "1",
     )  # fmt: skip
     assert guarded.returncode == 0, guarded.stderr
     assert "both are the same code, so any difference is noise" in guarded.stdout

@@ -36,7 +36,7 @@ def play(tmp_path: Path, given: dict[str, str]) -> list[list[str]]:
         script.chmod(0o755)
     done = carried_out(
         given, check=True, PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-        GITHUB_STEP_SUMMARY="/summary.md",
+        GITHUB_STEP_SUMMARY=str(tmp_path / "summary.md"),
     )  # fmt: skip
     assert done is not None
     return [json.loads(line) for line in log.read_text().splitlines()]
@@ -69,49 +69,58 @@ def carried_out(
 
 
 def test_the_least_that_can_be_said(tmp_path: Path) -> None:
-    install, guard = play(tmp_path, {"base": "origin/main", "engine": "mine:Engine"})
-    assert install == ["python", "-m", "pip", "install", "--quiet", "/action"]
+    install, more, guard = play(tmp_path, {"base": "origin/main", "benchmarks": "mine.py"})
+    assert install == ["python", "-m", "pip", "install", "--quiet", "--no-deps", "/action"]
+    assert more[:5] == ["python", "-m", "pip", "install", "--quiet"]
+    assert "torch" not in more
     assert guard == [
         "gpipe-bench", "guard", "--repo", ".", "--base", "origin/main", "--budget-s", "150",
-        "--markdown", "/summary.md", "--engine", "mine:Engine",
+        "--markdown", str(tmp_path / "summary.md"), "--benchmarks", "mine.py",
     ]  # fmt: skip
+
+
+OPTIONS = {
+    "base": "--base", "benchmarks": "--benchmarks", "command": "--command", "number": "--number",
+    "repository": "--repo", "path": "--path", "build": "--build", "budget-s": "--budget-s",
+    "timeout-s": "--timeout-s",
+}  # fmt: skip
+SWITCHES = ("require-conclusive", "higher-is-better")
 
 
 @pytest.mark.parametrize("odd", ["a b", "$(touch /tmp/should-not-be)", '"; exit 3; "'])
 def test_everything_arrives_as_it_was_said(tmp_path: Path, odd: str) -> None:
-    given = {
-        name: f"{name} {odd}"
-        for name in ACTION["inputs"]
-        if name not in ("install", "require-conclusive", "higher-is-better")
-    }
-    (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
-    for name, option in {"base": "--base", "engine": "--engine", "benchmarks": "--benchmarks",
-                         "command": "--command", "setup": "--setup", "number": "--number",
-                         "repository": "--repo", "path": "--path", "build": "--build",
-                         "budget-s": "--budget-s", "history": "--history"}.items():  # fmt: skip
+    assert {*OPTIONS, *SWITCHES, "only", "install"} == {*ACTION["inputs"]}
+    given = {name: f"{name} {odd}" for name in OPTIONS} | dict.fromkeys(SWITCHES, "true")
+    (guard,) = play(tmp_path, {**given, "only": "one other", "install": "false"})
+    for name, option in OPTIONS.items():
         assert guard[guard.index(option) + 1] == f"{name} {odd}"
-    assert guard[-1] == "--require-conclusive"
+    assert [guard[i + 1] for i, word in enumerate(guard) if word == "--only"] == ["one", "other"]
+    assert {"--require-conclusive", "--higher-is-better"} <= {*guard}
 
 
 def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> None:
-    given = {
-        "base": "b",
-        "engine": "m:e",
-        "benchmarks": "f.py",
-        "path": "src",
-        "build": "make",
-        "history": "h",
-        "command": "./bench",
-        "setup": "make",
-        "number": "x",
-        "higher-is-better": "true",
-    }
-    (guard,) = play(tmp_path, {**given, "install": "false", "require-conclusive": "true"})
+    given = {**dict.fromkeys(OPTIONS, "3"), **dict.fromkeys(SWITCHES, "true"), "only": "one"}
+    (guard,) = play(tmp_path, {**given, "install": "false"})
     options = parser().parse_args(guard[1:])
-    assert (options.repo, options.base, options.engine) == (Path("."), "b", "m:e")
-    assert (options.path, options.build, options.require_conclusive) == (["src"], "make", True)
-    assert (options.command, options.setup, options.number) == ("./bench", "make", "x")
+    assert (options.repo, options.base, options.benchmarks) == (Path("3"), "3", Path("3"))
+    assert (options.path, options.build, options.require_conclusive) == (["3"], "3", True)
+    assert (options.command, options.number, options.timeout_s) == ("3", "3", 3)
     assert options.higher_is_better
+    assert options.only == ["one"]
+
+
+def test_a_guard_that_ends_before_it_says_anything_is_in_the_summary(tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "gpipe-bench"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 2\n")
+    program.chmod(0o755)
+    summary = tmp_path / "summary.md"
+    done = carried_out(
+        {"base": "main", "install": "false"}, PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+        GITHUB_STEP_SUMMARY=str(summary),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert summary.read_text() == "### guard: not run, exit status 2\n"
 
 
 def test_the_example_gives_the_action_what_it_needs() -> None:
@@ -128,11 +137,11 @@ def test_the_example_gives_the_action_what_it_needs() -> None:
 
 def test_the_steps_of_the_example_guard_somebody_elses_repository(tmp_path: Path) -> None:
     """Carried out by this checkout's command, as the runner does in the folder that was checked out: what
-    lies in the job's summary is what was printed, and the tools of trends get what they read.
+    lies in the job's summary is what was printed.
     """
     theirs = their_repository.make(tmp_path / "theirs")
     their_repository.slow_down(theirs, 3.0)
-    given = {"base": "HEAD", "benchmarks": "benchmarks.py", "history": "guard-history", "budget-s": "3"}
+    given = {"base": "HEAD", "benchmarks": "benchmarks.py", "budget-s": "3"}
     summary = tmp_path / "summary.md"
     summary.write_text("what an earlier step said\n")
     program = tmp_path / "bin" / "gpipe-bench"
@@ -154,6 +163,3 @@ def test_the_steps_of_the_example_guard_somebody_elses_repository(tmp_path: Path
     assert len(row.split("|")) == len(HEADERS) + 2
     assert "title=guard::rows: " in done.stderr  # slower by three: a failure, or a warning on a busy machine
     assert (done.returncode == 1) == ("::error" in done.stderr) == (printed[-1] == "guard: FAILED")
-    github = json.loads((theirs / "guard-history" / "github.json").read_text())
-    assert [each["name"] for each in github] == ["rows", "rows against its base"]
-    assert all(each["value"] > 0 and each["unit"] for each in github)

@@ -265,13 +265,13 @@ def test_the_guard_leaves_no_process_and_no_checkout_behind(
     tmp_path: Path, ended: Callable[..., tuple[str, str]], theirs: Path, moment: Moment
 ) -> None:
     """While it starts, before the first benchmark, inside the second, before the table."""
-    history = tmp_path / "history"
+    summary = tmp_path / "summary.md"
     out, _ = ended(
         moment, "guard", "--repo", theirs, "--benchmarks", theirs / "benchmarks.py", "--base", "HEAD",
-        "--budget-s", "0.5", "--history", history,
+        "--budget-s", "0.5", "--markdown", summary,
     )  # fmt: skip
     assert "guard: " not in out
-    assert not history.exists()
+    assert not summary.exists()
     assert list((tmp_path / "temporary").iterdir()) == []
     listed = subprocess.run(
         ["git", "-C", theirs, "worktree", "list"], capture_output=True, text=True, check=True

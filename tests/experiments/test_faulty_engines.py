@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from command_line import call, lines
 from engines_checked import PAGE, rewritten
-from planted_engines import BREAK_LATER, NAMED, PLANTED, RIGHT
+from planted_engines import BREAK_LATER, OVER_PROCESSES, PLANTED, RIGHT
 
 from gpipe_bench.experiments.beyond.engine_configurations import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.engines import cases as cases_module
-from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, settled
+from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, in_place, settled
 from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
-from gpipe_bench.experiments.engines.setup import NoStepError, check_step
 from gpipe_bench.experiments.paper.timed import engine_turns
 
 ROOT = Path(__file__).parents[2]
@@ -218,12 +217,20 @@ def test_no_right_engine_is_blamed(name: str) -> None:
     assert faults([*in_this_process(name).values()]) == []
 
 
-@pytest.mark.parametrize(("name", "named"), PLANTED.items())
-def test_a_planted_mistake_is_named_by_its_case_and_by_no_other(name: str, named: set[str]) -> None:
-    rows = in_this_process(f"planted_engines:{name}")
-    found = faults([*rows.values()])
-    assert {row.case for row in found} == named
-    assert any(NAMED.get(name, "") in row.text for row in found)
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_named_by_its_case_and_by_no_other(name: str) -> None:
+    cases, said = PLANTED[name]
+    found = faults([*in_this_process(f"planted_engines:{name}").values()])
+    assert {row.case for row in found} == cases
+    assert said in found[0].text, "which is what is said first"
+
+
+@pytest.mark.parametrize("name", OVER_PROCESSES)
+def test_over_processes_too_it_is_named_by_what_it_is(scene: Path, name: str) -> None:
+    case, verdict, said = OVER_PROCESSES[name]
+    found = faults(in_place(f"planted_engines:{name}", "two processes", 20.0, ["accumulation over steps"]))
+    assert (found[0].case, found[0].verdict) == (case, verdict)
+    assert said in found[0].text
 
 
 @pytest.mark.parametrize(("name", "said"), BREAK_LATER.items())
@@ -349,13 +356,13 @@ def test_broken_comes_before_wrong() -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
+def test_four_bad_engines_and_a_good_one_are_four_reasons_and_a_result(
     scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
     monkeypatch.setitem(WORKLOADS, "transformer", WORKLOADS["transformer"]._replace(options=tiny))
     monkeypatch.setattr(engine_turns, "TRIAL_S", 8.0)
-    names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Good", "Picky")]
+    names = [f"scene_engines:{name}" for name in ("Raises", "Hangs", "Wrong", "Empty", "Good", "Picky")]
     status, _, err = call(
         "run", "engines", "--profile", "smoke", "--engine", ",".join(names), "--results", scene / "results",
         "--only", "where=processes", "--only", "workload=transformer",
@@ -364,94 +371,26 @@ def test_three_bad_engines_and_a_good_one_are_three_reasons_and_a_result(
     (found,) = [json.loads(line) for line in (scene / "results/engines.jsonl").read_text().splitlines()]
     assert found["status"] == "failed"
     faulty = found["details"]["faulty"]
-    assert list(faulty) == names[:3]
+    assert list(faulty) == names[:4]
     assert faulty[names[0]].startswith("RuntimeError: boom of the engine, in line 14 of scene_engines.py")
     assert faulty[names[1]].startswith("no answer within 8 s: process 0 was in line 20 of scene_engines.py")
     assert "gradients of scene_engines:Wrong are wrong" in faulty[names[2]]
+    assert "Empty, which has no method step(batch, target, loss_fn)" in faulty[names[3]]
     numbers = {(each["name"], *each["key"].values()): each for each in found["metrics"]}
-    for engine in ("ours", "torch-gpipe", "torch-1f1b", names[3]):
+    for engine in ("ours", "torch-gpipe", "torch-1f1b", names[4]):
         assert numbers["step", engine]["value"] > 0
         assert numbers["peak memory", engine, 0]["value"] > 0
-    assert len(numbers["speed", "torch-gpipe", names[3]]["samples"]) == found["details"]["rounds"]
-    right = ["ours", "torch-gpipe", "torch-1f1b", ALWAYS, names[3]]
+    assert len(numbers["speed", "torch-gpipe", names[4]]["samples"]) == found["details"]["rounds"]
+    right = ["ours", "torch-gpipe", "torch-1f1b", ALWAYS, names[4]]
     (refused,) = found["details"]["refused"].items()
-    assert refused[0] == names[4]
+    assert refused[0] == names[5]
     assert refused[1].startswith("no batch is good enough, in line ")
-    assert [name for name in found["details"]["engines"] if name not in faulty] == [*right, names[4]]
+    assert [name for name in found["details"]["engines"] if name not in faulty] == [*right, names[5]]
     assert found["options"]["engine"].startswith(f"{names[0]}@")
     for checks in found["details"]["checks"]:
         assert [checks[name]["forwards"] for name in right] == [7, 8, 8, 8, 7]
         assert {(checks[name]["backwards"], checks[name]["examples"]) for name in right} == {(4, 2)}
     shown = call("compare", "engines", "--full", "--results", scene / "results")[1]
-    for name in names[:3]:
+    for name in names[:4]:
         assert f"{name} failed: {faulty[name]}" in " ".join(shown.split())
-    assert f"{names[4]} skipped: {refused[1]}" in " ".join(shown.split())
-
-
-# An engine under test that can take no step is a mistake of the command line, not a skipped row
-
-
-ENGINES = """
-class Empty:
-    def __init__(self, setup):
-        pass
-
-class NotCallable(Empty):
-    step = 1.0
-
-class Late(Empty):
-    def __init__(self, setup):
-        self.step = lambda batch, target, loss_fn: None
-
-class Picky:
-    def __init__(self, setup):
-        raise ValueError("needs a process group")
-
-    def step(self, batch, target, loss_fn):
-        pass
-
-class PickyAndEmpty:
-    def __init__(self, setup):
-        raise ValueError("needs a process group")
-
-def function(setup):
-    return Empty(setup)
-
-def nothing(setup):
-    return None
-"""
-
-
-@pytest.fixture
-def engines(tmp_path, monkeypatch):
-    (tmp_path / "engines_to_test.py").write_text(ENGINES)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["Empty", "NotCallable", "function", "nothing", "PickyAndEmpty"])
-@pytest.mark.parametrize("experiment", ["engines", "table2"])
-def test_it_is_refused_before_anything_is_run(engines, tmp_path, monkeypatch, capsys, name, experiment):
-    def measured(*_, **options):
-        raise AssertionError("something was run")
-
-    monkeypatch.setattr("gpipe_bench.experiments.commands.run.run_experiment", measured)
-    command = ["run", experiment, "--device", "cpu", "--engine", f"engines_to_test:{name}"]
-    assert main([*command, "--results", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith(f"error: engine 'engines_to_test:{name}'")
-    assert "has no method step(batch, target, loss_fn)" in line
-
-
-@pytest.mark.parametrize("name", ["Late", "Picky"])
-def test_one_that_has_it_only_here_or_is_built_only_there_is_let_through(engines, name):
-    check_step(f"engines_to_test:{name}")
-
-
-def test_where_it_shows_only_in_the_processes_the_case_fails(engines, monkeypatch):
-    """No reason to leave the engine out, as what it says of itself would be."""
-    monkeypatch.setattr(engine_turns, "build", lambda engine, setup: (_ for _ in ()).throw(NoStepError("no")))
-    with pytest.raises(NoStepError):
-        engine_turns.built("mine:Engine", None)
+    assert f"{names[5]} skipped: {refused[1]}" in " ".join(shown.split())

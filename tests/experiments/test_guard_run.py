@@ -20,12 +20,13 @@ from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
-from gpipe_bench.experiments.guard import arms as guard_arms
-from gpipe_bench.experiments.guard.arms import Arm, Base, WorkerError, arms_of, this_project
+from gpipe_bench.experiments.guard import run as guard_run
+from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
 from gpipe_bench.experiments.guard.counters import encode
+from gpipe_bench.experiments.guard.own import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard, measure, table
-from gpipe_bench.experiments.guard.worker import BENCHMARKS
-from gpipe_bench.harness.guard import Change, Judgement
+from gpipe_bench.experiments.guard.trees import Base
+from gpipe_bench.harness.guard import Change, Judgement, Sample
 
 ROOT = Path(__file__).parents[2]
 NONE = Change(0.0, -0.01, 0.01)
@@ -50,7 +51,7 @@ def run(*arguments, _run=run, **options):
 
 
 def finding(name: str, *runs: Judgement) -> Finding:
-    return Finding(name, list(runs), samples_s=[0.01, 0.02])
+    return Finding(name, list(runs))
 
 
 # Processes
@@ -66,68 +67,57 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def own(root: Path = ROOT) -> Subject:
+    return Subject(root, {}, (".",), ROOT / verb.OWN)
+
+
 @pytest.mark.alone  # steps are timed
 def test_a_slow_engine_is_measured_as_slow_and_the_processes_end(copied: Path) -> None:
     with (copied / "pipeline" / "step.py").open("a", encoding="utf-8") as file:
         file.write(BUSY_FOR_LONGER)
     before = set(psutil.Process().children())
-    with arms_of(replace(this_project(), root=copied), ROOT, ["tiny-layers"]) as arms:
-        found = Finding("tiny-layers")
-        judged = measure(arms, found, "seed", looks=(2,), sample_s=0.01)
+    found, subject = Finding("tiny-layers"), own(copied)
+    with arms_of(subject, ROOT) as arms:
+        judged = measure(arms, found, "seed", subject, looks=(2,), sample_s=0.01)
         children = set(psutil.Process().children()) - before
         assert len(children) == 3
-    assert judged is not None
     assert 1.5 < judged.head.value < 8  # five times the engine's share of a step
     assert judged.cpu.value > 1.5  # it computes, rather than waits
-    assert len(found.samples_s) == 4
     assert found.notes == []
     assert not any(child.is_running() for child in children)
 
 
-def arm(tree: Path, stack: ExitStack, folder: Path, num_processes: int = 1) -> Arm:
-    found = Arm("base", tree, this_project(), num_processes, folder / "store", stack)
-    found.wait_until_started()
-    return found
+@contextmanager
+def arm(tree: Path, folder: Path) -> Iterator[Arm]:
+    with ExitStack() as stack:
+        found = Arm("base", tree, own(), str(folder), stack)
+        found.wait_until_started()
+        yield found
 
 
 def test_two_processes_take_a_step_together(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        both = arm(ROOT, stack, tmp_path, num_processes=2)
-        loss = both.build("two-processes").result
-        sample = both.sample("two-processes", 1)
-        alone = both.build("transformer").result
-    assert loss == pytest.approx(alone, rel=1e-6)  # the same model, one process or two
-    assert sample.wall_s > 0
-    assert sample.cpu_s > 0
+    with arm(ROOT, tmp_path) as both:
+        assert set(both.names()) == set(BENCHMARKS)
+        together, apart = both.build("two-processes"), both.build("transformer")
+        assert both.sample("two-processes", 2).wall_s > 0
+        assert apart.result is not None
+        if together.result is not None:  # the last stage knows the loss
+            assert together.result == pytest.approx(apart.result, rel=1e-6)
+        assert (together.compiled, apart.compiled) == ([], [])
 
 
 def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
     path, before = copied / "pipeline" / "arguments.py", "sizes = (num_stages, num_microbatches, remat, "
     assert path.read_text().count(before) == 1
     path.write_text(path.read_text().replace(before, before.replace("remat", '"never"')))
-    with ExitStack() as stack:
-        other = arm(copied, stack, copied)
-        with pytest.raises(WorkerError, match="RuntimeError: tiny-layers: a step runs its"):
-            other.build("tiny-layers")
+    with arm(copied, copied) as other, pytest.raises(WorkerError, match="RuntimeError: a step runs its"):
+        other.build("tiny-layers")
 
 
-@pytest.mark.parametrize("packages", [("gpipe_bench", "pipeline", "models"), ("pipeline", "models")])
-def test_a_revision_is_loaded_whichever_layout_it_has(copied: Path, packages: tuple[str, ...]) -> None:
-    """And none else in its place: one that does not load says why, though another one is installed."""
+def test_a_revision_that_does_not_load_is_not_replaced_by_an_installed_one(copied: Path) -> None:
     (copied / "pipeline" / "__init__.py").write_text("raise RuntimeError('half an edit')")
-    if "gpipe_bench" not in packages:
-        shutil.rmtree(copied / "gpipe_bench")
-    with ExitStack() as stack:
-        other = arm(copied, stack, copied)
-        with pytest.raises(WorkerError, match="RuntimeError: half an edit"):
-            other.build("tiny-layers")
-
-
-def test_a_revision_without_the_packages_is_not_replaced_by_an_installed_one(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        other = arm(tmp_path, stack, tmp_path)
-        with pytest.raises(WorkerError, match="nothing to compare|No module named"):
-            other.build("tiny-layers")
+    with arm(copied, copied) as other, pytest.raises(WorkerError, match="RuntimeError: half an edit"):
+        other.build("tiny-layers")
 
 
 # One run and what it amounts to
@@ -142,7 +132,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> li
         order.append("start")
         yield None
 
-    def judged(arms: None, finding: Finding, seed: str, **options: Any) -> Judgement:
+    def judged(arms: None, finding: Finding, *_: Any, **options: Any) -> Judgement:
         order.append(finding.benchmark)
         verdict = verdicts[finding.benchmark].split()[len(finding.runs)]
         return replace(SAME, verdict=verdict)  # type: ignore[arg-type]
@@ -153,7 +143,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> li
 
 
 def guarded(*names: str, **options: Any) -> list[Finding]:
-    return guard(this_project(), ROOT, names, 1, **options)
+    return guard(own(), ROOT, names, 1, **options)
 
 
 def test_a_regression_is_measured_again_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +158,7 @@ def test_first_runs_leave_time_for_second_ones(monkeypatch: pytest.MonkeyPatch) 
     scripted(monkeypatch, {"transformer": "regression regression", "tiny-layers": "same"})
     now, ends = [0.0], list[float]()
 
-    def measured(arms: None, finding: Finding, seed: str, *, deadline_s: float, **options: Any) -> Judgement:
+    def measured(arms: None, finding: Finding, *_: Any, deadline_s: float, **options: Any) -> Judgement:
         ends.append(deadline_s)
         now[0] = deadline_s  # it takes all the time it has
         verdict = "regression" if finding.benchmark == "transformer" else "same"
@@ -188,6 +178,74 @@ def test_what_can_not_be_confirmed_in_time_does_not_fail(monkeypatch: pytest.Mon
     assert found.conclusion() == (
         "transformer: slower by +0.0% [-1.0, +1.0], not confirmed; no time left to measure again"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "is_new"), [(ModuleNotFoundError("gone"), True), (RuntimeError("gone"), False)]
+)
+def test_what_only_the_base_has_not_is_new_and_what_it_can_not_run_has_failed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_new: bool
+) -> None:
+    monkeypatch.setattr(guard_run, "run_rounds", lambda *_, **__: pytest.fail("timed"))
+
+    def told(lacks: bool) -> Any:
+        def build(name: str) -> Built:
+            raised = WorkerError("base: gone")
+            raised.lacks = lacks
+            raise raised
+
+        return build
+
+    class Told:
+        def __init__(self, build: Any) -> None:
+            self.build = build
+
+    lacking, there = Told(told(isinstance(error, ImportError))), Told(lambda name: Built())
+    for arms, is_new_here in (((there, lacking), is_new), ((lacking, there), False)):
+        given: Any = dict(zip(("head", "base"), arms, strict=True))
+        with pytest.raises(WorkerError) as caught:
+            measure(given, Finding("x"), "seed", own())
+        assert caught.value.lacks == is_new_here
+
+
+def test_a_head_that_computes_something_else_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told:
+        def __init__(self, result: float) -> None:
+            self.build = lambda name: Built(result)
+            self.sample = lambda name, repeats: Sample(1.0, 1.0)
+
+    rounds = [{each: (Sample(1.0, 1.0),) * 2 for each in ("base", "head", "control")}] * 2
+    monkeypatch.setattr(guard_run, "run_rounds", lambda *_, **__: (SAME, rounds))
+    found, arms = Finding("x"), {"base": Told(7999.0), "head": Told(9198.0), "control": Told(7999.0)}
+    measure(arms, found, "seed", own())  # type: ignore[arg-type]
+    assert found.notes == ["computes something else: what it returns was 7999 and is 9198"]
+
+
+AWAY = Change(0.1, 0.02, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "noises", "is_counted", "said"),
+    [
+        (Change(0.2, 0.15, 0.25), [0.02, 0.02], False, "regression"),
+        (Change(0.2, 0.15, 0.25), [0.02], False, ""),  # two runs must agree
+        (Change(0.2, 0.15, 0.25), [0.02, 0.2], False, ""),  # the base differs from itself as much
+        (Change(0.0, -0.01, 0.01), [0.02, 0.02], True, "same"),
+        (Change(0.0, -0.01, 0.01), [0.02, 0.02], False, ""),  # processor time can't see waiting
+        (Change(0.0, -0.05, 0.01), [0.02, 0.02], True, ""),
+    ],
+)
+def test_processor_time_decides_where_wall_time_is_contaminated_twice(
+    cpu: Change, noises: list[float], is_counted: bool, said: str
+) -> None:
+    void = Judgement("contaminated", 48, 0.984, AWAY, AWAY, cpu, 1, 1.2)
+    found = Finding("x", [void] * len(noises), cpu_noise=noises, is_counted=is_counted)
+    assert found.by_processor_time == said
+    assert (found.confirmed, found.is_told) == (said == "regression", said == "same")
+    assert ("in processor time" in found.conclusion()) == bool(said)
+    told = replace(void, verdict="same", control=NONE)
+    last = Finding("x", [void, told], cpu_noise=[0.02, 0.02], is_counted=is_counted)
+    assert last.by_processor_time == "", "wall time has told"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +280,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A project folder of its own with quick counters; the path of their file."""
     path = tmp_path / "results" / "guard" / "counters.json"
     monkeypatch.setattr(verb, "ROOT", tmp_path)
-    monkeypatch.setattr(guard_arms, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb, "COUNTERS", path)
     content = {"benchmarks": sorted(BENCHMARKS), "counters": {"case": {"flops": 8}}}
@@ -253,8 +310,6 @@ def test_a_win_fails_until_it_is_committed(fake: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "tiny-layer"], "unknown benchmark 'tiny-layer' (did you mean 'tiny-layers'?)"),
-        (["--history", "x"], "--history keeps what was timed; give a revision to compare with, --base REF"),
         (["--base", "HEAD", "--budget-s", "0"], "--budget-s is 0; give seconds, such as 150"),
         (["--base", "HEAD"], "is no git repository"),
         ([], "does not exist; write it with --update"),
@@ -287,38 +342,29 @@ def found(fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[F
 
     monkeypatch.setattr(verb, "base_tree", base)
     monkeypatch.setattr(verb, "merge_base", lambda root, ref: "")
+    monkeypatch.setattr(verb, "own_subject", lambda arguments: own())
     monkeypatch.setattr(verb, "guard", run)
     return result
 
 
-def test_a_confirmed_regression_fails_and_is_annotated_summed_up_and_kept(
+def test_a_confirmed_regression_fails_and_is_annotated_and_summed_up(
     found: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    found += [finding("tiny-layers", SLOWER, SLOWER), Finding("transformer", refused="not my kind")]
+    found += [finding("tiny-layers", SLOWER, SLOWER), Finding("transformer", lacking="no such layer")]
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
-    keeping = ["guard", "--base", "main", "--markdown", str(summary), "--history"]
-    assert cli.main([*keeping, str(tmp_path / "h")]) == VERDICT_FAILED
+    assert cli.main(["guard", "--base", "main", "--markdown", str(summary)]) == VERDICT_FAILED
     out, err = capsys.readouterr()
     assert "::error title=guard::tiny-layers: slower by +10.0%25" in err
+    assert "::warning title=guard::transformer: new, not timed: no such layer" in err
     assert out.endswith("guard: FAILED\n")
     lines = summary.read_text().splitlines()
     assert lines[:2] == ["before", "### guard: FAILED"]
     assert "- tiny-layers: slower by +10.0% [+8.0, +12.0], in two runs one after the other" in lines
     assert any(line.startswith("| tiny-layers") and "| regression" in line for line in lines)
-    # Each entry for the trend tool needs name, unit and a number, bigger being better.
-    rate, against = json.loads((tmp_path / "h" / "github.json").read_text())
-    assert (rate["name"], against["name"]) == ("tiny-layers", "tiny-layers against its base")
-    assert (rate["unit"], rate["value"]) == (
-        "steps/s",
-        pytest.approx((1 / 0.01 + 1 / 0.02) / 2),
-    )  # the median
-    assert against["value"] == pytest.approx(1 / 1.1)
-    assert against["range"] == "0.8929 to 0.9259"  # 1 / 1.12 and 1 / 1.08
-    (tmp_path / "file").touch()
-    assert cli.main([*keeping, str(tmp_path / "file")]) == BAD_USAGE
-    assert "the history can't be written to" in capsys.readouterr().err
+    assert cli.main(["guard", "--base", "main", "--markdown", str(tmp_path)]) == BAD_USAGE
+    assert f"{tmp_path} can't be written" in capsys.readouterr().err
 
 
 def test_one_regression_alone_annotates(
@@ -367,37 +413,18 @@ def test_counters_that_differ_fail_whatever_was_timed(
 
 
 @pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ([WorkerError("base: no such layer")], "error: base: no such layer"),
-        (
-            [Finding("transformer", refused="not my kind"), Finding("tiny-layers", refused="nor this")],
-            "nothing was timed: transformer: not my kind; tiny-layers: nor this",
-        ),
-    ],
+    "result", [[WorkerError("base: no such layer")], [Finding("transformer", failed="base: no such layer")]]
 )
 def test_where_nothing_can_be_timed_nothing_has_passed(
-    found: list, capsys: pytest.CaptureFixture[str], result: list, message: str
+    found: list, capsys: pytest.CaptureFixture[str], tmp_path: Path, result: list
 ) -> None:
     found += result
-    assert cli.main(["guard", "--base", "main"]) == CASE_FAILED
+    summary = tmp_path / "summary.md"
+    assert cli.main(["guard", "--base", "main", "--markdown", str(summary)]) == CASE_FAILED
     out, err = capsys.readouterr()
-    assert message in err
+    assert "base: no such layer" in err
     assert "passed" not in out
-
-
-def test_a_benchmark_that_vanished_is_an_error(
-    found: list, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    before = tmp_path / "base" / "results" / "guard" / "counters.json"
-    before.parent.mkdir(parents=True)
-    before.write_text(encode({"benchmarks": ["tiny-layers", "gone"], "counters": {}}))
-    found.append(finding("tiny-layers", SAME))
-    assert cli.main(["guard", "--base", "main"]) == BAD_USAGE
-    assert (
-        "benchmarks that are gone: gone; if that is intended, say --removed gone" in capsys.readouterr().err
-    )
-    assert cli.main(["guard", "--base", "main", "--removed", "gone"]) == DONE
+    assert summary.read_text().startswith("### guard: failed\n")
 
 
 # The workflow
@@ -409,9 +436,10 @@ def test_commands_of_the_workflow_and_of_the_documentation_are_accepted() -> Non
     assert steps[0]["with"]["fetch-depth"] == 0
     commands = [step["run"].partition("nox -s guard")[2] for step in steps if "guard" in step.get("run", "")]
     assert len(commands) == 2
+    assert "--require-conclusive" in commands[1]
     text = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
     commands += re.findall(r"(?:nox -s guard|gpipe-bench guard)\b(?! ?`)([^\n`#|]*)", text)
-    assert len(commands) >= 7
+    assert len(commands) >= 6
     for command in commands:
         given = parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
         assert given.verb == "guard"

@@ -1,5 +1,7 @@
-"""Engines with one mistake each, such as users have met; `Staged` has none. All stages are in one process,
-and each has a graph of its own, as over processes.
+"""Engines with one mistake each, such as users have met, beside the cases that name it; and right ones.
+
+All stages are in one process, each with a graph of its own, as over processes; those of `OVER_PROCESSES` are
+the same mistakes in one stage of two.
 """
 
 from __future__ import annotations
@@ -7,8 +9,9 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import time
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.append(os.fspath(Path(__file__).parents[2] / "examples"))
-from own_engine import as_it_was
+from own_engine import FillDrain, as_it_was
 
 from gpipe_bench.experiments.engines.setup import Setup
+
+PLANTED: dict[str, tuple[set[str], str]] = {}
+"""The cases that name each mistake, all others being right, and words of what is said."""
+
+
+def found_by(*cases: str, said: str = "") -> Callable[[type], type]:
+    """Plants an engine."""
+
+    def plant(engine: type) -> type:
+        PLANTED[engine.__name__] = {*cases}, said
+        return engine
+
+    return plant
 
 
 def each(value: Any) -> Sequence[Tensor]:
@@ -33,6 +49,10 @@ class Staged:
             raise ValueError("all stages in one process")
         self.setup, self.count = setup, setup.num_microbatches
         self.stages = [nn.Sequential(*setup.stage_layers(stage)) for stage in setup.local_stages]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(nn.ModuleList(self.stages).parameters())
 
     def step(self, batch: Tensor, target: Tensor, loss_fn: Callable[..., Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -81,7 +101,7 @@ class Staged:
             return loss_fn(nn.Sequential(*self.stages)(batch), target)
 
     def clip(self, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(nn.Sequential(*self.stages).parameters(), max_norm)
+        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
 
 class Accumulates:
@@ -99,31 +119,84 @@ class Accumulates:
             (loss_fn(self.model(inputs), wanted) * (len(wanted) / len(target))).backward()
 
 
-class DividesAgain(Staged):
-    """Divides by M what earlier steps have left, too."""
+class Threaded(Staged):
+    """Takes its steps in another thread."""
 
     def step(self, *arguments: Any) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().step, *arguments).result()
+
+
+class OneLoss(Staged):
+    """All micro-batches forward, then one loss of the whole mini-batch."""
+
+    def step(self, batch: Tensor, target: Tensor, loss_fn: Callable[..., Tensor]) -> Tensor:
+        outputs = []
+        for m, value in enumerate(batch.tensor_split(self.count)):
+            for stage in self.stages:
+                value = self.forward(stage, value, m)
+            outputs.append(value)
+        loss = loss_fn(torch.cat(outputs), target)
+        loss.backward()
+        return loss.detach()
+
+
+RIGHT = (
+    "planted_engines:Staged", "planted_engines:Threaded", "planted_engines:OneLoss",
+    "planted_engines:Accumulates", "own_engine:FillDrain", "ours", "ours-1f1b",
+    "gpipe_bench.experiments.engines.known:OursZBH1",
+)  # fmt: skip
+
+
+class Later(Staged):
+    """Counts its steps, and does something wrong before or after each."""
+
+    steps = 0
+
+    def step(self, *arguments: Any) -> Any:
+        self.steps += 1
+        self.before()
         loss = super().step(*arguments)
-        for parameter in nn.Sequential(*self.stages).parameters():
-            if parameter.grad is not None:
-                parameter.grad /= self.count
+        self.after()
         return loss
+
+    def before(self) -> None:
+        pass
+
+    def after(self) -> None:
+        pass
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+
+@found_by("accumulation over steps")
+class DividesAgain(Later):
+    """Divides by M what earlier steps have left, too."""
+
+    def after(self) -> None:
+        for gradient in self.gradients:
+            gradient /= self.count
 
     def weight(self, wanted: Tensor, target: Tensor) -> float:
         return self.count * super().weight(wanted, target)
 
 
+@found_by("summed loss")
 class Sums(Staged):
     def weight(self, wanted: Tensor, target: Tensor) -> float:
         return self.count * super().weight(wanted, target)
 
 
+@found_by("clipping over stages")
 class ClipsApart(Staged):
     def clip(self, max_norm: float) -> None:
         for stage in self.stages:
             nn.utils.clip_grad_norm_(stage.parameters(), max_norm)
 
 
+@found_by("evaluation first")
 class LearnsWhenEvaluating(Staged):
     """What it learns of boundaries in its first pass it believes for ever."""
 
@@ -141,12 +214,14 @@ class LearnsWhenEvaluating(Staged):
         )
 
 
+@found_by("frozen stage")
 class StopsAtFrozen(Staged):
     def backward(self, number: int, made: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if any(parameter.requires_grad for parameter in self.stages[number].parameters()):
             super().backward(number, made, gradients)
 
 
+@found_by("frozen first layers")
 class AsksFrozen(Staged):
     """Asks every number that crosses a boundary for a gradient."""
 
@@ -158,6 +233,7 @@ class AsksFrozen(Staged):
         torch.autograd.backward([output for output in made if output.is_floating_point()], gradients)
 
 
+@found_by("shared weights")
 class OwnsShared(Staged):
     """Drops what later stages add to a weight of the first."""
 
@@ -170,12 +246,14 @@ class OwnsShared(Staged):
             parameter.grad = gradient
 
 
+@found_by("a skip")
 class OneGradient(Staged):
     def backward(self, number: int, made: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         rest = [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients[1:]]
         super().backward(number, made, [*gradients[:1], *rest])
 
 
+@found_by("masks per micro-batch")
 class FirstMask(Staged):
     """Takes what needs no gradient from the first micro-batch."""
 
@@ -189,17 +267,17 @@ class FirstMask(Staged):
         return value
 
 
-class SkipsAlone(Staged):
+@found_by("loss scaling")
+class SkipsAlone(Later):
     """Its first stage takes large gradients for an overflow, and says so to nobody."""
 
-    def step(self, *arguments: Any) -> Tensor:
-        loss = super().step(*arguments)
+    def after(self) -> None:
         for parameter in self.stages[0].parameters():
             if parameter.grad is not None and parameter.grad.abs().max() > 1e3:
                 parameter.grad.zero_()
-        return loss
 
 
+@found_by("batch norm's averages", "batch norm, recomputed")
 class TriesShapes(Staged):
     """Its first step begins with a pass for the shapes."""
 
@@ -213,6 +291,7 @@ class TriesShapes(Staged):
         return super().step(batch, *arguments)
 
 
+@found_by("dropout under recomputation")
 class OtherDraws(Staged):
     def again(self, stage: nn.Module, value: Any) -> Any:
         contexts = nullcontext(), as_it_was(stage)
@@ -221,6 +300,7 @@ class OtherDraws(Staged):
         )
 
 
+@found_by("batch norm, recomputed")
 class CountsTwice(Staged):
     """Batch normalization moves its averages again when it is recomputed."""
 
@@ -228,6 +308,7 @@ class CountsTwice(Staged):
         return checkpoint(stage, value, use_reentrant=False)
 
 
+@found_by("M < K")
 class FillsFirst(Staged):
     def step(self, batch: Tensor, *arguments: Any) -> Tensor:
         parts = batch.tensor_split(self.count)
@@ -235,30 +316,33 @@ class FillsFirst(Staged):
         return super().step(batch, *arguments)
 
 
+@found_by("ragged mini-batch")
 class EqualWeights(Staged):
     def weight(self, wanted: Tensor, target: Tensor) -> float:
         return 1 / self.count
 
 
-class OldWeights(Staged):
+@found_by("later steps", "returned loss", said="those at the weights of the step before")
+class OldWeights(Later):
     """Computes with the weights of the step before, as PipeDream does where a stage is ahead."""
 
-    before: list[Tensor] | None = None
+    old: list[Tensor] | None = None
 
-    def step(self, *arguments: Any) -> Tensor:
-        parameters = [p for stage in self.stages for p in stage.parameters()]
-        now = [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            for parameter, old in zip(parameters, self.before or now, strict=True):
-                parameter.copy_(old)
-        loss = super().step(*arguments)
-        with torch.no_grad():
-            for parameter, kept in zip(parameters, now, strict=True):
-                parameter.copy_(kept)
-        self.before = now
-        return loss
+    @torch.no_grad()
+    def before(self) -> None:
+        self.all = list(nn.ModuleList(self.stages).parameters())
+        self.now = [parameter.detach().clone() for parameter in self.all]
+        for parameter, value in zip(self.all, self.old or self.now, strict=True):
+            parameter.copy_(value)
+
+    @torch.no_grad()
+    def after(self) -> None:
+        for parameter, value in zip(self.all, self.now, strict=True):
+            parameter.copy_(value)
+        self.old = self.now
 
 
+@found_by("later steps", "returned loss", said="those of the mini-batch of the step before")
 class OldBatch(Staged):
     before: tuple[Any, ...] | None = None
 
@@ -267,37 +351,25 @@ class OldBatch(Staged):
         return super().step(*given)
 
 
-class DoublesLater(Staged):
-    steps = 0
-
-    def step(self, *arguments: Any) -> Tensor:
-        self.steps += 1
-        return super().step(*arguments)
-
+@found_by("later steps", said="in step 3 every gradient is 2 times")
+class DoublesLater(Later):
     def weight(self, wanted: Tensor, target: Tensor) -> float:
         return super().weight(wanted, target) * (2 if self.steps > 2 else 1)
 
 
-class HangsLater(Staged):
-    steps = 0
-
-    def step(self, *arguments: Any) -> Tensor:
-        self.steps += 1
-        while self.steps > 3:
-            time.sleep(0.05)
-        return super().step(*arguments)
+class HangsLater(Later):
+    def after(self) -> None:
+        if self.steps > 3:
+            threading.Event().wait()
 
 
-class ExitsLater(Staged):
-    steps = 0
-
-    def step(self, *arguments: Any) -> Tensor:
-        self.steps += 1
+class ExitsLater(Later):
+    def after(self) -> None:
         if self.steps > 2:
             os._exit(0)
-        return super().step(*arguments)
 
 
+@found_by("gradients", said="with M = 6 in float64: micro-batch 4 counts 0 times")
 class DropsFifth(Staged):
     """Runs its fifth micro-batch, and forgets what it gives."""
 
@@ -306,21 +378,21 @@ class DropsFifth(Staged):
         return super().weight(wanted, target) * (self.seen % self.count != 4)
 
 
+@found_by("gradients", "returned loss", said="in float32: the gradients are those of bfloat16")
 class Autocasts(Staged):
     def step(self, *arguments: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return super().step(*arguments)
 
 
-class HidesOverflow(Staged):
-    def step(self, *arguments: Any) -> Tensor:
-        loss = super().step(*arguments)
-        for parameter in nn.Sequential(*self.stages).parameters():
-            if parameter.grad is not None:
-                parameter.grad.nan_to_num_()
-        return loss
+@found_by("loss scaling", said="an infinite loss leaves finite gradients")
+class HidesOverflow(Later):
+    def after(self) -> None:
+        for gradient in self.gradients:
+            gradient.nan_to_num_()
 
 
+@found_by("dropout under recomputation", said="drew the masks of the step before")
 class SameMasks(Staged):
     def step(self, *arguments: Any) -> Tensor:
         with torch.random.fork_rng():
@@ -328,14 +400,13 @@ class SameMasks(Staged):
             return super().step(*arguments)
 
 
-class LeavesEvaluation(Staged):
-    def step(self, *arguments: Any) -> Tensor:
-        loss = super().step(*arguments)
-        for stage in self.stages:
-            stage.eval()
-        return loss
+@found_by("left alone", said="a step changes layers, to evaluation mode")
+class LeavesEvaluation(Later):
+    def after(self) -> None:
+        nn.ModuleList(self.stages).eval()
 
 
+@found_by("memory over steps", said="activations or graphs of two steps are kept")
 class KeepsActivations(Staged):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -347,6 +418,7 @@ class KeepsActivations(Staged):
         return value
 
 
+@found_by("memory over steps")
 class KeepsGraphs(Staged):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -360,13 +432,13 @@ class KeepsGraphs(Staged):
         return super().step(batch, target, kept)
 
 
-class ClipsAlways(Staged):
-    def step(self, *arguments: Any) -> Tensor:
-        loss = super().step(*arguments)
-        self.clip(0.5)
-        return loss
+@found_by("gradients", "later steps", said="scaled down to a norm of 0.5: the engine clips by itself")
+class ClipsAlways(Later):
+    def after(self) -> None:
+        nn.utils.clip_grad_norm_(nn.ModuleList(self.stages).parameters(), 0.5)
 
 
+@found_by("loss scaling", said="those of the loss function of an earlier step")
 class FirstLossFunction(Staged):
     first: Any = None
 
@@ -375,6 +447,7 @@ class FirstLossFunction(Staged):
         return super().step(batch, target, self.first)
 
 
+@found_by("left alone", said="a step changes the mini-batch")
 class ChangesBatch(Staged):
     def step(self, batch: Tensor, *arguments: Any) -> Tensor:
         loss = super().step(batch, *arguments)
@@ -385,18 +458,18 @@ class ChangesBatch(Staged):
 # Twelve that were written before the cases that are to find them
 
 
-class TrainsItself(Staged):
+@found_by("left alone", said="a step changes weights, which an optimizer does")
+class TrainsItself(Later):
     """Its step updates the weights, too."""
 
-    def step(self, *arguments: Any) -> Tensor:
-        loss = super().step(*arguments)
-        with torch.no_grad():
-            for parameter in nn.Sequential(*self.stages).parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.01 * parameter.grad
-        return loss
+    @torch.no_grad()
+    def after(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter -= 0.01 * parameter.grad
 
 
+@found_by("accumulation over steps")
 class Clears(Staged):
     def step(self, *arguments: Any) -> Tensor:
         for stage in self.stages:
@@ -404,14 +477,9 @@ class Clears(Staged):
         return super().step(*arguments)
 
 
-class DetachesLater(Staged):
+@found_by("later steps")
+class DetachesLater(Later):
     """Cuts the model for good at its third step."""
-
-    steps = 0
-
-    def step(self, *arguments: Any) -> Tensor:
-        self.steps += 1
-        return super().step(*arguments)
 
     def backward(self, number: int, made: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if self.steps < 3 or number == len(self.stages) - 1:
@@ -420,17 +488,17 @@ class DetachesLater(Staged):
             super().backward(number, made, [None if g is None else torch.zeros_like(g) for g in gradients])
 
 
-class Decays(Staged):
+@found_by("gradients", said="hold 0.01 times the weights")
+class Decays(Later):
     """Adds weight decay to the gradients."""
 
-    def step(self, *arguments: Any) -> Tensor:
-        loss = super().step(*arguments)
-        for parameter in nn.Sequential(*self.stages).parameters():
+    def after(self) -> None:
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad += 0.01 * parameter.detach()
-        return loss
 
 
+@found_by("gradients", "returned loss")
 class SwapsTargets(Staged):
     """Swaps the targets of two micro-batches, where there are more than four."""
 
@@ -442,6 +510,7 @@ class SwapsTargets(Staged):
         return super().step(batch, target, loss_fn)
 
 
+@found_by("gradients", said="as if rounded to float32")
 class RoundsDown(Staged):
     """Sends float32 over its boundary, whatever it is given."""
 
@@ -450,6 +519,7 @@ class RoundsDown(Staged):
         return made if isinstance(value, tuple) else made[0]
 
 
+@found_by("summed loss")
 class HalvesAgain(Staged):
     """Averages over replicas, of which there is one."""
 
@@ -457,26 +527,22 @@ class HalvesAgain(Staged):
         return super().weight(wanted, target) / len(self.stages)
 
 
-class FreezesLater(Staged):
-    steps = 0
-
-    def step(self, *arguments: Any) -> Tensor:
-        self.steps += 1
-        loss = super().step(*arguments)
+@found_by("left alone")
+class FreezesLater(Later):
+    def after(self) -> None:
         if self.steps == 2:
             self.stages[0].requires_grad_(False)
-        return loss
 
 
-class Hooks(Staged):
+@found_by("later steps", "returned loss")
+class Hooks(Later):
     """Registers its hook in every step anew, and each takes a little of what comes."""
 
-    def step(self, *arguments: Any) -> Tensor:
-        loss = super().step(*arguments)
+    def after(self) -> None:
         self.stages[-1][-1].register_forward_hook(lambda layer, inputs, output: output * 0.99)
-        return loss
 
 
+@found_by("returned loss", said="which is the loss of the step before")
 class OldLoss(Staged):
     """Returns the loss of the step before, not to wait for this one's."""
 
@@ -488,6 +554,16 @@ class OldLoss(Staged):
         return given
 
 
+@found_by(
+    "batch norm's averages",
+    "batch norm, recomputed",
+    "clipping over stages",
+    "later steps",
+    "micro-batches",
+    "remat always",
+    "remat except_last",
+    "returned loss",
+)
 class FirstWeights(Staged):
     """Copies the layers when it is built, and never looks at the user's again."""
 
@@ -505,6 +581,7 @@ class FirstWeights(Staged):
         return loss
 
 
+@found_by("left alone")
 class GradientsOff(Staged):
     """Leaves the process without gradients."""
 
@@ -515,78 +592,67 @@ class GradientsOff(Staged):
         return loss
 
 
-RIGHT = ("planted_engines:Staged", "planted_engines:Accumulates", "own_engine:FillDrain", "ours", "ours-1f1b")
-PLANTED = {
-    "DividesAgain": {"accumulation over steps"},
-    "Sums": {"summed loss"},
-    "ClipsApart": {"clipping over stages"},
-    "LearnsWhenEvaluating": {"evaluation first"},
-    "StopsAtFrozen": {"frozen stage"},
-    "AsksFrozen": {"frozen first layers"},
-    "OwnsShared": {"shared weights"},
-    "OneGradient": {"a skip"},
-    "FirstMask": {"masks per micro-batch"},
-    "SkipsAlone": {"loss scaling"},
-    "TriesShapes": {"batch norm's averages", "batch norm, recomputed"},
-    "OtherDraws": {"dropout under recomputation"},
-    "CountsTwice": {"batch norm, recomputed"},
-    "FillsFirst": {"M < K"},
-    "EqualWeights": {"ragged mini-batch"},
-    "OldWeights": {"later steps", "returned loss"},
-    "OldBatch": {"later steps", "returned loss"},
-    "DoublesLater": {"later steps"},
-    "DropsFifth": {"gradients"},
-    "Autocasts": {"gradients", "returned loss"},
-    "HidesOverflow": {"loss scaling"},
-    "SameMasks": {"dropout under recomputation"},
-    "LeavesEvaluation": {"left alone"},
-    "KeepsActivations": {"memory over steps"},
-    "KeepsGraphs": {"memory over steps"},
-    "ClipsAlways": {"gradients", "later steps"},
-    "FirstLossFunction": {"loss scaling"},
-    "ChangesBatch": {"left alone"},
-    "TrainsItself": {"left alone"},
-    "Clears": {"accumulation over steps"},
-    "DetachesLater": {"later steps"},
-    "Decays": {"gradients"},
-    "SwapsTargets": {"gradients", "returned loss"},
-    "RoundsDown": {"gradients"},
-    "HalvesAgain": {"summed loss"},
-    "FreezesLater": {"left alone"},
-    "Hooks": {"later steps", "returned loss"},
-    "OldLoss": {"returned loss"},
-    "FirstWeights": {
-        "micro-batches",
-        "later steps",
-        "returned loss",
-        "clipping over stages",
-        "batch norm's averages",
-        "remat except_last",
-        "remat always",
-        "batch norm, recomputed",
-    },
-    "GradientsOff": {"left alone"},
-}
-"""The cases that name each mistake; all others must be right. What computes with layers of its own does
-nothing right for those that it was given.
-"""
-NAMED = {
-    "OldWeights": "those at the weights of the step before",
-    "OldBatch": "those of the mini-batch of the step before",
-    "DoublesLater": "in step 3 every gradient is 2 times",
-    "DropsFifth": "with M = 6 in float64: micro-batch 4 counts 0 times",
-    "Autocasts": "in float32: the gradients are those of bfloat16",
-    "HidesOverflow": "an infinite loss leaves finite gradients",
-    "SameMasks": "drew the masks of the step before",
-    "LeavesEvaluation": "a step changes layers, to evaluation mode",
-    "KeepsActivations": "activations or graphs of two steps are kept",
-    "ClipsAlways": "scaled down to a norm of 0.5: the engine clips by itself",
-    "FirstLossFunction": "those of the loss function of an earlier step",
-    "ChangesBatch": "a step changes the mini-batch",
-    "TrainsItself": "a step changes weights, which an optimizer does",
-    "Decays": "hold 0.01 times the weights",
-    "RoundsDown": "something is in float32",
-    "OldLoss": "which is the loss of the step before",
-}
-"""What is said of some of them."""
+# Written when all others were found, and not found then
+
+
+@found_by("memory over steps", said="inputs, activations or graphs of two steps are kept")
+class KeepsBatches(Staged):
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.kept: list[Any] = []
+
+    def step(self, *arguments: Any) -> Tensor:
+        self.kept.append(arguments[:2])
+        return super().step(*arguments)
+
+
+@found_by("left alone", said="a step changes parameters, in whose place are others")
+class ReplacesParameters(Later):
+    """An optimizer that was made before goes on with the old ones."""
+
+    def after(self) -> None:
+        layer = self.stages[0][0]
+        weight = nn.Parameter(layer.weight.detach().clone(), layer.weight.requires_grad)
+        weight.grad, layer.weight = layer.weight.grad, weight
+
+
 BREAK_LATER = {"HangsLater": "no answer within", "ExitsLater": "its process ended with status 0"}
+"""What is said of those that do not come back."""
+
+
+class Over(FillDrain):
+    steps = 0
+
+    def step(self, *arguments: Any) -> Any:
+        self.steps += 1
+        self.before()
+        loss = super().step(*arguments)
+        self.after()
+        return loss
+
+    before, after = Later.before, Later.after
+
+
+class OldWeightsOver(Over):
+    old, before, after = None, OldWeights.before, OldWeights.after
+
+
+class ClipsOver(Over):
+    after = ClipsAlways.after
+
+
+class HangsOver(Over):
+    after = HangsLater.after
+
+
+class ExitsOver(Over):
+    after = ExitsLater.after
+
+
+OVER_PROCESSES = {
+    "OldWeightsOver": ("later steps", "failed", "those at the weights of the step before"),
+    "ClipsOver": ("gradients", "failed", "scaled down to a norm of 0.5: the engine clips by itself"),
+    "HangsOver": ("step", "broken", "no answer within"),
+    "ExitsOver": ("step", "broken", "ended with status 0"),
+}
+"""The case that names each over two processes, its verdict, and words of what is said."""

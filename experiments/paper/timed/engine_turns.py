@@ -28,7 +28,6 @@ from gpipe_bench.experiments.engines.known import Ours
 from gpipe_bench.experiments.engines.setup import (
     Engine,
     LossFn,
-    NoStepError,
     Setup,
     build,
     clear,
@@ -244,13 +243,11 @@ def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[fl
 
 def built(name: str, setup: Setup) -> Engine | str:
     """The engine, or the first reason that any process has why it can't run this: one that a single process
-    can't build is none for all. NoStepError where it is no engine.
+    can't build is none for all.
     """
     reason, found = "", None
     try:
         found = build(name, setup)
-    except NoStepError:
-        raise
     except ValueError as error:
         reason = str(error)
     reasons: list[str] = [""] * dist.get_world_size()

@@ -1,0 +1,323 @@
+"""What is asked of an engine in each case: a few steps, each held against the uncut model.
+
+What an engine leaves is named by what would explain it (`judging.py`). The layers at the end are those that
+the cases' models are made of, beside linear ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gpipe_bench.experiments.engines.checks import check_counts
+from gpipe_bench.experiments.engines.given import STEPS, WIDTH, Given, Step, mean_square
+from gpipe_bench.experiments.engines.judging import (
+    AS_BEFORE,
+    CANNOT,
+    FAILED,
+    OK,
+    UNTRIED,
+    Said,
+    compared,
+    factor_of,
+    left,
+    loss_said,
+    round_norm,
+    same,
+)
+
+_SCALE = 2.0**16  # as a scaler of gradients begins with
+
+
+def first_steps(given: Given) -> list[Said]:
+    """A few counted steps, for all cases of `BASE`."""
+    counts: Said = (OK, "")
+    first = summed = later = loss = counts
+    alive: list[list[Callable[[], bool]]] = [[]]
+    wanted: float | None = None
+
+    def note(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        made = [output] if output.grad_fn is not None else []
+        for tensor in made + [inputs[0]] * (layer is given.setup.layers[0]):  # that is the mini-batch
+            alive[-1].append(_lives(StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
+
+    def watched(*values: Any) -> Any:
+        found = _Watched.apply(mean_square(*values))  # type: ignore[no-untyped-call]
+        node = weakref.ref(found.grad_fn)
+        alive[-1].append(lambda: node() is not None)
+        return found
+
+    hooks = [layer.register_forward_hook(note) for layer in given.setup.local_layers]
+    for step in given.train(STEPS, watched):
+        before, wanted = wanted, _plain_loss(given)
+        counts = _counted(step, given) if counts[0] == OK else counts
+        loss = loss_said(step.loss, wanted, before, given.batch.dtype) if loss[0] == OK else loss
+        how, said = compared(given)
+        if step.number == 1:
+            first = (FAILED, said) if how == "wrong" else (OK, said if how == "right" else "but for a factor")
+            summed = {
+                "right": (OK, "the gradients are those of the mean loss"),
+                "times": (FAILED, said),
+                "wrong": (UNTRIED, "its gradients are wrong in another way"),
+            }[how]
+            later = (OK, "") if how == "right" else (UNTRIED, "its first step is wrong")
+        elif how != "right" and later[0] == OK:
+            later = FAILED, f"in step {step.number} {said}"
+        del step
+        alive.append([])
+    for hook in hooks:
+        hook.remove()
+    gc.collect()
+    kept = sum(is_alive() for each in alive[:2] for is_alive in each)
+    return [
+        (OK, f"{type(given.engine).__name__} has step(batch, target, loss_fn)"),
+        counts,
+        first,
+        summed,
+        (later[0], later[1] or f"the gradients of {STEPS} steps are right, with an update after each"),
+        loss,
+        (FAILED, f"a step changes {given.disturbed}") if given.disturbed else (OK, "nothing else changes"),
+        (FAILED, f"{kept} inputs, activations or graphs of two steps are kept over {STEPS}")
+        if kept
+        else (OK, "what a step has made is gone two steps later"),
+    ]
+
+
+def _lives(storage: StorageWeakRef) -> Callable[[], bool]:
+    return lambda: not storage.expired()  # type: ignore[no-untyped-call]
+
+
+class _Watched(torch.autograd.Function):
+    """Hands a loss on; its node lives as long as the graph that it is in."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def trains(given: Given) -> Said:
+    """Right gradients, by as many forwards and backwards as asked for."""
+    for step in given.train(3):
+        said = _counted(step, given)
+        if said[0] != OK:
+            return said if given.setup.remat != "never" else (AS_BEFORE, said[1])
+        right = _right(given, said[1])
+        if right[0] != OK:
+            return right
+    return right
+
+
+def frozen(given: Given) -> Said:
+    local = [p for layer in given.setup.local_layers for p in layer.parameters()]
+    for step in given.train(3):
+        if any(p.grad is not None and not p.requires_grad for p in local):
+            return FAILED, "a frozen parameter has a gradient"
+        if (said := _right(given))[0] != OK:
+            return said
+        del step
+    return said
+
+
+def adds_up(given: Given) -> Said:
+    """In a third step, and held against its own gradients, right or wrong."""
+    _begin(given)
+    given.step()
+    once = left(given.setup)
+    given.step(clean=False)
+    twice = left(given.setup)
+    if same(twice, {name: 2 * gradient for name, gradient in once.items()}):
+        return OK, "two steps leave the sum of their gradients"
+    if norm := round_norm(twice):
+        return AS_BEFORE, f"two steps leave gradients of norm {norm}: the engine clips by itself"
+    times = factor_of(twice, once)
+    of = f"{times:.6g} times the gradients of one" if times is not None else "neither once nor twice these"
+    return AS_BEFORE, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
+
+
+def _begin(given: Given) -> None:
+    """Two steps of training, and the mini-batch of the third."""
+    for _ in given.train(2):
+        pass
+    given.draw(3)
+
+
+def scaled(given: Given) -> Said:
+    """In a third step, and held against its own gradients, right or wrong."""
+    _begin(given)
+    given.step()
+    once = left(given.setup)
+    given.step(lambda *values: _SCALE * mean_square(*values))
+    found = left(given.setup)
+    if not same(found, {name: _SCALE * gradient for name, gradient in once.items()}):
+        if norm := round_norm(found):
+            return AS_BEFORE, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
+        if same(found, once):
+            return AS_BEFORE, "its gradients are those of the loss function of an earlier step"
+        times = factor_of(found, once)
+        of = f"{times:.6g} times" if times is not None else "not by one factor"
+        return AS_BEFORE, f"with the loss times {_SCALE:g} the gradients are {of} those without"
+    given.step(lambda *values: float("inf") * mean_square(*values))
+    if all(bool(gradient.isfinite().all()) for gradient in left(given.setup).values()):
+        return FAILED, "an infinite loss leaves finite gradients: a scaler would not see the overflow"
+    return OK, f"the loss times {_SCALE:g} gives gradients times {_SCALE:g}, and an overflow is seen"
+
+
+def clips(given: Given) -> Said:
+    clip = getattr(given.engine, "clip", None)
+    if clip is None:
+        return CANNOT, "it has no method clip(max_norm)"
+    for _ in given.train(3):
+        if (verdict := _right(given))[0] != OK:
+            return verdict
+        norm = float(torch.cat([gradient.flatten() for gradient in given.everything.values()]).norm())
+        returned = clip(norm / 4)
+        found = left(given.setup)
+        for name, wanted in given.expected.items():
+            if not torch.allclose(found[name], wanted / 4, rtol=1e-3, atol=1e-6):
+                times = float(found[name].norm() / (wanted / 4).norm())
+                return FAILED, f"{name} is {times:.4g} times what clipping by the norm of all stages leaves"
+        if returned is not None and abs(float(returned) - norm) > 1e-4 * norm:
+            return FAILED, f"clip returned {float(returned):.6g}; the norm of all gradients was {norm:.6g}"
+    return OK, "all gradients are scaled by the norm over all stages"
+
+
+def evaluates_first(given: Given) -> Said:
+    evaluate = getattr(given.engine, "evaluate", None)
+    if evaluate is None:
+        return CANNOT, "it has no method evaluate(batch, target, loss_fn)"
+    given.draw(1)
+    loss = evaluate(given.batch, given.target, mean_square)
+    verdict, said = loss_said(loss, _plain_loss(given), None, given.batch.dtype)
+    if verdict != OK:
+        return verdict, f"evaluate {said}"
+    local = given.setup.local_layers
+    if any(p.grad is not None for layer in local for p in layer.parameters()):
+        return FAILED, "evaluate leaves gradients"
+    if not all(layer.training for layer in local):
+        return FAILED, "the layers stay in evaluation mode"
+    for _ in given.train(3):
+        if (right := _right(given, "the steps after it are right"))[0] != OK:
+            break
+    return right
+
+
+def averages(given: Given) -> Said:
+    """After each step batch normalization's averages are those of its micro-batches in turn, or of the
+    mini-batch at once.
+    """
+    count = given.setup.num_microbatches
+    for step in given.train(3):
+        for index in [index for stage in given.setup.local_stages for index in given.setup.partition[stage]]:
+            layer, plain = given.setup.layers[index], given.plain[index]
+            if not isinstance(layer, nn.BatchNorm1d) or not isinstance(plain, nn.BatchNorm1d):
+                continue
+            number = int(layer.num_batches_tracked or 0)
+            if number not in (step.number, count * step.number):
+                return FAILED, (
+                    f"layer {index} has counted {number} batches in {step.number} steps of {count} "
+                    "micro-batches"
+                )
+            if number == int(plain.num_batches_tracked or 0):  # else at once, which is another average
+                for mine, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
+                    if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
+                        return (
+                            AS_BEFORE,
+                            f"layer {index} has averages of other examples, or of some of them twice",
+                        )
+    return OK, "the averages are those of the examples, once each"
+
+
+def masks_again(given: Given) -> Said:
+    """Of each input of a `Noise`, every forward has drawn the same mask; the next step draws others."""
+    noises = [(i, layer) for i, layer in enumerate(given.setup.layers) if isinstance(layer, Noise)]
+    local = {id(layer) for layer in given.setup.local_layers}
+    earlier: dict[int, list[Tensor]] = {}
+    for step in given.train(3):
+        for index, noise in noises:
+            for place, (inputs, mask) in enumerate(noise.drawn):
+                for before, other in noise.drawn[:place]:
+                    if step.number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
+                        return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
+            masks = [mask for _, mask in noise.drawn]
+            known = earlier.get(index, [])
+            again = bool(masks) and len(masks) == len(known) and all(map(torch.equal, masks, known))
+            if again and id(noise) in local:
+                return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
+            earlier[index] = masks
+            noise.drawn.clear()
+    return OK, "every recomputation draws the mask of the forward, and every step its own"
+
+
+def _counted(step: Step, given: Given) -> Said:
+    """Not of the first step, in which an engine may agree on shapes."""
+    if step.number == 1:
+        return OK, ""
+    try:
+        count, sizes = check_counts("the engine", step.counts, given.setup, given.batch)
+    except RuntimeError as error:
+        return FAILED, str(error).partition(": ")[2]
+    text = f"each stage ran {len(count.rows)} forwards and {count.backwards} backwards"
+    return OK, f"{text} of {', '.join(map(str, sorted(set(sizes))))} examples"
+
+
+def _right(given: Given, said: str = "") -> Said:
+    """Whether the gradients are the uncut model's; else that may be said already."""
+    how, why = compared(given)
+    return (OK, said or why) if how == "right" else (AS_BEFORE, why)
+
+
+def _plain_loss(given: Given) -> float:
+    with torch.no_grad():
+        return float(mean_square(nn.Sequential(*given.plain)(given.batch), given.target))
+
+
+# Layers
+
+
+class Skip(nn.Module):
+    """A layer that passes its input on beside its output, as AmoebaNet's cells do, or joins the two."""
+
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.linear, self.joins = nn.Linear(WIDTH, WIDTH), joins
+
+    def forward(self, value: Any) -> Any:
+        if self.joins:
+            return self.linear(value[0]) + value[1]
+        return torch.tanh(self.linear(value)), value
+
+
+class Masks(Skip):
+    """A layer that makes a mask of each example, which needs no gradient, or applies it."""
+
+    def forward(self, value: Any) -> Any:
+        if self.joins:
+            return self.linear(value[0] * value[1])
+        return torch.tanh(self.linear(value)), value > 0
+
+
+class Noise(nn.Module):
+    """Dropout that remembers what came and the mask that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        mask = nn.functional.dropout(torch.ones_like(value))
+        self.drawn.append((value.detach().clone(), mask))
+        return value * mask
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)

@@ -227,6 +227,7 @@ class Stage:
             self._found_for = now
             self._needs_grad.clear()
             self._overwritten.clear()
+            self._buffers.forget()
 
     def look_for_first_gradients(self) -> None:
         """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
@@ -234,10 +235,16 @@ class Stage:
         """
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
+    def known(self) -> tuple[dict[Hashable, tuple[bool, ...]], dict[Hashable, tuple[int, ...]]]:
+        """Which outputs need a gradient and which inputs are overwritten, by the kind of the inputs."""
+        return dict(self._needs_grad), dict(self._overwritten)
+
+    def know(self, found: tuple[dict[Hashable, tuple[bool, ...]], dict[Hashable, tuple[int, ...]]]) -> None:
+        """Knows what was `known` before."""
+        self._needs_grad, self._overwritten = found
+
     def refresh(self) -> None:
-        """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
-        next step finds out.
-        """
+        """Forgets which outputs need a gradient and which inputs are overwritten; the next step finds out."""
         self._needs_grad.clear()
         self._overwritten.clear()
         self._seen.clear()

@@ -236,7 +236,7 @@ def test_a_layer_that_changes_what_is_shared_is_refused() -> None:
 
     for remat, why in {
         "never": "place, which all layers and micro-batches",
-        "always": "has changed since, such as an object, a list or a tensor of shared",
+        "always": "has changed since, such as an object, a list, a tensor of shared",
     }.items():
         pipeline = Pipeline([Greedy(6, 6).double()], num_stages=1, num_microbatches=2, remat=remat)
         with pytest.raises(RuntimeError, match=why):

@@ -46,14 +46,15 @@ _MOST_SEEDS = 16  # shares of micro-batches whose gradients of the loss are kept
 class Reduction:
     """What joins the gradients of one stage with those of other processes.
 
-    In a training step it is told, in this order: `begin`; before and after every action that runs backward
-    (B, or I and W); `finish`. A pass of forwards alone ends with `evaluated`, whatever fails with `reset`.
-    Parameters get gradients in B and W, and in I where a graph cannot be split.
+    In a training step the engine calls `begin`, then `before` and `after` around every action that runs
+    backward (B, or I and W), then `finish`. A pass of forwards alone ends with `evaluated`, and a step or a
+    pass that fails ends with `reset`. Parameters get gradients in B and W, and in I where a graph cannot be
+    split.
     """
 
     def begin(self, num_microbatches: int, *, sync: bool) -> None:
-        """A training step of so many micro-batches begins. Without `sync` it leaves this process's own
-        gradients, which a later step joins with those of the others.
+        """A training step of so many micro-batches begins. Without `sync` the step adds to this process's
+        gradients alone, and a later step with `sync` sums them over the processes.
         """
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
@@ -74,7 +75,7 @@ class Reduction:
         """Drops what it holds of the step, after an error."""
 
     def refresh(self) -> None:
-        """Other parameters may be trained from now on, or come in in another order."""
+        """From now on other parameters may be trained, or their gradients be ready in another order."""
 
 
 class Stage:
@@ -84,8 +85,8 @@ class Stage:
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
     `torch.compile`, for layers that shall be compiled; `portals` are those of the layers, `tied` are
     weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys the random streams, too. `reduction` makes what is told of the backwards, `elsewhere`
-    raises for a parameter that a stage of another process trains.
+    replicas, which keys the random streams, too. `reduction` makes the `Reduction` of this stage. `elsewhere`
+    is called with each parameter that is of no layer here, and raises if another process trains it.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Stage:
         shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Prepares training step or forward pass number `step`.
+        """Prepares training step or pass of forwards number `step`.
 
         `feed` holds the micro-batches of the first stage; `targets`, `loss_fn`, `shares` (each
         micro-batch's share of the examples) and the `scaler` of gradients belong to the last. Without
@@ -194,11 +195,11 @@ class Stage:
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
     def look(self, loss_fn: LossFn | None) -> None:
-        """Finds the parameters that there are now, those of a loss that is a module among them, and forgets
-        what was found if what is trained, or a layer's mode, has changed. Who exchanges gradients calls it
-        before a step begins.
+        """Finds the parameters of the layers, and of a loss that is a module. If other parameters are trained
+        than before, or a layer has changed its mode, what was found out about the layers is forgotten.
 
-        `ValueError` for a model that was moved.
+        A step calls it when it begins; a reduction over processes calls it earlier, because it has to know
+        the parameters before it begins itself. `ValueError` for a model that was moved.
         """
         if self.is_last and loss_fn is not None:  # there is none where nothing is trained
             self._loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
@@ -230,8 +231,8 @@ class Stage:
             self._buffers.forget()
 
     def look_for_first_gradients(self) -> None:
-        """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
-        calls it again before the first backward.
+        """Notes which of the layers' parameters have no gradient yet: the first one may have to be copied.
+        Sharding replaces the parameters during a step, and calls this again before the first backward.
         """
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 

@@ -3,8 +3,8 @@
 `torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
 backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
 `backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
-(re-materialization) or its graph (`tensors.Kept`); how the layers are called is the same in all actions
-(`layers`).
+(re-materialization) or its graph (`tensors.MicrobatchState`); how the layers are called is the same in all
+actions (`layers`).
 
 Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
 in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A
@@ -34,7 +34,14 @@ from gpipe_bench.pipeline.stage.first_step import FirstStep
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
 from gpipe_bench.pipeline.stage.portals import Carried
 from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
-from gpipe_bench.pipeline.stage.tensors import ENTRY, Kept, is_divided, overlapping, separate, version
+from gpipe_bench.pipeline.stage.tensors import (
+    ENTRY,
+    MicrobatchState,
+    is_divided,
+    overlapping,
+    separate,
+    version,
+)
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
@@ -129,7 +136,7 @@ class Stage:
         self.first: FirstStep | None = None  # while nothing is known of the layers as they are
         self._seen: set[tuple[tuple[bool, ...], ...]] = set()  # as what they were looked at
         self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
-        self._microbatches: dict[int, Kept] = {}  # what is held of each, from F to the end of its backward
+        self._microbatches: dict[int, MicrobatchState] = {}  # of each, from F to the end of its backward
         self._weights: dict[int, Weights] = {}  # what I left of each micro-batch for W
         self._transfers = Transfers()  # of the mini-batch and the targets
         self._feed: Sequence[Tree] | Arriving = ()
@@ -311,7 +318,7 @@ class Stage:
             aliases = overlapping(tensors) if again else ()
             received = Message(tensors, structure, (False,) * len(tensors), aliases)
             del tensors, structure
-        state = self._microbatches[m] = Kept(received)
+        state = self._microbatches[m] = MicrobatchState(received)
         del received
         if not self._training:
             return self._forward_only(state, m)
@@ -379,7 +386,7 @@ class Stage:
         tensors = tuple([t.detach() if t.requires_grad else t for t in tensors])
         return Message(tensors, structure, needs_grad, aliases)
 
-    def _forward_only(self, state: Kept, m: int) -> Message | None:
+    def _forward_only(self, state: MicrobatchState, m: int) -> Message | None:
         self._runner.entering = None
         watched = [(tensor, version(tensor)) for tensor in state.inputs] if state.aliases else []
         with self._without_graph():
@@ -515,7 +522,7 @@ class Stage:
                     "layer, or pass loss_fn as the nn.Module that has it"
                 )
 
-    def _find_overwritten(self, state: Kept, watched: list[tuple[Tensor, int]]) -> tuple[int, ...]:
+    def _find_overwritten(self, state: MicrobatchState, watched: list[tuple[Tensor, int]]) -> tuple[int, ...]:
         """The positions of the inputs that the layers have changed, of those `watched`, which it clears."""
         found = tuple([i for i, (tensor, before) in enumerate(watched) if version(tensor) != before])
         watched.clear()
@@ -531,7 +538,7 @@ class Stage:
         return found
 
     def _roots(
-        self, state: Kept, m: int, gradients: Gradients
+        self, state: MicrobatchState, m: int, gradients: Gradients
     ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
         """The edges that have a gradient, and these gradients."""
         if self.is_last:

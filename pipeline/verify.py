@@ -106,6 +106,7 @@ def verify(
         index: layer for index, each in enumerate(pipeline._whole) if (layer := each()) is not None
     }
     before = _Before([*everything.values(), loss_fn])
+    known = [(stage, stage.known()) for stage in pipeline._stages.values()]
     device = next(iter(pipeline._stages.values())).device
     replica = 0 if grid is None else grid.replica
     has_loss = pipeline._schedule.num_stages - 1 in pipeline._stages
@@ -142,6 +143,8 @@ def verify(
     finally:
         before.end()
         pipeline.refresh()
+        for stage, found_before in known:
+            stage.know(found_before)
         torch.set_autocast_cache_enabled(caches[0])
         parametrize._cache_enabled = caches[1]
     said: list[str | float] = pipeline.gather_all(found)

@@ -147,7 +147,7 @@ def grid_peak_bytes(
         only = sum(action.kind is last.kind for action in row) == 1
         in_step[last] += stage.last[2 * (last.kind is Kind.W) + (not only)]
     rests = [stage.rest for stage in stages]
-    workers = workers_of(rests, schedule, optimizer, receive_ahead, between_steps=True)
+    workers = workers_of(rests, schedule, optimizer, receive_ahead)
     return tuple(
         max(worker.update().peak, *[in_step[action] for action in row])
         for worker, row in zip(workers, schedule.actions, strict=True)

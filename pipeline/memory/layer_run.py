@@ -254,7 +254,6 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
     """Of the layer's buffers, each once, in their order; ``moved`` are those that change."""
     statistics = Statistics([layer]).modules
     left = {path for path, module in layer.named_modules() if module in statistics}
-    changing = {name.rpartition(".")[0] for name in moved}
     names: dict[int, list[str]] = {}
     for name, buffer in layer.named_buffers(remove_duplicate=False):
         names.setdefault(id(buffer), []).append(name)
@@ -266,7 +265,7 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
         elif changes := [moved[name] for name in mine if name in moved]:
             found.append(changes[0])
         else:
-            found.append(BufferRole.STILL if changing.isdisjoint(paths) else BufferRole.BESIDE)
+            found.append(BufferRole.STILL)
     return tuple(found)
 
 

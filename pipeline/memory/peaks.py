@@ -14,7 +14,7 @@ the loss values that the last stage collects, one number per micro-batch.
 
 Re-materialization copies what changes under a stage's hands between F and R. Of an input that a layer
 overwrites F and R each work on a copy; of a buffer that a layer updates each micro-batch that waits for its R
-has a copy, and R works on one more:
+has a copy, and R works on one more; of a buffer that stays as it is all have one copy:
 
     overwritten input, in one process     F           waits     R           R .. B
     as it was received                    1           1         until it    -
@@ -151,9 +151,10 @@ class Placed:
         stays: bool = False,
         place: Place = NOWHERE,
     ) -> None:
-        self._stage, self._stays = stage.shadowed() if recomputes else stage, stays
+        self._stage, self._stays = stage, stays
+        self._copied_bytes = stage.still_buffer_bytes if recomputes else 0
         self._place, self._is_apart = place, is_first or place.inputs_there
-        stage, halves = self._stage, stage.halves
+        halves = stage.halves
         received, kept = (0, 0) if self._is_apart else (stage.input_bytes, stage.kept_input_bytes)
         gradient = 0 if place.gradients_there else stage.output_gradient_bytes
         self.message_bytes = (0 if place.inputs_there else stage.input_bytes, gradient)
@@ -186,7 +187,7 @@ class Placed:
         user_bytes = num_microbatches * (stage.target_bytes + (stage.input_bytes if is_first else 0))
         self._fixed = Parts(
             parameters=stage.parameter_bytes,
-            buffers=stage.buffer_bytes,
+            buffers=stage.buffer_bytes + self._copied_bytes,
             optimizer_state=rule.state_bytes(stage.trained_sizes),
             boundary=user_bytes + place.buffer_bytes,
         )
@@ -207,11 +208,11 @@ class Placed:
         return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
 
     def update(self) -> Parts:
-        """In the optimizer's step."""
-        stage = self._stage
+        """In the optimizer's step, when the copies of buffers are gone."""
+        stage, buffers = self._stage, -self._copied_bytes
         gradients = stage.gradient_bytes - stage.summed_gradient_bytes
         temporaries = self._rule.update_bytes(stage.trained_sizes)
-        return _sum([self._fixed, Parts(gradients=gradients, transients=temporaries)])
+        return _sum([self._fixed, Parts(buffers=buffers, gradients=gradients, transients=temporaries)])
 
     def adds(self, step: Step) -> tuple[int, Parts]:
         """What an action adds to what is there, in all and by category; ValueError where the profiles know of

@@ -32,7 +32,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, LayerProfile, Received, Trace
-from gpipe_bench.pipeline.stage.buffers import SMALL_BYTES
 from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
 
 
@@ -74,17 +73,10 @@ class StageBytes:
     copied_input_bytes: int = 0  # of the boundary inputs, what a forward that runs twice copies
     kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
     changing_buffer_bytes: int = 0  # copied for each micro-batch that waits for its R
-    shadow_buffer_bytes: int = 0  # copied once where anything is recomputed
+    still_buffer_bytes: int = 0  # copied once for a step in which anything is recomputed
     again: Bytes | None = None  # R, where it holds more than F with a graph
     halves: Halves | None = None  # where the layers' profiles have them
     trace: StageTrace | None = field(default=None, repr=False, compare=False)  # what else the layers say
-
-    def shadowed(self) -> StageBytes:
-        """The same where something is recomputed for certain: the copies of buffers that stay are there."""
-        if not self.shadow_buffer_bytes:
-            return self
-        buffers = self.buffer_bytes + self.shadow_buffer_bytes
-        return replace(self, buffer_bytes=buffers, shadow_buffer_bytes=0)
 
     @property
     def messages(self) -> MessageBytes:
@@ -109,14 +101,11 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
     inputs, last = layers[0].inputs, layers[-1]
     targets = loss.inputs.tensors[len(last.outputs.tensors) :] if loss is not None else ()
     kept = [i for i in inputs.distinct if inputs.tensors[i].requires_grad or i in trace.holders]
-    changing = shadows = 0  # bytes of buffers that are copied for each micro-batch, and once
+    changing = still = 0  # bytes of buffers that are copied for each micro-batch, and once
     for layer in trace.layers:
         for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
-            small = size * (size <= SMALL_BYTES)
-            if role is BufferRole.STILL:
-                shadows += small
-            elif role is not BufferRole.STATISTICS:
-                changing += small if role is BufferRole.BESIDE else size
+            still += size * (role is BufferRole.STILL)
+            changing += size * (role in (BufferRole.CHANGING, BufferRole.REPLACED))
     again = trace.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
     return StageBytes(
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
@@ -135,7 +124,7 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         copied_input_bytes=sum([trace.sizes[name] for name in trace.copied if name < len(inputs.tensors)]),
         kept_copied_bytes=sum([trace.sizes[name] for name in trace.copied.intersection(kept)]),
         changing_buffer_bytes=changing,
-        shadow_buffer_bytes=shadows,
+        still_buffer_bytes=still,
         again=None if again is None else _fullest(again),
         halves=Halves.of(trace),
         trace=trace,

@@ -173,8 +173,7 @@ class BufferRole(Enum):
     STATISTICS = "left to batch normalization"
     CHANGING = "changes in a forward, in place"
     REPLACED = "is replaced by another tensor in a forward"
-    BESIDE = "does not change, and another buffer of its module does"
-    STILL = "does not change, nor does any buffer of its module"
+    STILL = "does not change"
 
 
 @dataclass(frozen=True, eq=False)

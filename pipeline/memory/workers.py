@@ -173,12 +173,8 @@ def workers_of(
     schedule: Schedule,
     optimizer: str,
     receive_ahead: Ahead,
-    *,
-    between_steps: bool = False,
 ) -> list[Worker]:
-    """The workers with their stages; arguments and errors as of `peak_bytes`. ``between_steps`` there are no
-    copies for what is recomputed.
-    """
+    """The workers with their stages; arguments and errors as of `peak_bytes`."""
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages given for a schedule of {schedule.num_stages} stages")
     rule, all_places = Optimizer.named(optimizer), places(stages, schedule, receive_ahead)
@@ -188,7 +184,7 @@ def workers_of(
             rule,
             schedule.num_microbatches,
             is_first=index == 0,
-            recomputes=not between_steps and any(a.kind is Kind.R for a in schedule.row(index)),
+            recomputes=any(a.kind is Kind.R for a in schedule.row(index)),
             stays=isinstance(receive_ahead, int) and receive_ahead > 0,
             place=all_places[index],
         )
@@ -371,7 +367,7 @@ def _with_sums(
         for worker in owners if weight.trained and len(owners) > 1 else ():
             received[worker] = max(received[worker], weight.num_bytes)
     most = list(found)
-    resting = workers_of(stages, schedule, optimizer, receive_ahead, between_steps=True)
+    resting = workers_of(stages, schedule, optimizer, receive_ahead)
     for number, num_bytes in enumerate(received):
         if num_bytes:
             summed = sum(stages[stage].summed_gradient_bytes for stage in schedule.stages_of(number))

@@ -58,12 +58,17 @@ def _family(model: nn.Module) -> tuple[Family, str]:
             if kind.forward is not known.forward or "forward" in vars(model):
                 raise ValueError(
                     f"{kind.__name__} has a forward of its own, which is not that of {known.__name__}; "
-                    "use split, or write the layers yourself"
+                    "write the layers yourself, as modules that share the model's own"
                 )
             return KNOWN[known.__name__]
+    other = (
+        "write the layers yourself, as modules that share the model's own; split cuts what torch.fx follows"
+    )
+    if kind.__module__.startswith("transformers."):
+        other += ", which the forwards of most text models of transformers do not allow"
     raise ValueError(
-        f"layers_of does not know a {kind.__name__}; it knows {', '.join(KNOWN)} of transformers. For other "
-        "models use split, or write the layers yourself"
+        f"layers_of does not know a {kind.__name__}; it knows {', '.join(KNOWN)} of transformers. Otherwise "
+        f"{other}"
     )
 
 

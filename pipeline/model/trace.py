@@ -112,7 +112,7 @@ class Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         given = {name: self.create_proxy("placeholder", name, (), {}) for name in self.inputs}
-        return lambda model: root_fn(model, **given), [self.root]
+        return lambda model: _plain(root_fn(model, **given)), [self.root]
 
     def create_arg(self, a: Any) -> Any:
         if (
@@ -197,6 +197,20 @@ class Tracer(fx.Tracer):
         now = _randomness()
         if not torch.equal(drawn[0], now[0]) or drawn[1] != now[1]:
             raise ValueError(f"{type(module).__name__} draws random numbers whose shape no input decides")
+
+
+def _plain(output: Any) -> Any:
+    """The output; `ValueError` for containers of a class that a graph would replace by Python's own."""
+    if isinstance(output, tuple | list | dict) and type(output) not in (tuple, list, dict):
+        raise ValueError(
+            f"it gives a {type(output).__name__}, which would come back as one of Python's own; let it "
+            "give a tensor, or a tuple, list or dict of tensors, such as output.logits"
+        )
+    for part in (
+        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    ):
+        _plain(part)
+    return output
 
 
 def _randomness() -> Randomness:

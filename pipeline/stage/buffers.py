@@ -2,52 +2,39 @@
 
 A layer may count its calls, follow an estimate or keep a vector from call to call. Under re-materialization
 it is called twice for every micro-batch, the second time when later micro-batches have moved its buffers on.
-So what a forward is about to change is copied before, and the recomputation works on the copy, which stands
-in its place while it runs. The copies live as long as the inputs that are kept for the recomputation.
+So before a forward that will be recomputed the buffers are copied, and the recomputation works on the copies,
+which stand in their places while it runs:
 
-Which buffers change nobody announces. In the first step all are copied and compared, forward by forward;
-from then on only those that change are copied, and the small ones beside them. A change shows in torch's
-count of in-place operations or in another tensor under the same name; one made behind torch's back, through
-`.data`, shows in the comparison, if it is made in the first step. Of small buffers that do not change one
-copy is kept, so that they may begin to at any time; for a larger one that begins to change in place that is
-an error, which says what to do. What layers keep in attributes is looked at in `first_step`, and batch
-normalization's averages are left to `batchnorm`.
+    F0 sees v0, leaves v1    F1 sees v1, leaves v2    R1 on a copy of v1    R0 on a copy of v0    v2 stays
 
-Beside the buffers themselves a stage so holds the changing ones once for every micro-batch that waits for its
-recomputation and those of at most `SMALL_BYTES` once; in the first step all of them once while a forward
-runs. The memory model (`memory.peaks`) counts the same in a step that is not the first.
+A buffer is copied once for every version that it has in a step: where nothing changes it, all micro-batches
+share one copy. Versions are torch's count of in-place operations, and another tensor under the same name is
+another version. A change behind torch's back, through `.data`, is none: where it shows in the output the
+first step refuses it (`first_step`), and `Pipeline.verify` finds what begins later. Batch normalization's
+averages are left to `batchnorm`.
+
+So a stage holds its buffers once more from its first forward to the end of the step, and those that change
+once for each micro-batch that waits for its recomputation, which works on one more. The memory model
+(`memory.peaks`) counts the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-
-# A buffer of which a copy is kept although it has never changed.
-SMALL_BYTES = 2**16
 
 Key = tuple[nn.Module, str]
 
 
-class Absent:
-    """Stands for a buffer, or an attribute, that is not there."""
-
-
-ABSENT = Absent()
-Value = Tensor | None | Absent
-
-
 @dataclass
 class Saved:
-    """What a forward saw of the buffers that change, and which of them it did change."""
+    """What a forward saw, copied, by module and name; and the buffers that it changed."""
 
-    copies: dict[Key, Value] = field(default_factory=dict)
+    copies: dict[nn.Module, dict[str, Tensor | None]]
     moved: frozenset[Key] = frozenset()
 
 
@@ -59,17 +46,10 @@ class Buffers:
         self._besides = frozenset(besides)
         self._loss: nn.Module | None = None
         self._modules: dict[nn.Module, str] = {}  # those that have buffers, and what to call them
-        self._training: list[bool] = []  # whether each of them was in training mode when we looked
-        self._changing: set[Key] = set()
-        self._still: dict[Key, State] = {}
-        self._shadows: dict[Key, Tensor | None] = {}  # values of the small ones that are still
-        self._silent: set[Key] = set()  # change behind torch's back
-        self._moved: set[Key] = set()  # have changed in this step
-        # Of those that began to change in this step: the value until then.
-        self._before: dict[Key, Value] = {}
-        self._states: dict[Key, State] = {}  # of those that change, before the forward of the moment
-        self._learning = True
-        self._begun = False
+        self._copies: dict[int, tuple[State, Tensor]] = {}  # of each tensor, of its version of the moment
+        self._states: dict[Key, State] = {}  # before the forward of the moment
+        self._is_new = True  # a forward may still register buffers
+        self._has_looked = False
         self.known_empty = False  # whether a step before has found none
         self._find_modules()
 
@@ -85,89 +65,54 @@ class Buffers:
             self._find_modules()
 
     def end(self) -> None:
-        """The step is over: by now it is known which buffers change."""
-        if not self._begun:
-            return
-        if not self._learning:  # what no longer changes, as a table that the first forward has made
-            changing = self._moved | self._silent
-            modules = {module for module, _ in changing}
-            for key in self._changing - changing:
-                tensor = buffer_of(key)
-                if key[0] not in modules or (tensor is not None and tensor.nbytes > SMALL_BYTES):
-                    self._changing.remove(key)
-                    self._record(key)
-        self._learning = self._begun = False
-        self.known_empty = not self._modules
-        self._before.clear()
-        self._moved.clear()
+        """The step is over: the copies go."""
+        self._copies.clear()
+        if self._has_looked:
+            self._is_new, self.known_empty = False, not self._modules
 
     def forget(self) -> None:
-        """Looks again in the next step which buffers change."""
-        self._begun, self._learning, self.known_empty = False, True, False
-        self._before.clear()
-        self._moved.clear()
+        """Looks again in the next step for buffers that are new."""
+        self._copies.clear()
+        self._states.clear()
+        self._is_new, self._has_looked, self.known_empty = True, False, False
 
     # Forward and recomputation
 
     def save(self) -> Saved | None:
         """Before a forward that will be recomputed. None if there are no buffers."""
-        if not self._begun:
-            self._begun = True
-            training = [module.training for module in self._modules]
-            if training != self._training:
-                self._learning, self._training = True, training
-            if self._learning:
-                for known in (self._changing, self._silent, self._still, self._shadows):
-                    known.clear()
-                self._find()
-            else:
-                for key, state in self._still.items():  # what the user has changed between two steps
-                    if state.has_moved(buffer_of(key)):
-                        self._record(key)
-        if not self._modules and not self._learning:
+        if not self._modules and not self._is_new:
             return None
-        self._notice()
-        kept = [*self._changing, *self._still] if self._learning else self._changing
-        saved = Saved(_copies({(module, name): module._buffers.get(name) for module, name in kept}))
-        self._states = {key: State.of(buffer_of(key)) for key in self._changing}
-        return saved
+        self._states = self._now()
+        return Saved({m: {name: self._copy(t) for name, t in m._buffers.items()} for m in self._modules})
 
     def look(self, saved: Saved) -> None:
         """After that forward."""
-        moved = {key for key, state in self._states.items() if state.has_moved(buffer_of(key))}
-        self._states.clear()  # one that was replaced would linger
-        moved.update(self._notice(saved))
-        if self._learning:
-            for key in [key for key in self._still if not same(saved.copies[key], buffer_of(key))]:
-                self._silent.add(key)
-                self._begins_to_change(key, saved.copies[key])
-            for key in self._find():
-                saved.copies[key] = ABSENT
-            for key in self._still:
-                if saved.copies.get(key) is not ABSENT:
-                    saved.copies.pop(key, None)
-        saved.moved = frozenset(moved)
-        self._moved |= moved
+        if self._is_new:
+            self._find_modules()
+        self._has_looked = True
+        saved.moved = self._moved(self._states)
+        for key in saved.moved & self._states.keys():  # nobody else will see that version
+            self._copies.pop(id(self._states[key].tensor), None)
+        self._states.clear()  # a tensor that was replaced would linger
 
     @contextmanager
     def as_saved(self, saved: Saved) -> Iterator[None]:
         """While a recomputation runs, the buffers are copies of what its forward saw."""
-        self._notice()
-        values: dict[Key, Value] = {**self._before, **saved.copies}
-        originals = {module: dict(module._buffers) for module, _ in values}
-        states: dict[Key, State] = {}
-        copies = _copies(values)
-        for (module, name), copy in copies.items():
-            if isinstance(copy, Absent):
-                del module._buffers[name]
-            else:
-                module._buffers[name] = copy
-                states[module, name] = State.of(copy)
+        originals = {module: dict(module._buffers) for module in self._modules}
+        copies: dict[int, Tensor] = {}  # of what is going to change; two names of one tensor are one copy
+        for module in originals:
+            module._buffers.clear()
+            for name, value in saved.copies.get(module, {}).items():
+                if value is not None and (module, name) in saved.moved:
+                    if id(value) not in copies:
+                        copies[id(value)] = value.clone()
+                    value = copies[id(value)]
+                module._buffers[name] = value
+        copies.clear()
+        states = self._now()
         try:
             yield
-            moved = {key for key, state in states.items() if state.has_moved(buffer_of(key))}
-            moved.update(key for key, state in self._still.items() if state.has_moved(buffer_of(key)))
-            moved.difference_update(key for key, value in values.items() if isinstance(value, Absent))
+            moved = self._moved(states)
         finally:
             for module, buffers in originals.items():
                 module._buffers.clear()
@@ -176,10 +121,10 @@ class Buffers:
             key = next(iter(moved ^ saved.moved))
             changed, still = ("recomputation", "forward") if key in moved else ("forward", "recomputation")
             raise RuntimeError(
-                f"{self._name(key)} changed in the {changed} of a micro-batch and not in its {still}: the "
-                "layer goes by something that has changed between, such as an attribute, or asks whether "
-                "gradients are enabled; keep what it goes by in a buffer (register_buffer), or use "
-                "remat='never'"
+                f"buffer {key[1]!r} of {self._modules[key[0]]} changed in the {changed} of a micro-batch and "
+                f"not in its {still}: the layer goes by something that has changed between, such as an "
+                "attribute, or asks whether gradients are enabled; keep what it goes by in a buffer "
+                "(register_buffer), or use remat='never'"
             )
 
     def apart(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -204,66 +149,23 @@ class Buffers:
             for path, module in root.named_modules():
                 if module._buffers and module not in self._besides and module not in self._modules:
                     self._modules[module] = f"{place}{path and f', {path},'} ({type(module).__name__})"
-        self._training = [module.training for module in self._modules]
 
-    def _find(self) -> list[Key]:
-        """Takes in modules and buffers that are new; gives the latter."""
-        self._find_modules()
-        new = [
-            (module, name)
-            for module in self._modules
-            for name in module._buffers
-            if (module, name) not in self._still and (module, name) not in self._changing
-        ]
-        for key in new:
-            self._record(key)
-        return new
+    def _copy(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        known = self._copies.get(id(tensor))
+        if known is None or known[0].has_moved(tensor):
+            known = self._copies[id(tensor)] = State.of(tensor), tensor.detach().clone()
+        return known[1]
 
-    def _record(self, key: Key) -> None:
-        tensor = buffer_of(key)
-        self._still[key] = State.of(tensor)
-        self._shadows.pop(key, None)
-        if tensor is None or tensor.nbytes <= SMALL_BYTES:
-            self._shadows[key] = None if tensor is None else tensor.detach().clone()
+    def _now(self) -> dict[Key, State]:
+        return {(m, name): State.of(t) for m in self._modules for name, t in m._buffers.items()}
 
-    def _notice(self, saved: Saved | None = None) -> list[Key]:
-        """Takes in which buffers have begun to change since the last look, in the forward of `saved` or by
-        something that is not recomputed; their values until then are still known.
-        """
-        found = [key for key, state in self._still.items() if state.has_moved(buffer_of(key))]
-        for key in found:
-            value: Value
-            if saved is not None and key in saved.copies:
-                value = saved.copies[key]
-            elif key in self._shadows:
-                value = self._shadows[key]
-            elif not self._still[key].has_moved(self._still[key].tensor):  # replaced, and still as it was
-                value = self._still[key].tensor
-            else:
-                raise RuntimeError(
-                    f"{self._name(key)} has begun to change, and what it held before is needed for a "
-                    "recomputation; call Pipeline.refresh() on every rank before the first step in which a "
-                    f"layer begins to change a buffer of more than {SMALL_BYTES // 1024} KiB, or use "
-                    "remat='never'"
-                )
-            if saved is not None:
-                saved.copies[key] = value
-            self._begins_to_change(key, value)
-        return found
-
-    def _begins_to_change(self, key: Key, value: Value) -> None:
-        """From now on it is copied before each forward, and so are the small buffers of the same module."""
-        module, _ = key
-        siblings = [(module, name) for name in module._buffers if (module, name) in self._shadows]
-        for each in (*siblings, key):
-            self._changing.add(each)
-            self._still.pop(each, None)
-            self._before[each] = self._shadows.pop(each, ABSENT)
-        self._before[key] = value
-
-    def _name(self, key: Key) -> str:
-        module, name = key
-        return f"buffer {name!r} of {self._modules[module]}"
+    def _moved(self, before: Mapping[Key, State]) -> frozenset[Key]:
+        """The buffers that are other ones now, or of another version, or new."""
+        now = self._now()
+        keys = before.keys() | now.keys()
+        return frozenset([k for k in keys if k not in before or before[k].has_moved(k[0]._buffers.get(k[1]))])
 
 
 class State(NamedTuple):
@@ -279,30 +181,3 @@ class State(NamedTuple):
 
     def has_moved(self, tensor: Tensor | None) -> bool:
         return tensor is not self.tensor or self.version != State.of(tensor).version
-
-
-def buffer_of(key: Key) -> Tensor | None:
-    module, name = key
-    return module._buffers.get(name)
-
-
-def _copies(values: Mapping[Key, Value]) -> dict[Key, Value]:
-    """Copies of the values; two names of one tensor are one copy."""
-    copies: dict[int, Tensor] = {}
-    found: dict[Key, Value] = {}
-    for key, value in values.items():
-        if isinstance(value, Tensor):
-            if id(value) not in copies:
-                copies[id(value)] = value.detach().clone()
-            found[key] = copies[id(value)]
-        else:
-            found[key] = value
-    return found
-
-
-def same(value: Value, tensor: Tensor | None) -> bool:
-    if value is None or tensor is None or isinstance(value, Absent):
-        return value is tensor
-    if tensor.is_meta or isinstance(tensor, FakeTensor):  # without values, which then can't change unseen
-        return True
-    return torch.equal(value, tensor)

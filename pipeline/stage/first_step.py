@@ -90,9 +90,9 @@ class FirstStep:
                 why = (
                     f"{self._named(changed[0])} changes in each forward"
                     if changed
-                    else "a layer goes by something that has changed since, such as an object, a list or a "
-                    "tensor of shared, or draws random numbers that are not of torch's default generators, "
-                    "or asks whether gradients are enabled"
+                    else "a layer goes by something that has changed since, such as an object, a list, a "
+                    "tensor of shared or a buffer that changes by .data, or draws random numbers that are "
+                    "not of torch's default generators, or asks whether gradients are enabled"
                 )
                 raise RuntimeError(
                     f"stage {self._stage} gives another output in the recomputation of micro-batch {m} than "

@@ -3,8 +3,8 @@
 `torch.utils.checkpoint` ties the recomputation to the arrival of the gradient, because it runs inside the
 backward. Here the graph is a value that the stage holds: `recompute` builds it whenever the schedule says so,
 `backward` consumes it. Between actions a stage holds, per micro-batch, either its boundary inputs
-(re-materialization) or its graph (`tensors.Kept`); how the layers are called is the same in all actions
-(`layers`).
+(re-materialization) or its graph (`tensors.MicrobatchState`); how the layers are called is the same in all
+actions (`layers`).
 
 Which outputs need a gradient and which inputs are overwritten shows only when the layers run, so it is found
 in the first step of a kind and forgotten when another parameter is trained or a layer changes its mode. A
@@ -34,7 +34,14 @@ from gpipe_bench.pipeline.stage.first_step import FirstStep
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
 from gpipe_bench.pipeline.stage.portals import Carried
 from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
-from gpipe_bench.pipeline.stage.tensors import ENTRY, Kept, is_divided, overlapping, separate, version
+from gpipe_bench.pipeline.stage.tensors import (
+    ENTRY,
+    MicrobatchState,
+    is_divided,
+    overlapping,
+    separate,
+    version,
+)
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
@@ -46,14 +53,15 @@ _MOST_SEEDS = 16  # shares of micro-batches whose gradients of the loss are kept
 class Reduction:
     """What joins the gradients of one stage with those of other processes.
 
-    In a training step it is told, in this order: `begin`; before and after every action that runs backward
-    (B, or I and W); `finish`. A pass of forwards alone ends with `evaluated`, whatever fails with `reset`.
-    Parameters get gradients in B and W, and in I where a graph cannot be split.
+    In a training step the engine calls `begin`, then `before` and `after` around every action that runs
+    backward (B, or I and W), then `finish`. A pass of forwards alone ends with `evaluated`, and a step or a
+    pass that fails ends with `reset`. Parameters get gradients in B and W, and in I where a graph cannot be
+    split.
     """
 
     def begin(self, num_microbatches: int, *, sync: bool) -> None:
-        """A training step of so many micro-batches begins. Without `sync` it leaves this process's own
-        gradients, which a later step joins with those of the others.
+        """A training step of so many micro-batches begins. Without `sync` the step adds to this process's
+        gradients alone, and a later step with `sync` sums them over the processes.
         """
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
@@ -74,7 +82,7 @@ class Reduction:
         """Drops what it holds of the step, after an error."""
 
     def refresh(self) -> None:
-        """Other parameters may be trained from now on, or come in in another order."""
+        """From now on other parameters may be trained, or their gradients be ready in another order."""
 
 
 class Stage:
@@ -84,8 +92,8 @@ class Stage:
     draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
     `torch.compile`, for layers that shall be compiled; `portals` are those of the layers, `tied` are
     weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys the random streams, too. `reduction` makes what is told of the backwards, `elsewhere`
-    raises for a parameter that a stage of another process trains.
+    replicas, which keys the random streams, too. `reduction` makes the `Reduction` of this stage. `elsewhere`
+    is called with each parameter that is of no layer here, and raises if another process trains it.
     """
 
     def __init__(
@@ -128,7 +136,7 @@ class Stage:
         self.first: FirstStep | None = None  # while nothing is known of the layers as they are
         self._seen: set[tuple[tuple[bool, ...], ...]] = set()  # as what they were looked at
         self._without_grad: list[nn.Parameter] = []  # trainable, and no backward has given them one
-        self._microbatches: dict[int, Kept] = {}  # what is held of each, from F to the end of its backward
+        self._microbatches: dict[int, MicrobatchState] = {}  # of each, from F to the end of its backward
         self._weights: dict[int, Weights] = {}  # what I left of each micro-batch for W
         self._transfers = Transfers()  # of the mini-batch and the targets
         self._feed: Sequence[Tree] | Arriving = ()
@@ -171,7 +179,7 @@ class Stage:
         shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Prepares training step or forward pass number `step`.
+        """Prepares training step or pass of forwards number `step`.
 
         `feed` holds the micro-batches of the first stage; `targets`, `loss_fn`, `shares` (each
         micro-batch's share of the examples) and the `scaler` of gradients belong to the last. Without
@@ -194,11 +202,11 @@ class Stage:
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
     def look(self, loss_fn: LossFn | None) -> None:
-        """Finds the parameters that there are now, those of a loss that is a module among them, and forgets
-        what was found if what is trained, or a layer's mode, has changed. Who exchanges gradients calls it
-        before a step begins.
+        """Finds the parameters of the layers, and of a loss that is a module. If other parameters are trained
+        than before, or a layer has changed its mode, what was found out about the layers is forgotten.
 
-        `ValueError` for a model that was moved.
+        A step calls it when it begins; a reduction over processes calls it earlier, because it has to know
+        the parameters before it begins itself. `ValueError` for a model that was moved.
         """
         if self.is_last and loss_fn is not None:  # there is none where nothing is trained
             self._loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
@@ -227,17 +235,24 @@ class Stage:
             self._found_for = now
             self._needs_grad.clear()
             self._overwritten.clear()
+            self._buffers.forget()
 
     def look_for_first_gradients(self) -> None:
-        """Notes which of the layers' parameters have no gradient yet. Who exchanges the parameters in a step
-        calls it again before the first backward.
+        """Notes which of the layers' parameters have no gradient yet: the first one may have to be copied.
+        Sharding replaces the parameters during a step, and calls this again before the first backward.
         """
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
+    def known(self) -> tuple[dict[Hashable, tuple[bool, ...]], dict[Hashable, tuple[int, ...]]]:
+        """Which outputs need a gradient and which inputs are overwritten, by the kind of the inputs."""
+        return dict(self._needs_grad), dict(self._overwritten)
+
+    def know(self, found: tuple[dict[Hashable, tuple[bool, ...]], dict[Hashable, tuple[int, ...]]]) -> None:
+        """Knows what was `known` before."""
+        self._needs_grad, self._overwritten = found
+
     def refresh(self) -> None:
-        """Forgets which outputs need a gradient, which inputs are overwritten and which buffers change; the
-        next step finds out.
-        """
+        """Forgets which outputs need a gradient and which inputs are overwritten; the next step finds out."""
         self._needs_grad.clear()
         self._overwritten.clear()
         self._seen.clear()
@@ -303,7 +318,7 @@ class Stage:
             aliases = overlapping(tensors) if again else ()
             received = Message(tensors, structure, (False,) * len(tensors), aliases)
             del tensors, structure
-        state = self._microbatches[m] = Kept(received)
+        state = self._microbatches[m] = MicrobatchState(received)
         del received
         if not self._training:
             return self._forward_only(state, m)
@@ -371,7 +386,7 @@ class Stage:
         tensors = tuple([t.detach() if t.requires_grad else t for t in tensors])
         return Message(tensors, structure, needs_grad, aliases)
 
-    def _forward_only(self, state: Kept, m: int) -> Message | None:
+    def _forward_only(self, state: MicrobatchState, m: int) -> Message | None:
         self._runner.entering = None
         watched = [(tensor, version(tensor)) for tensor in state.inputs] if state.aliases else []
         with self._without_graph():
@@ -507,7 +522,7 @@ class Stage:
                     "layer, or pass loss_fn as the nn.Module that has it"
                 )
 
-    def _find_overwritten(self, state: Kept, watched: list[tuple[Tensor, int]]) -> tuple[int, ...]:
+    def _find_overwritten(self, state: MicrobatchState, watched: list[tuple[Tensor, int]]) -> tuple[int, ...]:
         """The positions of the inputs that the layers have changed, of those `watched`, which it clears."""
         found = tuple([i for i, (tensor, before) in enumerate(watched) if version(tensor) != before])
         watched.clear()
@@ -523,7 +538,7 @@ class Stage:
         return found
 
     def _roots(
-        self, state: Kept, m: int, gradients: Gradients
+        self, state: MicrobatchState, m: int, gradients: Gradients
     ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
         """The edges that have a gradient, and these gradients."""
         if self.is_last:

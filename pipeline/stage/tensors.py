@@ -142,7 +142,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + (span + 1) * tensor.element_size() if tensor.numel() else start
 
 
-class Kept:
+class MicrobatchState:
     """What a stage holds of one micro-batch, from F to the end of its backward.
 
     It begins as the message that came from the stage before, or the stage's own part of the mini-batch.

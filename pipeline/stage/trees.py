@@ -7,12 +7,12 @@ the tensor travels once and is one leaf of the receiver's graph: gradients that 
 the uncut model sums them.
 
 A bare tensor and a tuple of tensors, which most layers pass, have the shortest way. But models also pass
-dicts, named tuples, dataclasses and the outputs of `transformers`, with None and numbers in them. Only
+dicts, named tuples and the outputs of `transformers`, with None and numbers in them. Only
 tensors can travel, be kept for a recomputation or need a gradient, so everything else is structure: a value
 that is compared, and goes to another process only where it is not what it was. Equality is exact, since a
 receiver puts the tensors it gets into the structure it knows: 1, 1.0 and True are different constants, and so
-are two dicts with other keys or the same keys in another order. What torch knows as a pytree node
-(`torch.utils._pytree`) is taken apart by torch; dataclasses need not be registered there.
+are two dicts with other keys or the same keys in another order. What may be taken apart, and how, torch knows
+(`torch.utils._pytree`); a dataclass is registered with it (`torch.export.register_dataclass`).
 """
 
 from __future__ import annotations
@@ -195,41 +195,30 @@ class Constant:
 class Nested:
     """The structure of a pytree that is no tuple of tensors.
 
-    `leaves` says for each leaf of `spec` what stands there: the position of a tensor, a constant, or a
-    dataclass that torch does not know.
+    `leaves` says for each leaf of `spec` what stands there: the position of a tensor, or a constant.
     """
 
     __slots__ = ("_hash", "leaves", "spec")
 
-    def __init__(self, spec: pytree.TreeSpec, leaves: tuple[int | Constant | Record, ...]) -> None:
+    def __init__(self, spec: pytree.TreeSpec, leaves: tuple[int | Constant, ...]) -> None:
         self.spec, self.leaves = spec, leaves
         self._hash = hash((spec.num_nodes, leaves))
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The tree with `tensors` in their places."""
-        found = []
-        for leaf in self.leaves:
-            if isinstance(leaf, int):
-                found.append(tensors[leaf])
-            elif isinstance(leaf, Constant):
-                found.append(leaf.value)
-            else:
-                found.append(leaf.build(tensors))
+        found = [tensors[leaf] if isinstance(leaf, int) else leaf.value for leaf in self.leaves]
         return pytree.tree_unflatten(found, self.spec)
 
     def kind(self) -> Nested:
         """The same with numbers told by their type alone: what decides shapes are rather keys, None and
         flags, while numbers may change with every step.
         """
-        if not any(isinstance(leaf, Record) or _is_number(leaf) for leaf in self.leaves):
+        if not any(map(_is_number, self.leaves)):
             return self
-        leaves: list[int | Constant | Record] = []
-        for leaf in self.leaves:
-            if isinstance(leaf, Record):
-                leaf = Record(leaf.type, leaf.names, leaf.fields.kind())
-            elif isinstance(leaf, Constant) and _is_number(leaf):
-                leaf = Constant(type(leaf.value))
-            leaves.append(leaf)
+        leaves = [
+            Constant(type(leaf.value)) if isinstance(leaf, Constant) and _is_number(leaf) else leaf
+            for leaf in self.leaves
+        ]
         return Nested(self.spec, tuple(leaves))
 
     def __eq__(self, other: object) -> bool:
@@ -252,24 +241,6 @@ class Nested:
         return repr(self.build([f"tensor {i}" for i in range(64)]))  # type: ignore[misc]
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """A dataclass by its attributes: what `vars` has, and its slots. `__init__` is not run again."""
-
-    type: type
-    names: tuple[str, ...]
-    fields: Nested
-
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        values = dict(zip(self.names, self.fields.build(tensors), strict=True))
-        if issubclass(self.type, Mapping):  # as the outputs of `transformers`, whose keys are their fields
-            return self.type(**values)
-        record = object.__new__(self.type)
-        for name, value in values.items():
-            object.__setattr__(record, name, value)
-        return record
-
-
 def take_apart(tree: Any, what: str, *, constant: bool = False) -> tuple[tuple[Tensor, ...], Nested]:
     """The distinct tensors of a pytree in the order of appearance, and its structure.
 
@@ -278,19 +249,9 @@ def take_apart(tree: Any, what: str, *, constant: bool = False) -> tuple[tuple[T
     """
     positions: dict[int, int] = {}
     distinct: list[Tensor] = []
-    structure = _take_apart(tree, f"{what} is of type {type(tree).__name__}", positions, distinct)
-    if not distinct and not constant:
-        raise TypeError(
-            f"{what} is of type {type(tree).__name__} and holds no tensor; it must be a tensor, or a tuple, "
-            "list, dict, dataclass or other pytree with at least one"
-        )
-    return tuple(distinct), structure
-
-
-def _take_apart(tree: Any, what: str, positions: dict[int, int], distinct: list[Tensor]) -> Nested:
     # torch would give a Size back as a tuple.
     found, spec = pytree.tree_flatten(tree, lambda node: isinstance(node, torch.Size))
-    leaves: list[int | Constant | Record] = []
+    leaves: list[int | Constant] = []
     for leaf in found:
         if isinstance(leaf, Tensor):
             position = positions.setdefault(id(leaf), len(distinct))
@@ -299,43 +260,39 @@ def _take_apart(tree: Any, what: str, positions: dict[int, int], distinct: list[
             leaves.append(position)
         elif isinstance(leaf, _CONSTANTS):
             leaves.append(Constant(leaf))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            names, values = _attributes(leaf)
-            # Its values as a list, so that a lone one is not taken for the record itself.
-            leaves.append(Record(type(leaf), names, _take_apart(values, what, positions, distinct)))
         else:
             raise TypeError(
-                f"{what} and holds a {type(leaf).__name__}, which cannot travel; {_instead(leaf)}"
+                f"{what} is of type {type(tree).__name__} and holds a {type(leaf).__name__}, which cannot "
+                f"travel; {_instead(leaf)}"
             )
-    return Nested(spec, tuple(leaves))
+    if not distinct and not constant:
+        raise TypeError(
+            f"{what} is of type {type(tree).__name__} and holds no tensor; it must be a tensor, or a tuple, "
+            "list, dict or other pytree with at least one"
+        )
+    return tuple(distinct), Nested(spec, tuple(leaves))
 
 
 def _instead(leaf: Any) -> str:
+    if dataclasses.is_dataclass(leaf):
+        return (
+            f"register it once, before the first step: torch.export.register_dataclass({type(leaf).__name__})"
+        )
     if isinstance(leaf, Mapping):
         return "pass a dict(...) of it"
     if isinstance(leaf, DataLoader | Iterator):
         return "take one mini-batch after another from it, as in `for batch in loader`, and pass that"
     return (
-        "between layers pass tensors in tuples, lists, dicts, dataclasses and what torch.utils._pytree has "
-        "registered, and beside them None, bools, numbers, strings, enums and dtypes"
+        "between layers pass tensors in tuples, lists, dicts and what is registered with "
+        "torch.utils._pytree, and beside them None, bools, numbers, strings, enums and dtypes"
     )
 
 
-def _attributes(record: Any) -> tuple[tuple[str, ...], list[Any]]:
-    fields = dataclasses.fields(record)
-    if isinstance(record, Mapping):
-        names = [field.name for field in fields if field.init]
-    else:
-        names = [field.name for field in fields if hasattr(record, field.name)]
-        names += [name for name in getattr(record, "__dict__", ()) if name not in names]
-    return tuple(names), [getattr(record, name) for name in names]
-
-
-def _is_number(leaf: int | Constant | Record) -> bool:
+def _is_number(leaf: int | Constant) -> bool:
     return isinstance(leaf, Constant) and type(leaf.value) in (int, float, complex)
 
 
-def _load(spec: bytes, leaves: tuple[int | Constant | Record, ...]) -> Nested:
+def _load(spec: bytes, leaves: tuple[int | Constant, ...]) -> Nested:
     with warnings.catch_warnings():  # torch warns of a class that its own specs are made of
         warnings.simplefilter("ignore", FutureWarning)
         return Nested(pickle.loads(spec), leaves)

@@ -303,9 +303,9 @@ def test_profiling_leaves_the_model_and_the_random_state_alone() -> None:
 
 
 def test_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="or a tuple, list, dict, dataclass"):
+    with pytest.raises(ValueError, match="or a tuple, list, dict or"):
         profile(Call(lambda self, x: 3))
-    with pytest.raises(ValueError, match=r"lists, dicts, dataclasses and what torch\.utils\._pytree"):
+    with pytest.raises(ValueError, match=r"lists, dicts and what is registered"):
         profile(Call(lambda self, x: {"x": x, "what": object()}))
 
 

@@ -14,7 +14,7 @@ from tiny_models import mlp_batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gpipe_bench.pipeline import ActionError, Pipeline
+from gpipe_bench.pipeline import ActionError, Pipeline, VerifyError
 
 mse_loss = nn.functional.mse_loss
 Layers = Callable[[], list[nn.Module]]
@@ -32,6 +32,27 @@ def test_over_two_processes_too() -> None:
         assert not [w for outcome, w in of_rank.values() if outcome.startswith(("wrong", "right, but"))]
 
 
+class OtherKeys(does.Dense):
+    """A dict whose keys data decide."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = super().forward(x)
+        return {"y": y} if float(x.detach()[0, 0]) > 0 else {"y": y, "z": 2 * y}
+
+
+class NeedsNone(does.Dense):
+    """Its output needs a gradient for some micro-batches, and not for the first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if float(x.detach()[0, 0]) > 0 else y.detach()
+
+
+class Last(does.Dense):
+    def forward(self, given: Tensor | dict[str, Tensor]) -> Tensor:
+        return super().forward(given["y"] if isinstance(given, dict) else given)
+
+
 REFUSED: dict[str, tuple[Layers, str, str]] = {
     "a state": (lambda: [does.Recurrent()], "always", "attribute 'h' of layer 0 (Recurrent) changes"),
     "a counter": (lambda: [does.Counts()], "always", "attribute 'n' of layer 0 (Counts) changes"),
@@ -43,6 +64,8 @@ REFUSED: dict[str, tuple[Layers, str, str]] = {
     "an attribute": (lambda: [does.SetsScale()], "never", "has the attribute 'scale'"),
     "a hook": (lambda: [does.Dense(), does.HooksItsOutput()], "always", "forwards run without a graph"),
     "noise": (lambda: [does.NumpyNoise()], "always", "draws random numbers that are not"),
+    "a gradient for some": (lambda: [NeedsNone()], "never", "y + 0 * parameter.sum()"),
+    "keys for some": (lambda: [OtherKeys()], "never", "as in a dict with all keys"),
     "in place": (lambda: [does.CountsInIntegers()], "never", "let it make a new one (self.n = self.n + 1)"),
 }
 
@@ -50,11 +73,35 @@ REFUSED: dict[str, tuple[Layers, str, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_the_first_step_shows_is_refused_with_the_remedy(kind: str) -> None:
     build, remat, words = REFUSED[kind]
-    layers = [layer.double() for layer in (*build(), does.Dense())]
+    layers = [layer.double() for layer in (*build(), Last())]
     pipeline = Pipeline(layers, partition=[len(layers) - 1, 1], num_microbatches=3, remat=remat)
     with pytest.raises(ActionError) as caught:
         pipeline.step(*mlp_batch(6), mse_loss)
     assert words in str(caught.value)
+
+
+class Later(does.Dense):
+    """From the second step on a buffer changes behind torch's back, and the output goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.has_begun = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.has_begun:
+            self.scale.data.mul_(1.5)
+        return super().forward(x) * self.scale
+
+
+def test_what_begins_after_the_first_step_is_found_by_verify() -> None:
+    layers = [layer.double() for layer in (Later(), does.Dense())]
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=3)
+    pipeline.verify(*mlp_batch(6), mse_loss)
+    pipeline.step(*mlp_batch(6), mse_loss)
+    layers[0].has_begun = True
+    with pytest.raises((VerifyError, ActionError), match="gradient of 'linear|such as .* changes by .data"):
+        pipeline.verify(*mlp_batch(6), mse_loss)
 
 
 def test_a_log_is_warned_of_and_trains_right() -> None:

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import random
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -268,6 +269,22 @@ def test_what_a_graph_cannot_hold_stays_whole_inside_of_a_model(kind: type[nn.Mo
         wanted = model(x)
         torch.manual_seed(5)
         assert torch.equal(layers(x), wanted)
+
+
+def test_a_container_that_would_come_back_as_another_is_refused() -> None:
+    class Output(OrderedDict[str, Tensor]):
+        """As the outputs of `transformers`."""
+
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(logits=self.second(self.first(x)))
+
+    with pytest.raises(ValueError, match=r"it gives a Output, .* such as output\.logits"):
+        split(Gives(), ["second"])
 
 
 class Constant(nn.Module):

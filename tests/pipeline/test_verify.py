@@ -58,6 +58,21 @@ def test_a_step_goes_on_as_if_nobody_had_asked(remat: str, num_stages: int) -> N
     assert torch.equal(drawn, redrawn)
 
 
+def test_what_the_steps_before_have_found_out_is_not_forgotten() -> None:
+    """That the first layer overwrites its input shows in the second micro-batch alone, from then on."""
+
+    class Second(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(0.5) if x[0, 0] > 0 else x)
+
+    pipeline = Pipeline([Second(4, 4), nn.Linear(4, 3)], num_stages=2, num_microbatches=2)
+    batch, target = torch.ones(4, 4), torch.randn(4, 3)
+    pipeline.step(batch, target, mse_loss)
+    batch[:2] = -1
+    pipeline.verify(batch, target, mse_loss)
+    pipeline.step(batch, target, mse_loss)
+
+
 def test_a_long_chain_in_a_layer_and_gradients_that_are_disabled_are_nothing_to_it() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     for _ in range(2000):

@@ -564,6 +564,7 @@ def plain_steps(
     found = []
     generators = Generators(torch.device("cpu"))
     random.seed(0), np.random.seed(0)
+    streams = [(random.getstate(), np.random.get_state())] * num_replicas  # each is a process of its own
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(NUM_STEPS):
         sums: dict[str, Tensor | None] = {}
@@ -577,6 +578,7 @@ def plain_steps(
                 batch = target = batch.clone()
             lengths = sizes(len(batch), program.num_microbatches)
             loss_fn = program.loss_of(each)
+            random.setstate(streams[replica][0]), np.random.set_state(streams[replica][1])
             with program.surroundings():
                 for m, (x, y) in enumerate(zip(batch.split(lengths), target.split(lengths), strict=True)):
                     states = generators.save()
@@ -595,6 +597,7 @@ def plain_steps(
                 else:
                     sums.setdefault(name, None)
             lefts.append(left(each))
+            streams[replica] = random.getstate(), np.random.get_state()
         found.append((total, sums, lefts))
         for name, parameter in model.named_parameters():
             parameter.grad = sums[name]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -25,26 +25,15 @@ class Pair(NamedTuple):
     second: Any
 
 
-@dataclass(frozen=True)
-class Part:
-    tensor: Tensor
-    name: str = "part"
-
-
 @dataclass
 class State:
-    """Nobody registers it; `__post_init__` must not run again in every stage."""
-
     hidden: Tensor
     ids: Tensor
     extra: list[Any]
-    part: Part
-    steps: int = 0
-    derived: Tensor = field(init=False)
+    name: str = "state"
 
-    def __post_init__(self) -> None:
-        self.derived = self.hidden * 2
-        self.steps += 1
+
+torch.export.register_dataclass(State)
 
 
 class Output(OrderedDict):  # type: ignore[type-arg]
@@ -63,22 +52,6 @@ _pytree.register_pytree_node(
     lambda values, keys: Output(zip(keys, values, strict=True)),
     serialized_type_name="tree_models.Output",
 )
-
-
-@dataclass
-class Unregistered(OrderedDict):  # type: ignore[type-arg]
-    """The same as a dataclass that torch does not know: fields that are None are no keys."""
-
-    logits: Tensor | None = None
-    cache: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("logits", "cache"):
-            if getattr(self, name) is not None:
-                self[name] = getattr(self, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()
 
 
 class ToDict(nn.Module):
@@ -121,27 +94,23 @@ class ToState(nn.Module):
         assert not tree["weight"].requires_grad
         hidden = self.drop(self.linear(tree["hidden"])) * tree["scale"] + tree["again"]
         hidden = hidden * tree["weight"][:, None]
-        return State(hidden, tree["ids"], [tree["view"], None, Pair(tree["mask"], "two")], Part(tree["view"]))
+        return State(hidden, tree["ids"], [tree["view"], None, Pair(tree["mask"], "two")])
 
 
 class ToOutput(nn.Module):
-    """That dataclass -> an output that torch knows, with one in it that it does not know."""
+    """That dataclass -> an output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, WIDTH)
 
     def forward(self, state: State) -> Output:
-        assert type(state) is State
-        assert (type(state.part), state.part.name, state.steps) == (Part, "part", 1)
+        assert (type(state), state.name) == (State, "state")
         view, nothing, pair = state.extra
-        assert view is state.part.tensor
         assert nothing is None
         assert (type(pair), pair.second, pair.first.dtype) == (Pair, "two", torch.bool)
-        hidden = state.derived / 2 + state.hidden + self.embed(state.ids)
-        return Output(
-            hidden=hidden + view.sum(1, keepdim=True), mask=pair.first, head=Unregistered(cache=view)
-        )
+        hidden = 2 * state.hidden + self.embed(state.ids)
+        return Output(hidden=hidden + view.sum(1, keepdim=True), mask=pair.first, head=Output(cache=view))
 
 
 class ToLogits(nn.Module):
@@ -153,8 +122,7 @@ class ToLogits(nn.Module):
 
     def forward(self, output: Output) -> dict[str, Any]:
         assert type(output) is Output
-        assert type(output.head) is Unregistered
-        assert (list(output.head), output.head.logits) == (["cache"], None)
+        assert (type(output.head), list(output.head)) == (Output, ["cache"])
         logits = self.linear(output.hidden) + output.head.cache.mean(1, keepdim=True)
         return {"logits": logits, "both": (logits, output.mask), "temperature": 0.5, "nothing": None}
 

@@ -55,6 +55,21 @@ def verify_names_what_a_cut_leaves_behind() -> None:
             pipeline.verify(batch, target, loss_fn)
 
 
+def tensors_that_are_not_dense_stay_in_their_process() -> None:
+    class Sparse(Dense):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).to_sparse()
+
+    class FromSparse(Dense):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to_dense())
+
+    layers = [Sparse().double(), FromSparse().double()]
+    pipeline = halves().pipeline(layers, 2)
+    with raises(ActionError, "to_dense()"):
+        pipeline.step(*mlp_batch(4), mse_loss)
+
+
 def verify_needs_the_whole_model() -> None:
     ranks = halves()
     pipeline = ranks.pipeline(
@@ -71,5 +86,6 @@ def verify_needs_the_whole_model() -> None:
 CASES = (
     verify_says_nothing_of_what_is_right,
     verify_names_what_a_cut_leaves_behind,
+    tensors_that_are_not_dense_stay_in_their_process,
     verify_needs_the_whole_model,
 )

@@ -143,11 +143,20 @@ def by_roofline(
         ]
         for kind in ("B", "I"):
             layers_s[inside(kind, "selective")] = list(map(add, layers_s[kind], again_s))
+        passed_bytes = [layer.outputs.num_bytes for layer in profile.layers[:-1]]
+        rings: Any = ()
+        if (
+            tp > 1 and model.by_megatron
+        ):  # a layer sums twice each way, mixed precision what is in 16 bits yet
+            share = 1.0 if request.precision not in HALF or read else 0.5
+            rings = [([share * each] * 4, [share * each] * 4) for each in (*passed_bytes, 0.0)]
+        elif tp > 1:
+            rings = [(_rounds(each.forward), _rounds(each.backward)) for each in plain]
         return SizeCosts(
             layers_s=layers_s,
-            activation_bytes=[layer.outputs.num_bytes for layer in profile.layers[:-1]],
+            activation_bytes=passed_bytes,
             gradient_bytes=[layer.output_gradient_bytes for layer in profile.layers[:-1]],
-            ring_bytes=[(_rounds(each.forward), _rounds(each.backward)) for each in plain] if tp > 1 else (),
+            ring_bytes=rings,
         ).with_blocks(model.blocks)
 
     found = {size: one(size, 1, False) for size in sizes}

@@ -280,9 +280,10 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
             f"the file that trains so (--script FILE writes it):\n\n{written.text}\n{beside}{command}"
         )
     else:
-        parts.append(
-            f"--script {NAME} writes it (--format torch, torchtitan, megatron); start it with\n\n{command}"
-        )
+        form, *others = plan.forms() or ("script",)
+        how = f"--script {NAME}" + (f" --format {form}" if form != "script" else "")
+        how += f" writes it (--format {', '.join(others)})" if others else " writes it"
+        parts.append(f"{how}; start it with\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -333,8 +334,6 @@ def _next(plan: Plan) -> str:
 def _notes(plan: Plan) -> str:
     notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
     notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
-    if plan.model.why_whole:
-        notes += [f"none with shards of parameters (fsdp), {plan.model.why_whole}"]
     return "\n".join(fill(note, WIDTH) for note in notes)
 
 

@@ -28,7 +28,7 @@ def test_of_each_grid_it_is_the_best_of_all_its_ways() -> None:
     request = Request(accelerators=4, memory_bytes=2**40, batch_size=8, link=Link("near", 1e-4, 1e6))
     space = Space(schedules=("1f1b", "interleaved", "zb-h1"), tp=(1, 2), fewer=False)
     model = planned("divided")
-    search = Search(costs_of(model), request, space, model.ties)
+    search = Search(costs_of(model), request, space, model.ties_over)
     every: dict[tuple[int, int], float] = {}
     for way in ways(request, space, search.costs.num_layers):
         found = search.best_of(way, LOOKS)

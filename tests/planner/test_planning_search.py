@@ -24,7 +24,7 @@ REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
 
 def search_of(request: Request = REQUEST, space: Space | None = None, name: str = "plain") -> Search:
     model = planned(name)
-    return Search(costs_of(model), request, space or Space(), model.ties)
+    return Search(costs_of(model), request, space or Space(), model.ties_over)
 
 
 @pytest.mark.parametrize("names", [("1f1b",), ("zb-v",)])

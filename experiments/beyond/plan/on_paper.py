@@ -48,7 +48,7 @@ STEP, THEIRS = "step", "step of what was done"
 PATH = PUBLISHED / "published-steps.toml"
 SECONDS = 130.0
 """That the case of published steps takes, about."""
-ORDER_S = {"zero-bubble": 2.0, "torchtitan": 1.0, "Primus": 1.0, "torchgpipe": 25.0}
+ORDER_S = {"zero-bubble": 2.0, "torchtitan": 1.0, "Primus": 1.0, "torchgpipe": 25.0, "sweeps": 120.0}
 """By source of an order: how long its case takes."""
 HOST = 8
 """Accelerators of a host, in all of them."""
@@ -60,10 +60,12 @@ TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_8B = "torchtitan, issue 773: Llama 3 8B on 8 GPUs, pipeline of 8, mini-batch of 16, tokens per second"
 
 
-def request_of(device_type: str, link: str, between: str, cards: int = HOST, **asked: Any) -> Request:
+def request_of(
+    device_type: str, link: str, between: str, cards: int = HOST, per_host: int = HOST, **asked: Any
+) -> Request:
     """As `plan` is asked, with so many network cards per host."""
     far = link_named(between, device_type) if between else None
-    near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // HOST)
+    near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // per_host)
     return Request(link=near, between=far, hosts=hosts, cards=cards, device_type=device_type, **asked)
 
 
@@ -242,6 +244,8 @@ class Step:
     options: dict[str, Any] = field(default_factory=dict)
     between: str = ""
     cards: int = HOST
+    per_host: int = HOST
+    precision: str = "bfloat16"
     pp: int = 1
     dp: int = 1
     fsdp: int = 1
@@ -275,11 +279,11 @@ class Step:
         from gpipe_bench.planner.roofline import by_roofline
 
         request = request_of(
-            self.device, self.link, self.between, self.cards, accelerators=self.accelerators,
-            memory_bytes=2**60, batch_size=self.batch_size, precision="bfloat16",
+            self.device, self.link, self.between, self.cards, self.per_host, accelerators=self.accelerators,
+            memory_bytes=2**60, batch_size=self.batch_size, precision=self.precision,
         )  # fmt: skip
         size = self.batch_size // (self.dp * self.fsdp * self.num_microbatches)
-        on = replace(accelerator(self.device, "bfloat16"), fuses=self.fuses)
+        on = replace(accelerator(self.device, self.precision), fuses=self.fuses)
         costs = by_roofline(self.model(), request, (size,), on)
         grid = Grid(self.pp, self.dp, self.fsdp, self.level, self.tp)
         way = Way(grid, self.schedule, self.stages_per_worker, self.num_microbatches, size)
@@ -295,6 +299,24 @@ class Step:
 def steps() -> tuple[Step, ...]:
     """Of the file."""
     return tuple(Step(**row) for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["step"])
+
+
+@cache
+def sweeps() -> dict[str, tuple[Step, ...]]:
+    """Of the file: ways of one cluster, by the sweep's name."""
+    found = {}
+    for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["sweep"]:
+        common = {key: value for key, value in row.items() if key != "ways"}
+        found[row["name"]] = tuple(Step(**(common | way)) for way in row["ways"])
+    return found
+
+
+def of_sweep(name: str) -> Ordered:
+    """Its ways in the order of our predictions, in examples per second."""
+    steps = sweeps()[name]
+    names = [f"pp {s.pp} dp {s.dp * s.fsdp} tp {s.tp} M {s.num_microbatches} {s.device}" for s in steps]
+    predicted = [step.batch_size / step.predicted()[0] for step in steps]
+    return Ordered(name, steps[0].source, names, [s.batch_size / s.measured_s for s in steps], predicted)
 
 
 def run_published() -> Outcome:
@@ -420,6 +442,7 @@ def torchgpipe() -> list[Ordered]:
 
 SOURCES: dict[str, Callable[[], list[Ordered]]] = {
     "zero-bubble": zero_bubble, "torchtitan": torchtitan, "Primus": primus, "torchgpipe": torchgpipe,
+    "sweeps": lambda: [of_sweep(name) for name in sweeps()],
 }  # fmt: skip
 
 

@@ -1,0 +1,50 @@
+"""Ways of one cluster that others ran, in the order of our predictions; and that what ran fits."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from gpipe_bench.experiments.beyond.plan.on_paper import of_sweep, sweeps
+from gpipe_bench.planner import Request, Space, link_named, model_of, plan
+
+ORDERS = {"GPT 181B on 384 A100": (0.5, 0.05), "GPT 1.3B on 8 V100, recomputed": (0.3, 0.08)}
+"""By sweep: the least rank correlation, and the most regret."""
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_ways_over_tensor_parallelism_come_in_the_order_that_others_measured(name: str) -> None:
+    least, most = ORDERS[name]
+    order = of_sweep(name)
+    assert {step.tp for step in sweeps()[name]} >= {1, 2} or max(s.tp for s in sweeps()[name]) == 8
+    assert order.correlation >= least, order
+    assert order.regret <= most, order
+
+
+def test_cards_of_two_generations_are_as_far_apart_as_somebody_measured() -> None:
+    steps = sweeps()["MPT on 8 A100 and 8 H100, 4096 tokens"]
+    found = {
+        device: mean(step.predicted()[0] / step.measured_s for step in steps if step.device == device)
+        for device in ("a100", "h100")
+    }
+    assert found["h100"] / found["a100"] == pytest.approx(1, abs=0.1), found
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "accelerators", "batch_size"),
+    [("llama-8b", "h100-500w", 8, 16), ("llama-8b", "a100", 64, 64)],
+)
+def test_what_ran_fits_by_what_a_user_can_say(
+    name: str, device: str, accelerators: int, batch_size: int
+) -> None:
+    """Rows of torchtitan on cards of 80 GB, of which 1.5 GiB are held back."""
+    request = Request(
+        accelerators=accelerators, memory_bytes=80 * 10**9, batch_size=batch_size, precision="bfloat16",
+        link=link_named("nvlink", device), device_type=device, hosts=accelerators // 8,
+        between=link_named("infiniband", device) if accelerators > 8 else None,
+    )  # fmt: skip
+    space = Space(pp=(1,), schedules=("1f1b",), microbatches=(1,), fewer=False)
+    found = plan(model_of(name, batch_size), request, space=space, shown=1)
+    assert found.best.peak <= request.usable_bytes
+    assert found.best.candidate.fsdp > 1

@@ -25,7 +25,7 @@ from gpipe_bench.planner.infeasible import nothing_fits, on_engine, smallest
 from gpipe_bench.planner.measured import Timing, as_measured
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some
 from gpipe_bench.planner.search import KEPT, Found, Search
 
 SHOWN = 5
@@ -288,7 +288,9 @@ def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     """Whether no single layer needs more than there is for a micro-batch of that size."""
     ranks = max((n for n in space.tp or (1,) if n == 1 or model.is_divisible(n)), default=1)
     sharded = space.sharded and request.gathers_half(request.accelerators)
-    profile = model.profile_of(size, request.precision, tp=ranks, sharded=sharded)
+    profile = model.profile_of(
+        size, request.precision, tp=ranks, sharded=sharded, split_backward=splits_some(request, space)
+    )
     return all(
         layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
     )

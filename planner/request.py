@@ -355,6 +355,11 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
                     yield Way(grid, name, per_worker, count, share // count)
 
 
+def splits_some(request: Request, space: Space) -> bool:
+    """Whether some way has backwards in halves; its profiles then say of all ways what they hold."""
+    return space.pp != (1,) and not request.compiled and any(map(splits, space.schedules))
+
+
 def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:
     """The micro-batch sizes that a search asks the costs of."""
     return sorted({way.microbatch_size for way in ways(request, space, num_layers)})

@@ -124,7 +124,6 @@ def by_roofline(
 
     def one(size: int, tp: int, sharded: bool) -> SizeCosts:
         read = HALF.get(request.precision) if sharded else None
-        profile = model.profile_of(size, request.precision, tp=tp, sharded=sharded)
         inputs, target = model.of_microbatch(size, read)
         precision = "float32" if read else request.precision
         with model.divided_over(tp, read) as divided:
@@ -143,7 +142,7 @@ def by_roofline(
         ]
         for kind in ("B", "I"):
             layers_s[inside(kind, "selective")] = list(map(add, layers_s[kind], again_s))
-        passed_bytes = [layer.outputs.num_bytes for layer in profile.layers[:-1]]
+        passed_bytes = [each.outputs.num_bytes for each in plain[:-1]]
         rings: Any = ()
         if (
             tp > 1 and model.by_megatron
@@ -155,7 +154,7 @@ def by_roofline(
         return SizeCosts(
             layers_s=layers_s,
             activation_bytes=passed_bytes,
-            gradient_bytes=[layer.output_gradient_bytes for layer in profile.layers[:-1]],
+            gradient_bytes=[_gradient_bytes(each.outputs) for each in plain[:-1]],
             ring_bytes=rings,
         ).with_blocks(model.blocks)
 
@@ -354,6 +353,12 @@ def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, i
             of_inputs, of_weights = (groups, rows, columns, inner), (groups, inner, rows, columns)
             return (*[of_inputs] * for_inputs, *[of_weights] * for_weights)
     return ()
+
+
+def _gradient_bytes(outputs: Boundary) -> int:
+    """What comes back for what a layer passes on."""
+    positions = [place for place in outputs.distinct if outputs.tensors[place].requires_grad]
+    return sum(outputs.tensors[place].num_bytes for place in positions)
 
 
 def _as_product(result: Sequence[int], weight: Sequence[int], groups: int) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.cuts import Cut, best_cut
 from gpipe_bench.planner.infeasible import Smallest
 from gpipe_bench.planner.memory import Footprints, Known, Room, Rows
-from gpipe_bench.planner.request import Request, Space, Topology, ways
+from gpipe_bench.planner.request import Request, Space, Topology, splits_some, ways
 from gpipe_bench.planner.steps import LayerTimes, LongSteps, times_on
 
 KEPT = 8
@@ -86,6 +86,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.cap = self.request.usable_bytes
+        self._halves = splits_some(self.request, self.space)
         lately = lru_cache(_LATELY)
         self._rows, self._steps = lately(self._rows_of), lately(self._steps_of)
         self._footprints, self._times = cache(self._footprints_of), cache(self._times_of)
@@ -234,7 +235,7 @@ class Search:
     def room(self, way: Way) -> Room:
         """The memory of its workers."""
         footprints = self._footprints(
-            way.microbatch_size, way.splits, way.grid.tp, self.request.gathers_half(way.grid.fsdp)
+            way.microbatch_size, self._halves, way.grid.tp, self.request.gathers_half(way.grid.fsdp)
         )
         return Room(
             footprints, self._rows(*_rows_key(way)), way.grid, self.request.optimizer,

@@ -71,11 +71,11 @@ class Smallest:
 
 
 def on_engine(model: Model, request: Request, space: Space) -> Space:
-    """The space without what this engine can't run, where it is to run the plan. `ValueError` for tensor
-    parallelism that it does not have.
+    """The space without what this engine can't run, where it is to run the plan, or without what nobody can.
+    `ValueError` for tensor parallelism that it does not have.
     """
     if request.accelerated and not request.autocast:
-        return space
+        return replace(space, sharded_stages=space.sharded_stages and not model.ties)
     ranks = max(space.tp or (1,))
     if ranks > 1 and model.by_megatron:
         raise ValueError(

@@ -291,6 +291,7 @@ class Space:
         pp, tp: sizes of these dimensions; None for every one that divides the accelerators
         remats: what stages may recompute
         sharded: whether parameters may be sharded (fsdp)
+        sharded_stages: whether those of a pipeline's stages may be, too
         fewer: whether accelerators may be left over: all but some hosts, or all but a part of one
 
     Raises:
@@ -303,6 +304,7 @@ class Space:
     tp: tuple[int, ...] | None = (1,)
     remats: tuple[str, ...] = REMATS
     sharded: bool = True
+    sharded_stages: bool = True
     fewer: bool = True
 
     def __post_init__(self) -> None:
@@ -335,7 +337,9 @@ def grids(request: Request, space: Space) -> Iterator[Grid]:
                     continue
                 replicas = number // tp // pp
                 yield Grid(pp, replicas, tp=tp)
-                for shards in divisors(replicas)[1:] if space.sharded else ():
+                for shards in (
+                    divisors(replicas)[1:] if space.sharded and (pp == 1 or space.sharded_stages) else ()
+                ):
                     yield from (Grid(pp, replicas // shards, shards, level, tp) for level in (2, 3))
 
 

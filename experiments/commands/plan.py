@@ -280,10 +280,10 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
             f"the file that trains so (--script FILE writes it):\n\n{written.text}\n{beside}{command}"
         )
     else:
-        form, *others = plan.forms() or ("script",)
-        how = f"--script {NAME}" + (f" --format {form}" if form != "script" else "")
-        how += f" writes it (--format {', '.join(others)})" if others else " writes it"
-        parts.append(f"{how}; start it with\n\n{command}")
+        form, *others = plan.forms() or ("",)
+        how = f"--script {NAME}{f' --format {form}' * (form != 'script')} writes it"
+        how += f" (--format {', '.join(others)})" if others else ""
+        parts.append(f"{how if form else 'no format here writes it'}; start it with\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 
 

@@ -218,10 +218,15 @@ def test_a_typing_error_needs_no_torch() -> None:
 
 def test_several_hosts_meet_somewhere() -> None:
     from planning_models import planned
-    from test_planning_search import FAR, NEAR
 
     request = Request(
-        accelerators=8, memory_bytes=1, batch_size=16, link=NEAR, between=FAR, hosts=2, precision="bfloat16"
+        accelerators=8,
+        memory_bytes=1,
+        batch_size=16,
+        link=LINKS["nvlink3"],
+        between=LINKS["infiniband-hdr"],
+        hosts=2,
+        precision="bfloat16",
     )
     assert command(request, "x.py") == (
         "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 x.py"

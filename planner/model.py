@@ -110,9 +110,10 @@ class Model:
         if self.source.divides or ranks == 1:
             return
         if self.by_megatron:
+            block: Any = self.layers[1]
             for what, number in (
-                ("heads", self.layers[1].num_heads),
-                ("width", self.layers[1].inner.out_features),
+                ("heads", block.num_heads),
+                ("width", block.inner.out_features),
             ):
                 if int(number) % ranks:
                     raise ValueError(
@@ -146,7 +147,8 @@ class Model:
         """What layers share on one of so many ranks: of GPT-2 its part of the words."""
         if ranks == 1 or not self.by_megatron:
             return self.ties
-        rows = self.layers[0].tokens.num_embeddings
+        first: Any = self.layers[0]
+        rows = first.tokens.num_embeddings
         return tuple(replace(tie, num_bytes=tie.num_bytes // rows * -(-rows // ranks)) for tie in self.ties)
 
     @cached_property

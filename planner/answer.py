@@ -20,12 +20,12 @@ from typing import Any
 from gpipe_bench.planner.accelerators import accelerator
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.formats import NAME, Written, as_run, command, written
-from gpipe_bench.planner.infeasible import nothing_fits, smallest
+from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
+from gpipe_bench.planner.infeasible import nothing_fits, on_engine, smallest
 from gpipe_bench.planner.measured import Timing, as_measured
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some
 from gpipe_bench.planner.search import KEPT, Found, Search
 
 SHOWN = 5
@@ -73,7 +73,7 @@ class Plan:
         """The best one as a format of `formats.FORMATS` runs it, predicted again where that differs. Raises
         ValueError, with what to ask instead, where the format can't run it, or it does not fit so.
         """
-        candidate, request = as_run(form, self.best.candidate, self.request)
+        candidate, request = as_run(form, self.model, self.best.candidate, self.request)
         halves = [each.gathers_half(candidate.fsdp) for each in (request, self.request)]
         if candidate == self.best.candidate and halves[0] == halves[1]:
             return self.best
@@ -89,6 +89,17 @@ class Plan:
     def written(self, form: str = "script", name: str = NAME) -> Written:
         """The best one in a format of `formats.FORMATS`, for a file of that name. Errors as of `as_run`."""
         return written(form, self.model, self.best.candidate, self.request, name)
+
+    def forms(self) -> tuple[str, ...]:
+        """The formats that can say the best one."""
+        found = []
+        for form in FORMATS:
+            try:
+                self.written(form)
+            except ValueError:
+                continue
+            found.append(form)
+        return tuple(found)
 
     def command(self, name: str = NAME) -> str:
         """The line that starts it."""
@@ -174,12 +185,9 @@ def search_for(
     """
     model, space = as_on(model, request), space or Space()
     given, num_layers = space, len(model.layers)
-    if model.why_whole:
-        space = replace(space, sharded=False)
+    space = on_engine(model, request, space)
     check(request, space, num_layers)
     for ranks in space.tp or (request.accelerators,):
-        if ranks > 1 and model.why_whole:
-            raise ValueError(f"--tp {ranks}: no layer can be divided, {model.why_whole}; leave --tp out")
         model.check_divisible(ranks)
     least = partial(smallest, model, request, space, request.usable_bytes)
     if costs is None:
@@ -198,7 +206,9 @@ def search_for(
             few,
             replace(timing or Timing(), sharded=space.sharded),
         )
-    return Search(costs, as_measured(request, costs), space, model.ties, partial(progress, "ways"), least)
+    return Search(
+        costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"), least
+    )
 
 
 def as_on(model: Model, request: Request) -> Model:
@@ -277,7 +287,10 @@ def frontier(
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     """Whether no single layer needs more than there is for a micro-batch of that size."""
     ranks = max((n for n in space.tp or (1,) if n == 1 or model.is_divisible(n)), default=1)
-    profile = model.profile_of(size, request.precision, tp=ranks)
+    sharded = space.sharded and request.gathers_half(request.accelerators)
+    profile = model.profile_of(
+        size, request.precision, tp=ranks, sharded=sharded, split_backward=splits_some(request, space)
+    )
     return all(
         layer.inputs.num_bytes + layer.free.forward_peak <= request.usable_bytes for layer in profile.layers
     )

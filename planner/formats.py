@@ -68,11 +68,11 @@ def written(form: str, model: Model, candidate: Candidate, request: Request, nam
     Raises ValueError, with what to ask instead, where the format can't say it.
     """
     check_asked(form, (candidate.schedule,), request.optimizer, name, request.precision)
-    candidate, request = as_run(form, candidate, request)
+    candidate, request = as_run(form, model, candidate, request)
     return FORMATS[form].write(model, candidate, request, name)
 
 
-def as_run(form: str, candidate: Candidate, request: Request) -> tuple[Candidate, Request]:
+def as_run(form: str, model: Model, candidate: Candidate, request: Request) -> tuple[Candidate, Request]:
     """What is run in the place of a plan, where a format can't say how it recomputes or casts.
 
     Raises ValueError, with what to ask instead, for what it can't run at all.
@@ -84,7 +84,14 @@ def as_run(form: str, candidate: Candidate, request: Request) -> tuple[Candidate
                 "--format script: this engine keeps parameters of compiled layers whole; give --format "
                 "torch, or leave --compiled out"
             )
+        if candidate.fsdp > 1 and model.ties:
+            raise ValueError(
+                f"--format script: this engine shards no weight that layers of {model.name} share; give "
+                "--format torch, or --no-fsdp"
+            )
         request = replace(request, autocast=True)
+    if form != "megatron" and candidate.tp > 1 and model.by_megatron:
+        raise ValueError(f"--format {form} divides no layer of {model.name}; give --format megatron")
     remat = [each if each in known.remats else "blocks" for each in candidate.remat]
     if known.is_uniform:
         remat = [max(remat, key=REMATS.index)] * len(remat)
@@ -267,8 +274,11 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
         "    stage = Stage(mine).to(device)",
     ]
     if sharded:
+        tied = sorted({layer for tie in model.ties for layer in tie.layers})
+        alone = f"*(m for n, m in enumerate(mine) if n not in {tied})" if tied else "*mine"
         build += [
-            "    for module in (*mine, stage):",
+            *(["    # layers that share a weight are sharded together, with the stage"] if tied else []),
+            f"    for module in ({alone}, stage):",
             f"        fully_shard(module, mesh=mesh[{sharded if len(sharded) > 1 else sharded[0]!r}], "
             f"reshard_after_forward={candidate.fsdp_level == 3}{cast})",
         ]
@@ -347,6 +357,11 @@ def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> 
     ask = "give --format script"
     stage_of = [number for number, span in enumerate(candidate.cut) for _ in span]
     for tie in model.ties:
+        if candidate.fsdp > 1 and len({stage_of[layer] for layer in tie.layers}) > 1:
+            raise ValueError(
+                f"--format torch: layers {', '.join(map(str, tie.layers))} of {model.name} share a weight, "
+                "which is sharded in one stage alone; give --pp 1, or --no-fsdp"
+            )
         if tie.trained and len({workers[stage_of[layer]] for layer in tie.layers}) > 1:
             raise ValueError(
                 f"--format torch: layers {', '.join(map(str, tie.layers))} of {model.name} share a weight, "

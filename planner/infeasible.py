@@ -70,6 +70,21 @@ class Smallest:
         )
 
 
+def on_engine(model: Model, request: Request, space: Space) -> Space:
+    """The space without what this engine can't run, where it is to run the plan, or without what nobody can.
+    `ValueError` for tensor parallelism that it does not have.
+    """
+    if request.accelerated and not request.autocast:
+        return replace(space, sharded_stages=space.sharded_stages and not model.ties)
+    ranks = max(space.tp or (1,))
+    if ranks > 1 and model.by_megatron:
+        raise ValueError(
+            f"--tp {ranks}: this engine divides no layer of {model.name}; leave --tp out, or name an "
+            "accelerator with --device-type and give --format megatron"
+        )
+    return replace(space, sharded=space.sharded and not model.ties)
+
+
 def smallest(
     model: Model, request: Request, space: Space, enough: int = 0, remat: Remat | None = None
 ) -> Smallest | None:
@@ -80,8 +95,7 @@ def smallest(
     better. `remat` is what is recomputed; choices per stage go with a single schedule and grid. None is what
     needs least of what the space allows, worker by worker.
     """
-    if model.why_whole:
-        space = replace(space, sharded=False)
+    space = on_engine(model, request, space)
 
     @cache
     def footprints(size: int, split: bool, tp: int, sharded: bool) -> Footprints:
@@ -97,7 +111,8 @@ def smallest(
             footprints(way.microbatch_size, way.splits, way.grid.tp, sharded),
             request.gathered_share,
         )
-        return Room(known, Rows(way.rows()), way.grid, request.optimizer, model.ties, gathered_share=share)
+        ties = model.ties_over(way.grid.tp)
+        return Room(known, Rows(way.rows()), way.grid, request.optimizer, ties, gathered_share=share)
 
     last = {(w.grid, w.schedule, w.stages_per_worker): w for w in ways(request, space, len(model.layers))}
     least = {way.grid: room_of(way).least_bytes() for way in last.values()}

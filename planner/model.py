@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, loss_fn
+from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, gpt2, loss_fn
 from gpipe_bench.models.paper import HALVES, Half
 from gpipe_bench.models.parallel import check_divisible, tensor_parallel
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
@@ -109,6 +109,17 @@ class Model:
         """
         if self.source.divides or ranks == 1:
             return
+        if self.by_megatron:
+            block: Any = self.layers[1]
+            for what, number in (
+                ("heads", block.num_heads),
+                ("width", block.inner.out_features),
+            ):
+                if int(number) % ranks:
+                    raise ValueError(
+                        f"--tp {ranks}: {number} {what} of {self.name} are no multiple; leave --tp out"
+                    )
+            return
         if self.source.options is None:
             raise ValueError(
                 f"--tp {ranks}: nothing says how the layers of {self.name} are divided; return {DIVIDES}"
@@ -125,12 +136,20 @@ class Model:
             self.check_divisible(ranks)
         except ValueError:
             return False
-        return not self.why_whole
+        return True
 
     @property
-    def why_whole(self) -> str:
-        """Why the engine divides none of its parameters, neither over fsdp nor over tp; empty if it does."""
-        return "since layers share a weight" if self.ties else ""
+    def by_megatron(self) -> bool:
+        """Whether a rank of several has what Megatron gives it, since nothing here divides these layers."""
+        return self.source.called == "gpt2" and self.source.options is not None
+
+    def ties_over(self, ranks: int) -> tuple[SharedWeight, ...]:
+        """What layers share on one of so many ranks: of GPT-2 its part of the words."""
+        if ranks == 1 or not self.by_megatron:
+            return self.ties
+        first: Any = self.layers[0]
+        rows = first.tokens.num_embeddings
+        return tuple(replace(tie, num_bytes=tie.num_bytes // rows * -(-rows // ranks)) for tie in self.ties)
 
     @cached_property
     def blocks(self) -> frozenset[int]:
@@ -160,7 +179,8 @@ class Model:
     def sequence_parallel(self, ranks: int) -> bool:
         """Whether `ranks` that compute a layer together also divide what lies between layers, by tokens."""
         shape = self.inputs.tensors[0].shape
-        return self.source.options is not None and len(shape) > 1 and shape[1] % ranks == 0
+        known = self.source.options is not None and not self.by_megatron
+        return known and len(shape) > 1 and shape[1] % ranks == 0
 
     def of_microbatch(self, size: int, dtype: torch.dtype | None = None) -> tuple[Boundary, Boundary]:
         """Inputs and target of one; floating-point inputs in that dtype."""
@@ -222,6 +242,9 @@ class Model:
             yield None
             return
         self.check_divisible(ranks)
+        if self.by_megatron:
+            yield partial(_of_a_rank, ranks=ranks, dtype=dtype)
+            return
         if dist.is_initialized():
             raise ValueError(
                 f"--tp {ranks} is planned with a group of its own: plan before processes join one"
@@ -264,6 +287,31 @@ class Checkpointed(nn.Module):
         if self.remat == "selective":
             more["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
         return checkpoint(self.layer, value, use_reentrant=False, **more)
+
+
+def _of_a_rank(layer: nn.Module, ranks: int, dtype: torch.dtype | None) -> nn.Module:
+    """What Megatron gives one rank of a layer of GPT-2: some heads and columns, some words; norms, residuals
+    and dropout are whole.
+    """
+    if isinstance(layer, Checkpointed):
+        return Checkpointed(_of_a_rank(layer.layer, ranks, dtype), layer.remat)
+    own = fake_copy(layer, dtype)
+    narrow: list[tuple[nn.Module, int]] = []
+    match own:
+        case gpt2.Block():
+            own.num_heads //= ranks
+            narrow = [(own.qkv, 0), (own.inner, 0), (own.out, 1), (own.outer, 1)]
+        case gpt2.Embedding():
+            narrow = [(own.tokens, 0)]
+        case gpt2.Output():
+            narrow = [(own.logits, 0)]
+    for module, dimension in narrow:
+        for name, parameter in list(module.named_parameters()):
+            if dimension < parameter.dim():
+                size = -(-parameter.size(dimension) // ranks)
+                part = parameter.detach().narrow(dimension, 0, size).clone()
+                setattr(module, name, nn.Parameter(part, parameter.requires_grad))
+    return own
 
 
 def model_of(

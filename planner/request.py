@@ -29,6 +29,11 @@ PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")
 """Mixed precision keeps weights in float32: what is gathered (fsdp) is gathered in 16 bits, all else is
 autocast's; float16 has a scaled loss. Pure has everything in bfloat16, the optimizer's state too."""
 
+RING_REACHES = 0.8
+"""Of a link's bandwidth that a ring of large tensors reaches: 78 % on eight A100 over NVLink, 80 to 82 % on
+eight H200 (stas00/ml-engineering, network/README.md, revision 744d01e). Small tensors wait for the latency,
+too."""
+
 MEASURED = "measured"
 """The device type of a plan for the device that this machine has, on which the layers are timed."""
 
@@ -220,7 +225,10 @@ class Topology:
         slowest = self._slowest(
             (rank, rank + stride * (1 if rank // stride % size + 1 < size else 1 - size)) for rank in ranks
         )
-        return self._by_cards(slowest, stride)
+        ring = self._by_cards(slowest, stride)
+        if not self.request.accelerated:
+            return ring
+        return replace(ring, bandwidth_bytes_per_s=RING_REACHES * ring.bandwidth_bytes_per_s)
 
     @cache  # noqa: B019
     def between(self, a: int, b: int) -> Link:
@@ -283,6 +291,7 @@ class Space:
         pp, tp: sizes of these dimensions; None for every one that divides the accelerators
         remats: what stages may recompute
         sharded: whether parameters may be sharded (fsdp)
+        sharded_stages: whether those of a pipeline's stages may be, too
         fewer: whether accelerators may be left over: all but some hosts, or all but a part of one
 
     Raises:
@@ -295,6 +304,7 @@ class Space:
     tp: tuple[int, ...] | None = (1,)
     remats: tuple[str, ...] = REMATS
     sharded: bool = True
+    sharded_stages: bool = True
     fewer: bool = True
 
     def __post_init__(self) -> None:
@@ -327,7 +337,9 @@ def grids(request: Request, space: Space) -> Iterator[Grid]:
                     continue
                 replicas = number // tp // pp
                 yield Grid(pp, replicas, tp=tp)
-                for shards in divisors(replicas)[1:] if space.sharded else ():
+                for shards in (
+                    divisors(replicas)[1:] if space.sharded and (pp == 1 or space.sharded_stages) else ()
+                ):
                     yield from (Grid(pp, replicas // shards, shards, level, tp) for level in (2, 3))
 
 
@@ -345,6 +357,11 @@ def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
                     continue
                 if 3 * grid.pp * per_worker * count <= MOST_ACTIONS:
                     yield Way(grid, name, per_worker, count, share // count)
+
+
+def splits_some(request: Request, space: Space) -> bool:
+    """Whether some way has backwards in halves; its profiles then say of all ways what they hold."""
+    return space.pp != (1,) and not request.compiled and any(map(splits, space.schedules))
 
 
 def sizes_of(request: Request, space: Space, num_layers: int) -> Sequence[int]:

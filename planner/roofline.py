@@ -124,7 +124,6 @@ def by_roofline(
 
     def one(size: int, tp: int, sharded: bool) -> SizeCosts:
         read = HALF.get(request.precision) if sharded else None
-        profile = model.profile_of(size, request.precision, tp=tp, sharded=sharded)
         inputs, target = model.of_microbatch(size, read)
         precision = "float32" if read else request.precision
         with model.divided_over(tp, read) as divided:
@@ -143,11 +142,20 @@ def by_roofline(
         ]
         for kind in ("B", "I"):
             layers_s[inside(kind, "selective")] = list(map(add, layers_s[kind], again_s))
+        passed_bytes = [each.outputs.num_bytes for each in plain[:-1]]
+        rings: Any = ()
+        if (
+            tp > 1 and model.by_megatron
+        ):  # a layer sums twice each way, mixed precision what is in 16 bits yet
+            share = 1.0 if request.precision not in HALF or read else 0.5
+            rings = [([share * each] * 4, [share * each] * 4) for each in (*passed_bytes, 0.0)]
+        elif tp > 1:
+            rings = [(_rounds(each.forward), _rounds(each.backward)) for each in plain]
         return SizeCosts(
             layers_s=layers_s,
-            activation_bytes=[layer.outputs.num_bytes for layer in profile.layers[:-1]],
-            gradient_bytes=[layer.output_gradient_bytes for layer in profile.layers[:-1]],
-            ring_bytes=[(_rounds(each.forward), _rounds(each.backward)) for each in plain] if tp > 1 else (),
+            activation_bytes=passed_bytes,
+            gradient_bytes=[_gradient_bytes(each.outputs) for each in plain[:-1]],
+            ring_bytes=rings,
         ).with_blocks(model.blocks)
 
     found = {size: one(size, 1, False) for size in sizes}
@@ -345,6 +353,12 @@ def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, i
             of_inputs, of_weights = (groups, rows, columns, inner), (groups, inner, rows, columns)
             return (*[of_inputs] * for_inputs, *[of_weights] * for_weights)
     return ()
+
+
+def _gradient_bytes(outputs: Boundary) -> int:
+    """What comes back for what a layer passes on."""
+    positions = [place for place in outputs.distinct if outputs.tensors[place].requires_grad]
+    return sum(outputs.tensors[place].num_bytes for place in positions)
 
 
 def _as_product(result: Sequence[int], weight: Sequence[int], groups: int) -> tuple[int, int, int]:

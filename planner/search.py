@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from math import inf
 
-from gpipe_bench.pipeline.memory.peaks import StageMemory
+from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
 from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
@@ -26,7 +26,7 @@ from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.cuts import Cut, best_cut
 from gpipe_bench.planner.infeasible import Smallest
 from gpipe_bench.planner.memory import Footprints, Known, Room, Rows
-from gpipe_bench.planner.request import Request, Space, Topology, ways
+from gpipe_bench.planner.request import Request, Space, Topology, splits_some, ways
 from gpipe_bench.planner.steps import LayerTimes, LongSteps, times_on
 
 KEPT = 8
@@ -67,7 +67,7 @@ class Search:
     Args:
         costs: of the layers, at every size that a way has
         request, space: what is given, what may be chosen
-        ties: of the model
+        ties_over: the model's, of one of so many ranks that compute a layer together
         progress: told how many ways are done, of how many
         least: the cut with the smallest peak, which is taken where no other is found
         tried, skipped: ways that were cut, and those that take about as long as none that is kept
@@ -76,7 +76,7 @@ class Search:
     costs: Costs
     request: Request
     space: Space
-    ties: tuple[SharedWeight, ...] = ()
+    ties_over: Callable[[int], tuple[SharedWeight, ...]] = lambda tp: ()
     progress: Callable[[int, int], None] = lambda done, total: None
     least: Callable[[], Smallest | None] = lambda: None
     tried: int = 0
@@ -86,6 +86,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.cap = self.request.usable_bytes
+        self._halves = splits_some(self.request, self.space)
         lately = lru_cache(_LATELY)
         self._rows, self._steps = lately(self._rows_of), lately(self._steps_of)
         self._footprints, self._times = cache(self._footprints_of), cache(self._times_of)
@@ -161,6 +162,8 @@ class Search:
         known = self._best.get((way, looks))
         if known is not None and known.peak <= self.cap:
             return known
+        if self._weights_bytes(way) > self.cap:
+            return None
         room = self.room(way)
         if room.least_bytes() > self.cap:
             return None
@@ -184,6 +187,15 @@ class Search:
             more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
             caps = [min(before, self.cap - each) for before, each in zip(caps, more, strict=True)]
         return None
+
+    def _weights_bytes(self, way: Way) -> float:
+        """Of weights, gradients and the optimizer's state, what the fullest worker holds between steps at
+        least. It takes no profile.
+        """
+        sizes = sum(map(sum, self.costs.parameter_bytes))
+        shared = sum(tie.num_bytes * (len(tie.layers) - 1) for tie in self.ties_over(1))
+        held = (2 + Optimizer.named(self.request.optimizer).state) * (sizes - shared)
+        return held / (way.grid.pp * way.grid.fsdp * way.grid.tp)
 
     def remats(self, way: Way) -> tuple[str, ...]:
         """What its stages may recompute, what takes least first. On one worker a stage's own recomputation
@@ -223,11 +235,11 @@ class Search:
     def room(self, way: Way) -> Room:
         """The memory of its workers."""
         footprints = self._footprints(
-            way.microbatch_size, way.splits, way.grid.tp, self.request.gathers_half(way.grid.fsdp)
+            way.microbatch_size, self._halves, way.grid.tp, self.request.gathers_half(way.grid.fsdp)
         )
         return Room(
-            footprints, self._rows(*_rows_key(way)), way.grid, self.request.optimizer, self.ties,
-            self._known[way], self.costs.gathered_share,
+            footprints, self._rows(*_rows_key(way)), way.grid, self.request.optimizer,
+            self.ties_over(way.grid.tp), self._known[way], self.costs.gathered_share,
         )  # fmt: skip
 
     def _rows_of(self, name: str, workers: int, per_worker: int, count: int) -> Rows:

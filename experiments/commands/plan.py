@@ -173,9 +173,10 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
             f"the file that trains so (--script FILE writes it):\n\n{written.text}\n{beside}{command}"
         )
     else:
-        parts.append(
-            f"--script {NAME} writes it (--format torch, torchtitan, megatron); start it with\n\n{command}"
-        )
+        form, *others = plan.forms() or ("",)
+        how = f"--script {NAME}{f' --format {form}' * (form != 'script')} writes it"
+        how += f" (--format {', '.join(others)})" if others else ""
+        parts.append(f"{how if form else 'no format here writes it'}; start it with\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -226,8 +227,6 @@ def _next(plan: Plan) -> str:
 def _notes(plan: Plan) -> str:
     notes = [f"{what}: {where}" for what, where in plan.best.provenance.items()]
     notes += [f"{plan.tried} ways laid out, {plan.skipped} left out, which take longer than those"]
-    if plan.model.why_whole:
-        notes += [f"none with shards of parameters (fsdp), {plan.model.why_whole}"]
     return "\n".join(fill(note, WIDTH) for note in notes)
 
 

@@ -186,13 +186,17 @@ def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
     assert "--optimizer sgd" in err or "--accelerators" in err or "--memory-gib" in err
 
 
-def test_nothing_is_planned_that_the_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_of_a_shared_weight_are_others_to_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     options = "--accelerators 2 --memory-gib 2 --batch-size 8 --device-type a10 --link pcie --schedule 1f1b"
     shards = {}
-    for model in ("tied", "plain"):
-        assert main(f"plan planning_models:{model} {options} --num-microbatches 4 --json".split()) == 0
-        shards[model] = {each["fsdp"] for each in json.loads(capsys.readouterr().out)["plans"]}
-    assert shards == {"tied": {1}, "plain": {1, 2}}
+    for model, more in (("tied", ""), ("plain", ""), ("tied", f"--script {tmp_path / 'ours.py'}")):
+        words = f"plan planning_models:{model} {options} --num-microbatches 4 --json {more}"
+        assert main(words.split()) == 0
+        found = {each["fsdp"] for each in json.loads(capsys.readouterr().out)["plans"]}
+        shards[model, bool(more)] = found
+    assert shards == {("tied", False): {1, 2}, ("plain", False): {1, 2}, ("tied", True): {1}}
 
 
 def test_an_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

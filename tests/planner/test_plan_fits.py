@@ -195,6 +195,20 @@ def test_a_rank_of_divided_layers_holds_what_real_tensors_say(precision: str) ->
     assert not dist.is_initialized()
 
 
+def test_a_rank_of_gpt_2_holds_its_part_of_what_megatron_divides() -> None:
+    sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 50, "seq_len": 8}
+    model = built("small", "gpt2", sizes, 2)
+    whole, rank = (model.profile_of(2, "float32", tp=tp).layers for tp in (1, 4))
+    width, float32 = 32, 4
+    divided = 12 * width**2 + 7 * width  # weights, and biases of what goes into the blocks
+    assert whole[1].parameter_bytes - rank[1].parameter_bytes == float32 * divided * 3 // 4
+    assert rank[0].parameter_bytes == float32 * (13 + 8) * width  # words are filled up to a multiple of four
+    assert model.ties_over(4)[0].num_bytes == float32 * 13 * width
+    assert [layer.outputs for layer in rank[:-1]] == [layer.outputs for layer in whole[:-1]]
+    with pytest.raises(ValueError, match="--tp 3: 4 heads"):
+        model.check_divisible(3)
+
+
 def test_more_of_anything_is_never_slower_and_a_choice_among_less_never_faster() -> None:
     model, few = planned("plain", 4), Space(schedules=("gpipe", "1f1b", "zb-v"))
     fast = replace(NEAR, bandwidth_bytes_per_s=1e8)

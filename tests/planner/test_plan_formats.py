@@ -58,6 +58,7 @@ WAYS = {
     "tied in a V": planned("zb-v", "2 2 2 2", stages_per_worker=2, remat=("never",) * 4),
     "replicas": planned(cut="6", num_workers=1, dp=2),
     "shards": planned(cut="6", num_workers=1, fsdp=2, fsdp_level=3),
+    "tied in shards": planned(cut="8", num_workers=1, fsdp=2, fsdp_level=3),
     "divided": planned(cut="6", num_workers=1, tp=2),
 }
 if not hasattr(PipelineStage, "_warmup_forward_vote"):
@@ -76,8 +77,10 @@ def trained(request: pytest.FixtureRequest) -> dict[str, list[list[dict[str, tor
         candidate = WAYS[name]
         kind = name.partition(" ")[0]
         model = model_of(f"planning_models:{kind if kind in ('divided', 'tied') else 'plain'}", 16)
-        for form in ("torch", "script"):
-            made = written(form, model, candidate, REQUEST)
+        # Our engine shards no weight that layers share; replicas train to the same.
+        whole = replace(candidate, dp=candidate.fsdp, fsdp=1, fsdp_level=0) if model.ties else candidate
+        for form, way in (("torch", candidate), ("script", whole)):
+            made = written(form, model, way, REQUEST)
             scripts.append((made.text, made.rows))
     ranks = launch(weights_after, 2, scripts, device="cpu")
     return {name: [[found[2 * way], found[2 * way + 1]] for found in ranks] for way, name in enumerate(ways)}
@@ -229,6 +232,8 @@ def test_torchtitan_gets_names_of_modules_and_a_schedule(monkeypatch: pytest.Mon
         ("torchtitan", "tied", planned(cut="4 4")),
         ("torchtitan", "plain", planned()),
         ("torchtitan", "bare", planned(cut="1 1")),
+        ("script", "tied", WAYS["tied in shards"]),
+        ("torch", "tied", planned(cut="4 4", fsdp=2, fsdp_level=3)),
         ("megatron", "tied", planned("zb-h1", "4 4")),
         ("megatron", "tied", planned("interleaved", "2 2 2 2", stages_per_worker=2, num_microbatches=3)),
     ],

@@ -24,7 +24,7 @@ REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
 
 def search_of(request: Request = REQUEST, space: Space | None = None, name: str = "plain") -> Search:
     model = planned(name)
-    return Search(costs_of(model), request, space or Space(), model.ties)
+    return Search(costs_of(model), request, space or Space(), model.ties_over)
 
 
 @pytest.mark.parametrize("names", [("1f1b",), ("zb-v",)])
@@ -76,17 +76,17 @@ def test_a_workers_bytes_are_those_of_the_memory_model(name: str, remat: str) ->
 
 def test_a_tied_weight_is_one_where_one_worker_has_both_its_layers() -> None:
     search = search_of(name="tied")
-    (tie,) = search.ties
+    (tie,) = search.ties_over(1)
     assert tie.layers == (0, 7)
     way = Way(Grid(1, 4), "1f1b", 1, 4, 1)
     alone = search.found(way, Cut((range(8),), ("never",), 1.0)).memory[0]
-    search.ties = ()
+    search.ties_over = lambda tp: ()
     twice = search.found(way, Cut((range(8),), ("never",), 1.0)).memory[0]
     size = 40 * 16 * 4
     assert tie.num_bytes == size
     assert twice.parameters - alone.parameters == size
     assert twice.optimizer_state - alone.optimizer_state == 2 * size + 4, "and the count of its steps"
-    search.ties = (tie,)
+    search.ties_over = lambda tp: (tie,)
     two = Way(Grid(2, 2), "1f1b", 1, 4, 2)
     halves = search.found(two, Cut((range(4), range(4, 8)), ("never",) * 2, 1.0))
     assert sum(each.parameters for each in halves.memory) == alone.parameters + size
@@ -123,7 +123,7 @@ def test_a_tied_weight_takes_what_the_memory_model_says(
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3)])
 def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
     search = search_of(name="tied")
-    search.ties = ()
+    search.ties_over = lambda tp: ()
     way, cut = Way(grid, "1f1b", 1, 4, 2), (range(4), range(4, 8))
     found = search.found(way, Cut(cut, ("never", "always"), 1.0))
     profile = planned("tied").profile_of(2, "float32", split_backward=False)

@@ -44,6 +44,7 @@ PART = "layer seconds"
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batches of which layers are timed."""
 STAGES = (2, 4, 8)
+CONTROL_WIDTH = {"cpu": 256, "accelerator": 8192}
 
 Seconds = dict[Kind, float]
 """Of a forward without a graph, of one with it (a recomputation), and of a backward."""
@@ -216,6 +217,7 @@ def run(workload: Workload, examples: int, device: str) -> Outcome:
     layers = list(workload.build("meta"))
     batch, target = workload.example(examples, where)
     settle()
+    before_s = _control_s(where)
     devices.reset_peak(where)
     found = alone(layers, workload.loss(), batch, target, where)
     by_kind = {kind: [1e3 * each[kind] for each in found] for kind in KINDS}
@@ -224,12 +226,26 @@ def run(workload: Workload, examples: int, device: str) -> Outcome:
         _measured("seconds of all layers", 1e3 * sum(whole_s), "ms"),
         _measured("seconds of an example", 1e3 * sum(whole_s) / examples, "ms"),
         _measured("peak memory", devices.peak_bytes(where), "bytes"),
+        _measured("control", _control_s(where) / before_s, "ratio"),
         *(_measured("balance", _balance(whole_s, k), "ratio", K=k) for k in STAGES if k <= len(layers)),
     ]
     facts = {**workload.facts(), "device": devices.name(where), "repeats": REPEATS}
     return Outcome(
         tuple(metrics), {**facts, "layers_ms": {str(kind): of_kind for kind, of_kind in by_kind.items()}}
     )
+
+
+def _control_s(device: torch.device) -> float:
+    """Seconds of a layer that is always the same: behind the others it takes what it took before them, unless
+    the device's clock has changed meanwhile.
+    """
+    import torch
+
+    width = CONTROL_WIDTH["cpu" if device.type == "cpu" else "accelerator"]
+    layer = torch.nn.Linear(width, width, device=device)
+    x = torch.ones(width, width, device=device)
+    (found,) = alone([layer], lambda y, _: y.sum(), x, x, device)
+    return sum(found.values())
 
 
 def _measured(name: str, value: float, unit: str, **key: int) -> Metric:

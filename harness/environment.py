@@ -132,7 +132,9 @@ def _torch() -> dict[str, Any]:
         for each in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
     known = {"torch_threads": torch.get_num_threads(), "gpus": gpus, "cuda": torch.version.cuda}
-    return {**known, "gpu_numerics": _numerics(torch), "gpu_driver": _driver()} if gpus else known
+    if not gpus:
+        return known
+    return {**known, "gpu_numerics": _numerics(torch), "gpu_driver": _driver(), "gpu_now": _of_gpus(_NOW)}
 
 
 def _numerics(torch: Any) -> dict[str, Any]:
@@ -163,10 +165,19 @@ def _has_nccl(torch: Any) -> bool:
     return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())
 
 
+_NOW = (
+    "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active",
+)  # fmt: skip
+"""Of a GPU at this moment. The last one is a mask of what keeps its clocks low; 0x1 is that it is idle."""
+
+
 @functools.cache
 def _driver() -> list[dict[str, str]] | None:
     """Of each GPU, what the driver says of itself and of the highest clocks that it allows."""
-    asked = "driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit"
+    return _of_gpus(("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit"))
+
+
+def _of_gpus(asked: Sequence[str]) -> list[dict[str, str]] | None:
     said = _said("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader")
     if said is None:
         return None

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gpipe_bench.pipeline.devices import synchronize
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.stage.trees import flatten
 
 COPIED_BYTES = 2**25
@@ -55,11 +55,11 @@ def time_step(
     barrier()
     if step is None:
         return 0.0
-    synchronize(device)
+    devices.synchronize(device)
     start_s = time.perf_counter()
     for _ in range(repeats):
         step()
-    synchronize(device)
+    devices.synchronize(device)
     return (time.perf_counter() - start_s) / repeats
 
 
@@ -69,10 +69,10 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     samples = []
     for _ in range(6):
-        synchronize(device)
+        devices.synchronize(device)
         start_s = time.perf_counter()
         target.copy_(source)
-        synchronize(device)
+        devices.synchronize(device)
         samples.append(time.perf_counter() - start_s)
     return COPIED_BYTES / median(samples[1:])
 

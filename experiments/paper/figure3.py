@@ -97,11 +97,16 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def with_and_without(workload: Workload, name: str, options: RunOptions) -> Outcome:
-    """Steps of one stage with re-materialization and without, for real and in turns: nothing is laid out."""
+    """Steps of one stage with re-materialization and without, for real and in turns: nothing is laid out.
+    Micro-batches are as large with it as the mini-batch is without, or their efficiency would count, too.
+    """
     from gpipe_bench.experiments.paper.timed.results import results
     from gpipe_bench.experiments.paper.timed.steps import measure
 
-    plan = configurations(name, workload.batch_size, (1,), 0)
+    plan = (
+        Configuration(1, 1, workload.batch_size, "never", label="naive-1"),
+        Configuration(1, TIMED_MICROBATCHES, TIMED_MICROBATCHES * workload.batch_size, label="pipeline-1"),
+    )
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
     found = measure(job)
     metrics, details = results(job, found)

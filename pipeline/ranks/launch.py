@@ -44,6 +44,8 @@ from gpipe_bench.pipeline import devices
 # has up to nine streams; where two share a queue, a wait at its head holds up the send behind it.
 _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _LOOPBACK = "127.0.0.1"
+# Say which accelerators a process may see.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _FATAL = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 """Signals that by default end a process without another word, and would leave ours behind."""
 
@@ -140,7 +142,7 @@ def check_devices(device: str, num_processes: int) -> str:
     """The type of device that each of `num_processes` processes on this host gets: `device`, or what "auto"
     finds. `ValueError` where there are fewer devices than processes.
     """
-    kind = devices.default_type() if device == "auto" else torch.device(device).type
+    kind = _kind(device)
     count = devices.count(kind)
     if kind != "cpu" and count < num_processes:
         raise ValueError(
@@ -152,6 +154,10 @@ def check_devices(device: str, num_processes: int) -> str:
     return kind
 
 
+def _kind(device: str) -> str:
+    return devices.default_type() if device == "auto" else torch.device(device).type
+
+
 @contextmanager
 def start_process(
     *, threads: int = 1, pin: bool = True, timeout_s: float = 600.0, device: str = "auto"
@@ -159,17 +165,22 @@ def start_process(
     """The set-up of a process that torchrun has started: threads, core or accelerator, process group; gives
     its device.
 
-    `device` is as in `launch`: `ValueError` where this host has fewer accelerators than processes. A process
+    `device` is as in `launch`: `ValueError` where this host has fewer accelerators than processes. Where
+    CUDA_VISIBLE_DEVICES shows a process one alone, as schedulers do, that one is its own. A process
     that drives an accelerator is not held to one core, whatever `pin` says, and its CUDA device has a queue
     for each stream, unless CUDA_DEVICE_MAX_CONNECTIONS is set. On exit the process group is destroyed.
     """
     os.environ.setdefault(*_QUEUES)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    kind = check_devices(device, int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1))))
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1)))
+    # Schedulers show each process its own accelerator alone. Two that see the same one are refused later,
+    # when they connect, by its unique number.
+    sees_own = any(name in os.environ for name in _VISIBLE) and devices.count(_kind(device)) == 1
+    kind = check_devices(device, 1 if sees_own else several)
     prepare_process(local_rank, threads=threads, pin=pin and kind == "cpu")
     own, backend = torch.device("cpu"), "gloo"
     if kind != "cpu":
-        own = torch.device(kind, local_rank)
+        own = torch.device(kind, 0 if sees_own else local_rank)
         devices.select(own)
         backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from gpipe_bench.pipeline import devices
+
 # What a layer takes and gives: a tensor or a pytree of tensors and constants.
 Tree = Any
 
@@ -360,7 +362,11 @@ def flatten_shared(shared: Mapping[str, Any]) -> Message:
 
 def unflatten_shared(message: Message, device: torch.device) -> Mapping[str, Any]:
     """The arguments on the device of a stage."""
-    tensors = [tensor.to(device, non_blocking=True) for tensor in message.tensors]
+    away = devices.is_accelerator(device)
+    tensors = [
+        (devices.pinned(t) if away and t.device.type == "cpu" else t).to(device, non_blocking=True)
+        for t in message.tensors
+    ]
     return unflatten(tensors, message.structure)  # type: ignore[no-any-return]
 
 

@@ -57,6 +57,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, gpus: int, gib: float) -> Walk:
+        """A step of `.ci/gpu`, with results of its own: those of another machine would pass for done."""
         command = ("-m", "gpipe_bench.experiments.gpu", "--minutes", "600", step.name)
         return cls(step.name, gpus, gib, command, step.memory_gib)
 
@@ -117,11 +118,12 @@ def take(walk: Walk, folder: Path) -> bool:
     environment["PYTHONPATH"] += f"{os.pathsep}{HERE}"
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "FAKE_KERNEL_US": "1"}
     environment |= {"PYTEST_ADDOPTS": "-p forms_only", "OUT": str(out), "FAKE_PEAKS": str(out / "peaks")}
+    results = ("--results", str(out)) if "gpipe_bench.experiments.gpu" in walk.command else ()
     begun_s = time.monotonic()
     with printed.open("w", encoding="utf-8") as file:
         done = subprocess.run(
-            [sys.executable, *walk.command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, check=False,
+            [sys.executable, *walk.command, *results], cwd=ROOT, env=environment, check=False,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     taken_s = time.monotonic() - begun_s
     said = printed.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -18,12 +18,14 @@ import over_nccl
 import pytest
 import torch
 from counting import counting, held_up, runtime
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import (
     Boundary,
+    Kind,
     Pipeline,
     Profiler,
     devices,
@@ -32,6 +34,8 @@ from gpipe_bench.pipeline import (
     pipeline_memory,
 )
 from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.stage.stage import Stage
+from gpipe_bench.planner import timing
 
 pytestmark = pytest.mark.skipif(runtime() is None, reason="needs the runtime of nox -s cuda-without-gpu")
 HERE = Path(__file__).parent
@@ -40,6 +44,7 @@ LM = {
     "attention": "explicit",
 }  # fmt: skip
 SMALL = {"num_layers": 4, "d_model": 32, "ffn_dim": 64, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
+BUSY_S = 0.3  # that a device is kept from going on, while the host looks
 MODEL_ERROR = 0.03  # of the memory model, against the allocator
 
 
@@ -87,6 +92,20 @@ def test_a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device(
     """No synchronization, no cudaMalloc, no copy that holds up the host."""
     _, take = lm(schedule=schedule, remat=remat)
     assert held_up_in_a_step(take) == {}
+
+
+class Scaled(nn.Linear):
+    """Takes a tensor that all layers share."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x if scale is None else x * scale)
+
+
+def test_nor_does_one_whose_layers_share_a_tensor_of_the_host() -> None:
+    layers = [Scaled(64, 64) for _ in range(16)]
+    pipeline = Pipeline(layers, num_stages=4, num_microbatches=4, devices="cuda")
+    data, shared = torch.randn(64, 64), {"scale": torch.ones(64)}
+    assert held_up_in_a_step(lambda: pipeline.step(data, data, nn.functional.mse_loss, shared=shared)) == {}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -155,6 +174,147 @@ def test_an_action_takes_what_the_device_takes_where_the_host_runs_ahead() -> No
     assert seconds(0.0) > kernels * kernel_s + 5e-6
 
 
+def test_a_device_waits_for_what_another_one_sends_it() -> None:
+    assert_waits_for_the_sender()
+
+
+def assert_waits_for_the_sender() -> None:
+    """What the receiver is given behind a copy is not over while the sender's device is busy."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    source, target, transfers = torch.device("cuda", 0), torch.device("cuda", 1), devices.Transfers()
+    tensor = torch.zeros(8, device=source)
+    devices.hold(source, 0.01)  # which finds out how fast it is
+    devices.synchronize(source)
+    devices.hold(source, BUSY_S)
+    sent, marks = transfers.send((tensor,), target)
+    transfers.receive(sent, marks, target)
+    behind = devices.mark(target)
+    assert not behind.query(), "the receiver does not wait"
+    devices.synchronize(target)
+    assert behind.query()
+
+
+def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
+    assert_memory_is_kept()
+
+
+def assert_memory_is_kept() -> None:
+    """A tensor that came, was used and is gone leaves its place only when the device has used it."""
+    device, transfers = devices.exact("cuda"), devices.Transfers()
+    devices.hold(device, 0.01)
+    devices.synchronize(device)
+
+    def received() -> int:
+        sent, marks = transfers.send((torch.zeros(2**20),), device)
+        transfers.receive(sent, marks, device)
+        return sent[0].data_ptr()
+
+    place = received()
+    devices.hold(device, BUSY_S)
+    places = {received() for _ in range(2)}
+    assert place not in places or len(places) == 2
+    devices.hold(device, BUSY_S)
+    assert len({received(), received()}) == 2, "the memory of a tensor is given away while it is used"
+    devices.synchronize(device)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_ten_steps_keep_no_more_memory_than_one(schedule: str) -> None:
+    assert_keeps_nothing(schedule)
+
+
+def assert_keeps_nothing(schedule: str = "gpipe") -> None:
+    _, take = lm(schedule=schedule)
+    for _ in range(3):
+        take()
+    before = [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
+    for _ in range(10):
+        take()
+    after = [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
+    assert after == before, "memory is kept from step to step"
+
+
+def test_a_rank_takes_its_own_device_and_waits_for_messages_on_it() -> None:
+    assert_ranks_wait("")
+
+
+def assert_ranks_wait(planted: str) -> None:
+    """`planted` is a mistake of `over_nccl`."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    first, second = launch(over_nccl.behind_a_message, 2, planted)
+    assert (first[0], second[0]) == (0, 1), "each rank's current device is its own"
+    assert not second[1], "the device of rank 1 went on before the message was sent"
+
+
+def test_a_timed_step_is_over_on_the_device() -> None:
+    assert_times_the_device()
+
+
+def assert_times_the_device() -> None:
+    device = devices.exact("cuda")
+    devices.hold(device, 0.01)
+    assert timing.time_step(lambda: devices.hold(device, BUSY_S), (), device=device) > BUSY_S / 2
+
+
+def test_seconds_of_a_layer_are_those_of_the_device() -> None:
+    """And its backward is the one that a pipeline takes: it adds up no gradients of its inputs."""
+    assert_layers_take_the_devices_time()
+
+
+def assert_layers_take_the_devices_time() -> None:
+    kernel_s = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-6
+    model = nn.Sequential(*_middle_layers())
+    launched: list[int] = []
+    take = layers._Taken.take
+
+    def counted(taken: Any, kind: Kind) -> None:
+        with counting() as found:
+            take(taken, kind)
+        if kind is Kind.B:
+            launched.append(found["launches"])
+
+    x = torch.zeros(2, 4, 8, 8, device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers._Taken, "take", counted)
+        found = layers.alone(model, lambda y, t: y.sum(), x, x, x.device)
+    in_pipeline = _launches_of_backwards(x)
+    for index in range(1, len(model) - 1):  # the first has no gradient of its inputs, the last has the loss
+        alone = launched[(index + 1) * layers.REPEATS - 1]
+        assert alone == in_pipeline[index], type(model[index]).__name__
+        assert found[index][Kind.B] == pytest.approx(alone * kernel_s, abs=1e-6)
+
+
+def _middle_layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    made = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1)
+    return [layer.cuda() for layer in made]
+
+
+def _launches_of_backwards(x: Tensor) -> dict[int, int]:
+    """Of each stage's last backward in a steady step of a pipeline that has each layer as a stage."""
+    model = _middle_layers()
+    launched: dict[int, int] = {}
+    backward = Stage.backward
+
+    def counted(stage: Stage, *arguments: Any) -> Any:
+        with counting() as found:
+            given = backward(stage, *arguments)
+        launched[stage.index] = found["launches"]
+        return given
+
+    pipeline = Pipeline(
+        model, num_stages=len(model), num_microbatches=2, cost=[1] * len(model), devices="cuda"
+    )
+    batch = torch.cat([x, x])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "backward", counted)
+        for _ in range(3):
+            pipeline.step(batch, batch, lambda y, t: y.sum())
+    return launched
+
+
 def test_the_allocator_agrees_with_the_memory_model() -> None:
     assert memory_error() == pytest.approx(0, abs=MODEL_ERROR)
 
@@ -167,8 +327,8 @@ def memory_error(more: float = 0.0) -> float:
     with torch.device("meta"):
         shapes = MODELS[name](**LM)
     microbatch = (Boundary.of(each) for each in example_batch(name, 4, device="meta", **LM))
-    layers, of_loss = Profiler().model(shapes, loss, *microbatch)
-    (stage,) = pipeline_memory(layers, of_loss, (range(len(layers)),), gpipe(1, 2, "always"))
+    profiles, of_loss = Profiler().model(shapes, loss, *microbatch)
+    (stage,) = pipeline_memory(profiles, of_loss, (range(len(profiles)),), gpipe(1, 2, "always"))
     held: list[Tensor] = []
 
     def loss_that_holds(output: Tensor, target: Tensor) -> Tensor:
@@ -194,11 +354,14 @@ def ends_of(how: str, ranks: int, timeout_s: float) -> dict[int, dict[str, Any]]
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("item", 3), ("ahead", 2), ("sum", 2)])
-def test_a_rank_that_stops_ends_the_others_in_time_with_its_name(how: str, ranks: int) -> None:
-    """Not with an abort of torch's watchdog, a minute later."""
+def test_a_rank_that_stops_ends_the_others_in_time(how: str, ranks: int) -> None:
+    """Not with an abort of torch's watchdog, a minute later. Replicas that wait for each other's host before
+    a step cannot say which one is late.
+    """
     for each in ends_of(how, ranks, 10.0).values():
         assert each["error"].startswith("ActionError"), each
-        assert "on rank 1 failed: rank 1 did not answer" in each["error"]
+        named = "on rank 1 failed: rank 1 did not answer" in each["error"]
+        assert named or (how == "sum" and "a collective failed: Timed out" in each["error"]), each
         assert each["seconds"] < 15.0
 
 
@@ -210,13 +373,13 @@ def _no_index(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wait_in_every_action(patch: pytest.MonkeyPatch) -> None:
-    stop = Clock.stop
+    forward = Stage.forward
 
-    def wait(clock: Clock, position: int) -> None:
-        stop(clock, position)
-        devices.synchronize(devices.exact("cuda"))
+    def wait(stage: Stage, *arguments: Any) -> Any:
+        devices.synchronize(stage.device)
+        return forward(stage, *arguments)
 
-    patch.setattr(Clock, "stop", wait)
+    patch.setattr(Stage, "forward", wait)
 
 
 def _pageable(patch: pytest.MonkeyPatch) -> None:
@@ -231,6 +394,70 @@ def _leak(patch: pytest.MonkeyPatch) -> None:
         begin(clock)
 
     patch.setattr(Clock, "begin", keep_more)
+
+
+def _no_wait(patch: pytest.MonkeyPatch) -> None:
+    receive = devices.Transfers.receive
+
+    def without(self: devices.Transfers, tensors: Any, marks: Any, target: torch.device) -> None:
+        receive(self, tensors, (), target)
+
+    patch.setattr(devices.Transfers, "receive", without)
+
+
+def _no_record(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(devices, "record_stream", lambda *_: None)
+
+
+def _keep_the_first_inputs(patch: pytest.MonkeyPatch) -> None:
+    forward, kept = Stage.forward, list[Any]()
+
+    def keep(stage: Stage, m: int, *arguments: Any) -> Any:
+        given = forward(stage, m, *arguments)
+        if m == 0:
+            kept.append(stage._microbatches[m].inputs)
+        return given
+
+    patch.setattr(Stage, "forward", keep)
+
+
+def _no_last_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(devices, "synchronize", lambda device: None)
+
+
+def _no_hold(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(devices, "hold", lambda device, seconds: None)
+
+
+@pytest.mark.filterwarnings("ignore:.*before the host had asked")
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (_no_wait, assert_waits_for_the_sender),
+        (_no_record, assert_memory_is_kept),
+        (_keep_the_first_inputs, assert_keeps_nothing),
+        (_no_last_wait, assert_times_the_device),
+        (_no_hold, assert_layers_take_the_devices_time),
+    ],
+)
+def test_a_planted_mistake_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
+
+
+@pytest.mark.parametrize("planted", ["wait", "first device"])
+def test_a_mistake_that_is_planted_in_the_ranks_is_found(
+    planted: str, monkeypatch: pytest.MonkeyPatch, spawning: None
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    monkeypatch.setenv(over_nccl.PLANTED, planted)
+    with pytest.raises(AssertionError):
+        assert_ranks_wait(planted)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,22 @@ def test_commands_are_taken_in_turn_and_the_next_call_goes_on(
     assert Store(out / "records.jsonl").load("table1") == Store(out / "records").load("table1")
 
 
+def test_tests_that_failed_are_due_again(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever was measured after them is worth nothing while they fail; a command's cases are on record."""
+    monkeypatch.setattr(gpu, "command", lambda step, *_: python("raise SystemExit(1)"))
+    monkeypatch.setattr(gpu, "absent", lambda *_: [])
+    monkeypatch.setattr(gpu, "STEPS", [step("tests", "pytest -m gpu"), step("table", "table4")])
+    results = out / "of another machine"
+    for _ in range(2):
+        assert main(["--results", str(results)]) == FAILED
+    said = capsys.readouterr().out
+    assert said.count("tests: exit status 1") == 2
+    assert said.count("table: ended before") == 1
+    assert (results / "ended.txt").read_text().split() == ["table"]
+
+
 def test_a_command_is_interrupted_when_the_time_is_over(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

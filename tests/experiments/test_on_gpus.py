@@ -195,5 +195,5 @@ def test_what_a_micro_batch_is_worth_by_its_size() -> None:
     assert rows[2] == ["64", "out", "of", "memory"]
     assert layers.text([]) == ""
     made = layers.run(SMOKE, 2, "cpu")
-    assert {metric.name for metric in made.metrics} >= {"seconds of an example", "balance"}
+    assert {metric.name for metric in made.metrics} >= {"seconds of an example", "balance", "control"}
     assert set(made.details["layers_ms"]) == {"F", "R", "B"}

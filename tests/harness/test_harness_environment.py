@@ -115,7 +115,16 @@ def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
     assert "gpu_numerics" not in environment(load_torch=True) or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(module, "_said", lambda *command: b"580.65.06, 1980 MHz, 2619 MHz, 700.00 W\n")
+
+    def said(*command: str) -> bytes:
+        now = "clocks.sm" in command[1]
+        return (
+            b"1410 MHz, 2619 MHz, 71, 688.10 W, 0x4\n"
+            if now
+            else b"580.65.06, 1980 MHz, 2619 MHz, 700.00 W\n"
+        )
+
+    monkeypatch.setattr(module, "_said", said)
     module._driver.cache_clear()
     here = environment()
     module._driver.cache_clear()
@@ -127,6 +136,12 @@ def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
             "power.limit": "700.00 W",
         }
     ]
+    assert here["gpu_now"] == [
+        {
+            "clocks.sm": "1410 MHz", "clocks.mem": "2619 MHz", "temperature.gpu": "71",
+            "power.draw": "688.10 W", "clocks_throttle_reasons.active": "0x4",
+        }
+    ]  # fmt: skip
     numerics = here["gpu_numerics"]
     assert numerics["float32_matmul_precision"] == torch.get_float32_matmul_precision()
     assert {"matmul_allow_tf32", "cudnn_allow_tf32", "cudnn_version", "cudnn_benchmark"} <= set(numerics)
@@ -134,3 +149,4 @@ def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
     other = {**here, "gpu_numerics": {**numerics, "cudnn_allow_tf32": not numerics["cudnn_allow_tf32"]}}
     assert "gpu_numerics" in differences([here, other])
     assert "gpu_numerics" not in differences([here, {**here, "gpu_numerics": None}])
+    assert differences([here, {**here, "gpu_now": None}]) == {}

@@ -87,6 +87,7 @@ def test_the_type_of_device_that_processes_get(gpus: int, device: str, num_proce
 def test_a_process_of_torchrun_says_it_before_it_joins_the_others(
     gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes, 1 GPU: each process"), launch.start_process():
@@ -96,6 +97,23 @@ def test_a_process_of_torchrun_says_it_before_it_joins_the_others(
     with pytest.raises(ValueError, match="2 processes, 1 GPU: each process"), launch.start_process():
         pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_a_process_that_is_shown_one_gpu_takes_it_whatever_its_rank(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As schedulers start processes; which GPU it is only the driver knows."""
+    selected: list[torch.device] = []
+    monkeypatch.setattr(launch.devices, "select", selected.append)
+    monkeypatch.setattr(launch, "prepare_process", lambda *_, **__: None)
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    for name, value in (("LOCAL_RANK", "3"), ("LOCAL_WORLD_SIZE", "4"), ("CUDA_VISIBLE_DEVICES", "3")):
+        monkeypatch.setenv(name, value)
+    with launch.start_process() as device:
+        assert device == torch.device("cuda", 0)
+    assert selected == [torch.device("cuda", 0)]
 
 
 @pytest.mark.parametrize("gpus", [2], indirect=True)

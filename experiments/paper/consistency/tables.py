@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.consistency.judging import (
     METRICS,
@@ -343,7 +343,12 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
         axes.plot(*zip(*points, strict=True), ".-", color=color, linewidth=1.2, label=name)
         outside += [name] if all(value > top for _, value in points) else []
     axes.axhline(shown(details["required"]), color="0.4", linestyle=":", linewidth=1)
-    said = {"x": 0.02, "transform": axes.get_yaxis_transform(), "size": "small", "color": "0.3"}
+    said: dict[str, Any] = {
+        "x": 0.02,
+        "transform": axes.get_yaxis_transform(),
+        "size": "small",
+        "color": "0.3",
+    }
     axes.text(y=shown(details["required"]), s="required", va="bottom", **said)
     if outside:
         above = "".join(f"\n{name}" for name in outside)

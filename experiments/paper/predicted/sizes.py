@@ -72,7 +72,7 @@ class Step:
     schedule: Schedule
     times: Mapping[tuple[int, Kind], float]
     link: Link
-    beside: Mapping[str, Sequence[float]]
+    beside: Mapping[str, Any]
 
     @property
     def makespan_s(self) -> float:

@@ -180,7 +180,7 @@ class _Taken:
         import torch
 
         from gpipe_bench.pipeline.stage.split_backward import run_engine
-        from gpipe_bench.pipeline.stage.tensors import Kept
+        from gpipe_bench.pipeline.stage.tensors import MicrobatchState
         from gpipe_bench.pipeline.stage.trees import tensors_of
 
         if kind is Kind.B:
@@ -188,7 +188,7 @@ class _Taken:
                 run_engine(self._kept.edges, self._seeds)
             self._kept = None
             return
-        kept = Kept(self._message)
+        kept = MicrobatchState(self._message)
         with torch.set_grad_enabled(kind is Kind.R):
             outputs = tuple(tensors_of(self._end(self._layer(kept.enter()))))
         if kind is Kind.R:

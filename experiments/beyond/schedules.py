@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.beyond import published
 from gpipe_bench.experiments.beyond.published import alive_by_worker, laid_out
+from gpipe_bench.experiments.drawing import COLORS, legend, picture, without_frame
 from gpipe_bench.experiments.paper.timed.workloads import TABLE2
-from gpipe_bench.experiments.report.drawing import COLORS, legend, picture, without_frame
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_case

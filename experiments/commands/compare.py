@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _unknowns(name: str) -> None:
     """Raises ValueError for an experiment that computes nothing at the paper's size."""
     from gpipe_bench.experiments.paper import unknowns
-    from gpipe_bench.harness import reproduced
+    from gpipe_bench.harness.report import reproduced
 
     if name not in reproduced.SECONDS:
         raise ValueError(f"--unknowns: {name} has no declared choices; {', '.join(reproduced.SECONDS)} have")

@@ -9,7 +9,7 @@ from itertools import product
 from math import isnan, nan
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpipe_bench.experiments.report.drawing import legend, paint, paper_style
+from gpipe_bench.experiments.drawing import legend, paint, paper_style
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text

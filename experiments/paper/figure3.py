@@ -18,6 +18,7 @@ from functools import partial
 from operator import truediv
 from typing import TYPE_CHECKING
 
+from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
     CUTS_ESTIMATE_S,
@@ -29,10 +30,9 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, from_samples, of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
 

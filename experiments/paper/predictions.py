@@ -19,7 +19,7 @@ from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar
 from gpipe_bench.harness.report.grid import fill, numbers_text
-from gpipe_bench.harness.reproduced import errors
+from gpipe_bench.harness.report.reproduced import errors
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Result
 

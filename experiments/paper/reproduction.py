@@ -26,7 +26,7 @@ from gpipe_bench.experiments.paper.stages import (
 )
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.reproduced import BASELINE, CLAIMS
+from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS
 from gpipe_bench.harness.reproduction import Value, load_reproduction
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes

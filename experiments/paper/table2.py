@@ -22,6 +22,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.drawing import gantt_plot, picture
 from gpipe_bench.experiments.paper import on_gpus
 from gpipe_bench.experiments.paper.predicted import SENTENCES
 from gpipe_bench.experiments.paper.timed import claims, layers, views
@@ -35,10 +36,9 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import gantt_plot, picture
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, from_samples, of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.verdict import Result
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from functools import partial
 from operator import truediv
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.timed import claims, views
-from gpipe_bench.experiments.paper.timed.links import (
+from gpipe_bench.experiments.drawing import picture
+from gpipe_bench.experiments.paper.links import (
     NUM_MICROBATCHES,
     SAME_SHARE,
     STAGES,
@@ -28,12 +28,12 @@ from gpipe_bench.experiments.paper.timed.links import (
     modelled,
     replayed,
 )
+from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.replay import HIDDEN, TimedActions, hidden_from, slowdowns
 from gpipe_bench.experiments.paper.timed.workloads import PROFILES, TABLE3, Configuration, Job, real_cases
-from gpipe_bench.experiments.report.drawing import picture
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, find, frame, interval_name, of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
 from gpipe_bench.pipeline.plan.links import LINKS

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from gpipe_bench.experiments.drawing import gantt_plot, picture
 from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
     CUTS_ESTIMATE_S,
@@ -26,10 +27,9 @@ from gpipe_bench.experiments.paper.timed.workloads import (
     real_cases,
 )
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.experiments.report.drawing import gantt_plot, picture
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, from_samples
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.units import convert
 from gpipe_bench.harness.unknowns import Value, load_unknowns, points

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from gpipe_bench.experiments.paper.consistency.judging import exact
 from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.reproduction import summed
 
 RECOMPUTED = 3, 4

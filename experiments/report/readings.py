@@ -21,8 +21,8 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, fill, within
+from gpipe_bench.harness.report.reproduced import covers
 from gpipe_bench.harness.report.table import short_text, text_table
-from gpipe_bench.harness.reproduced import covers
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import Comparison, Result
 from gpipe_bench.pipeline.plan.names import suggestion

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from gpipe_bench.harness import reproduced
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.harness.units import show, show_interval, show_with_interval

@@ -31,10 +31,11 @@ from gpipe_bench.experiments.report.build import (
 )
 from gpipe_bench.experiments.report.facts import facts_of, idle_share, speed
 from gpipe_bench.experiments.report.figures import draw, drawn
-from gpipe_bench.harness import REFERENCE, reproduced
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import judge
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import PaperTable, load_paper
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.first import PATH, first_screen
 from gpipe_bench.harness.report.html import html, markdown
 from gpipe_bench.harness.report.page import cells_csv, page_of

@@ -8,10 +8,11 @@ import pytest
 
 from gpipe_bench.experiments.paper.reproduction import Declared, table3, torchgpipe_memory
 from gpipe_bench.experiments.registry import load
-from gpipe_bench.harness import REFERENCE, reproduced
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import judge
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.reproduction import (
     Cell,
     Published,

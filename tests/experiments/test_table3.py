@@ -8,8 +8,7 @@ import pytest
 from made_up_steps import found, job_of, value
 from records import record
 
-from gpipe_bench.experiments.paper.table3 import EXPERIMENT
-from gpipe_bench.experiments.paper.timed.links import (
+from gpipe_bench.experiments.paper.links import (
     PCIE,
     Estimate,
     estimate_of,
@@ -17,6 +16,7 @@ from gpipe_bench.experiments.paper.timed.links import (
     replayed,
     shares_of_peak,
 )
+from gpipe_bench.experiments.paper.table3 import EXPERIMENT
 from gpipe_bench.experiments.paper.timed.replay import slowdowns
 from gpipe_bench.experiments.paper.timed.results import Steps
 from gpipe_bench.experiments.paper.timed.workloads import TABLE3, Configuration

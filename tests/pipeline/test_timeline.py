@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_bench.experiments.report.drawing import gantt
+from gpipe_bench.experiments.drawing import gantt
 from gpipe_bench.pipeline import (
     NAMED,
     SLOTS,

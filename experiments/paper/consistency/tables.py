@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.experiments.paper.consistency.judging import (
     METRICS,
     Baseline,
@@ -23,7 +24,6 @@ from gpipe_bench.experiments.paper.consistency.judging import (
     statistical,
     welch,
 )
-from gpipe_bench.experiments.report.drawing import paper_style, without_frame
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import Grid, fill

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.record import Metric, Record, find
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.table import computed_markdown
 from gpipe_bench.harness.verdict import Result
 from gpipe_bench.models.paper import COLUMNS, HALVES

@@ -18,9 +18,9 @@ from typing import Any
 
 from gpipe_bench.experiments.paper.table1.cells import cells
 from gpipe_bench.experiments.paper.table1.shown import LARGEST, figures, tables
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.models.paper import COLUMNS, HALVES, column
 
 PRECISIONS = ("float32", "bfloat16")

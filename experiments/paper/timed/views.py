@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.timed.claims import published
-from gpipe_bench.harness import reproduced
 from gpipe_bench.harness.record import Metric, Record, interval_name, of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 
 if TYPE_CHECKING:

@@ -8,8 +8,11 @@ a step is one pass over lists of numbers (`QuickSteps`). A grid adds collectives
     fsdp, level 2      gathered once in a step, from its beginning on, beside the first forward
     dp, fsdp           gradients are summed from the last backward on; what that does not hide comes after it
 
-Tensor parallelism adds up layer by layer. The others depend on which layers a stage has: they are found for
-each stage that is laid out, as the replay of a prediction has them (`predict`), and remembered.
+Tensor parallelism adds up layer by layer. The others depend on which layers a stage has: they are computed
+once for each stage, as `predict` does in its replay, and cached.
+
+F is a forward, R its recomputation, B a whole backward, I and W its halves: the gradients of inputs and of
+weights.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class LayerTimes:
         action_s: of an action of a stage whatever its layers, by kind
         collectives: what a grid adds; nothing if not given
 
-    They go with each other as those of `Costs` do, which has checked them.
+    Their lengths match: `Costs` has checked that.
     """
 
     layers_s: Mapping[str, Sequence[float]]

@@ -1,4 +1,6 @@
-"""What others published of schedules, replayed: a row of results/published-schedules.csv for each number.
+"""Numbers that others published about schedules, each recomputed by replay.
+
+Each is a row of results/published-schedules.csv.
 
 Qi et al., Zero Bubble Pipeline Parallelism (arXiv 2401.10241), print the seconds of a forward, of both halves
 of a backward and of a message for each of their models on A100s, and the share of a worker's time that each
@@ -7,10 +9,10 @@ first action to its last, and not the makespan: a schedule may keep its skew fro
 ZB-V differ in that. Nothing is unknown, so the replay must come to the same rates; what was found by a search
 (ZB-1p, ZB-2p, ZB-V) is the generator's under the same cap of graphs alive, and another search may beat it.
 
-Of OLMo-core, torchtitan and Primus bubbles and counts of what is alive follow from the schedule alone. Their
-ratios of speeds hang on what is not stated with them: the number of micro-batches and of stages per worker,
-and on kernels and messages that equal costs leave out. So those are ranges over the former, and the latter is
-what a verdict finds.
+For OLMo-core, torchtitan and Primus, bubbles and numbers of live micro-batches follow from the schedule
+alone. Their ratios of speeds also depend on numbers of micro-batches and stages per worker that are not
+stated, and on kernels and messages, which equal costs leave out. So each is a range over the former,
+and what differs beyond it is put down to the latter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`list --machine`: what this machine can run, what it lacks, and the remedy for each lack.
 
-Torch is asked in a process of its own: a build that doesn't fit the processor dies without a message, and
-whoever asks has to survive the answer.
+Torch is imported in a separate process, so that a build that crashes on this processor does not take the
+command down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The options of `plan`, and what they ask for; each value that is none is refused in one line."""
+"""The command-line options of `plan`, and the `Request` made from them.
+
+An invalid value is refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PRECISIONS = {
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the options of `plan` to its parser."""
     verb.add_argument(
         "model", metavar="MODEL",
         help="a published shape (gpt2-xl, llama-8b, unet-5-64 ...), transformer-lm or amoebanet-d with Table "
@@ -29,7 +32,8 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument(
         "--num-layers", type=int, metavar="L",
-        help="blocks of GPT-2 or Llama, in the place of the shape's own; of transformer-lm and amoebanet-d",
+        help="number of blocks: replaces a GPT-2 or Llama shape's own; required for transformer-lm and "
+        "amoebanet-d",
     )  # fmt: skip
     verb.add_argument("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
     verb.add_argument(
@@ -41,15 +45,17 @@ def options(verb: argparse.ArgumentParser) -> None:
     machines.add_argument(
         "--accelerators", type=int, required=True, metavar="N", help="of all hosts together"
     )
-    machines.add_argument("--memory-gib", type=float, metavar="GIB", help="of each; needed without --card")
+    machines.add_argument(
+        "--memory-gib", type=float, metavar="GIB", help="of each accelerator; needed without --card"
+    )
     machines.add_argument(
         "--card", metavar="TFLOPS,GIB,GB/S",
         help="an accelerator that has no name here: its peak in 16 bits, memory, and the memory's rate",
     )  # fmt: skip
     machines.add_argument(
         "--reserve-gib", type=float, metavar="GIB",
-        help="of each, for what is no tensor: context, kernels, workspaces, buffers of collectives; default: "
-        "1.5 of an accelerator that is named, else 0",
+        help="held back on each for what is no tensor: context, kernels, workspaces, buffers of collectives; "
+        "default: 1.5 of an accelerator that is named, else 0",
     )  # fmt: skip
     machines.add_argument("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
     machines.add_argument(
@@ -64,8 +70,8 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     machines.add_argument("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
     machines.add_argument(
-        "--cards", type=int, metavar="N",
-        help="network cards of a host; default: one for each accelerator where NVLink connects them, else 1",
+        "--network-cards", type=int, metavar="N", dest="cards",
+        help="of a host; default: one for each accelerator where NVLink connects them, else 1",
     )  # fmt: skip
     training = verb.add_argument_group("how it is trained")
     training.add_argument(

@@ -27,7 +27,7 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--with", dest="with_", action="append", default=[], type=Path, metavar="PATH",
         help="also the records of another machine, a folder of them or one file; may be repeated",
     )  # fmt: skip
-    verb.add_argument("--engine", metavar="NAME", help="first of all the runs in which it took part")
+    verb.add_argument("--engine", metavar="NAME", help="show the runs of this engine first")
     verb.add_argument("--no-figures", action="store_true", help="numbers only")
 
 

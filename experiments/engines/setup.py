@@ -35,11 +35,11 @@ class Setup:
     `layers` are the whole model's, each mapping a tensor or a tuple of tensors to the same; those of this
     process's stages live on `device` already, and their parameters' dtype is the precision. `partition` holds
     the layer indices of each stage. `num_microbatches` is M; `remat` says which micro-batches are recomputed
-    before their backward: "never", "except_last" or "always". With a `group` this process is its rank's
-    stage, or with a `placement`, the process of each stage, its stages; without, all stages are in this
-    process.
+    before their backward: "never", "except_last" or "always". Without a `group`, this process runs
+    all stages. With one, it runs the stage of its rank, or, where `placement` names the rank of each stage,
+    the stages placed on its rank.
 
-    ValueError names what does not fit together.
+    Raises ValueError if the fields do not fit together.
     """
 
     layers: Sequence[nn.Module]

@@ -1,4 +1,4 @@
-"""Any command that prints a number, as what the guard times: a program in any language, in any repository.
+"""A benchmark that is any shell command printing a number: in any language, in any repository.
 
 A sample is one run of the command in the folder of its revision, and its value what the command says of
 itself: seconds, instructions, or a rate (`higher_is_better`). So start-up counts only where the command
@@ -27,7 +27,7 @@ from gpipe_bench.harness.guard import ARMS, LOOKS, Sample
 
 TIMEOUT_S = 60.0
 NEEDED_RUNS = 2 * len(ARMS) * LOOKS[0]
-"""Of the command, for the first look."""
+"""Runs of the command before the guard first looks at the result."""
 TAIL = 5  # lines of what a command said, in the message about its failure
 UNIT_DIGITS = 0.5  # a factor of 3 to either side of a power of 1000
 SHOWN = 40  # characters of a command in a table
@@ -48,7 +48,7 @@ class Command:
         pattern: a regular expression whose group, or whole match, is the number; the last number if "".
             Where it matches several times, their geometric mean counts.
         higher_is_better: whether the number is a rate.
-        timeout_s: a run that takes longer hangs.
+        timeout_s: a run that takes longer counts as hung.
 
     Raises:
         ValueError: nothing to run, an expression that is none or has several groups, no time.

@@ -1,7 +1,7 @@
-"""The checkouts that are compared: the working tree, and its repository as it was where HEAD left a revision.
+"""The two checkouts compared: the working tree, and the merge base of HEAD and a given revision.
 
-`git worktree` shares the object store, so that a checkout takes a second and needs no network, but for
-submodules; it is removed whatever happens, and what a killed guard left is removed by the next.
+`git worktree` shares the object store, so that a checkout takes a second and needs no network except
+for submodules; it is removed whatever happens, and what a killed guard left is removed by the next.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
     folder = Path(tempfile.mkdtemp(prefix=f"guard-{os.getpid()}-"))
     path = folder / "base"
     try:
-        # A checkout hook is the user's, for checkouts of the user's.
+        # The user's checkout hooks are meant for the user's own checkouts.
         without_hooks = ("-c", f"core.hooksPath={os.devnull}")
         _git(root, *without_hooks, "worktree", "add", "--quiet", "--detach", os.fspath(path), commit)
         if (path / ".gitmodules").is_file():

@@ -1,12 +1,12 @@
-"""What takes no device: v1's stride control, counted on models without memory, and small networks.
+"""Claims of the paper that need no accelerator: v1's stride control, and which networks can be trained.
 
-Nothing is timed. Two sentences about which networks GPipe takes are put to the engine on small ones
-(`trained`). No GPU is needed:
+The stride control is counted on the meta device. Two sentences about the networks that GPipe can
+train are tested on small ones (`trained`). Nothing is timed:
 
     python -m experiments run computed
 
-What follows so has no repeats and no interval. It may have a range, over what is not stated, and that is kept
-with what it is made of.
+Such numbers have no repeats and no interval. Where the paper leaves a choice open there is a range,
+recorded with its causes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def computed(
 
 
 def over(what: str, values: Sequence[float]) -> Spread:
-    """The range over several numbers that only one thing tells apart, such as the size of a model."""
+    """The range over several numbers that differ in one thing only, such as the size of a model."""
     low, high = min(values), max(values)
     return Spread(low=low, high=high, parts=(Part(what=what, low=low, high=high),))
 

@@ -48,8 +48,8 @@ class StagePeaks:
         self.layers, self.loss, self.schedule, self.optimizer = tuple(layers), loss, schedule, optimizer
         self._steps, self._receive_ahead = _common_steps(schedule, receive_ahead), receive_ahead
         self._num_microbatches = sum(action.kind is Kind.F for action in schedule.actions[0])
-        # Stages of equal layers in a row are one content; contents are numbered as they turn up, each by the
-        # content that is one layer shorter and the layer it adds.
+        # Stages with the same sequence of layers share a content number, keyed by the number of the sequence
+        # without its last layer, and that layer.
         self._contents: dict[tuple[int, int], int] = {}
         self._latest = (-1, -1, -1)  # start, stop and content asked for last
         self._stages: dict[tuple[int, bool], StageBytes] = {}

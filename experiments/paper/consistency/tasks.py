@@ -79,11 +79,11 @@ def even_parts(number: int, size: int) -> Sequence[slice]:
 
 
 class ImageTask:
-    """AmoebaNet-D on images, by the recipe.
+    """AmoebaNet-D on images, as its recipe says.
 
-    What it shares with the tasks on text: `metric` is what `score` makes of the sums that `count` gives of
-    held-out batches; trainings must reach `required` in the mean to count as learned, and a single one may
-    not miss `floor`, which `requirement` says in words. `build` draws from torch's default generator, `loss`
+    What it shares with the tasks on text: `count` sums over a held-out batch, and `score` turns the sums into
+    the value named `metric`. Trainings count as learned if their mean reaches `required` and none misses
+    `floor`; `requirement` says so in words. `build` draws from torch's default generator, `loss`
     is the mean over the examples, `optimizer` takes a whole model's named parameters or one stage's, and
     `batch` is mini-batch number `step` of the training with a seed. Without an `average_decay` the weights
     themselves are evaluated, every `evaluate_every` steps.

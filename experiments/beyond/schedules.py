@@ -12,9 +12,9 @@ number of its stages, and messages take no time: what is compared are the schedu
 At measured costs the mini-batch is Table 2's, so its numbers can be read beside those here: with M
 micro-batches each has a share of the examples. For each number of stages there are two pipelines, one with
 whole backwards and one that splits them, and all of them take turns on one core, so all are timed
-under the same conditions. All stages run in one process and each with everything that belongs to its actions, the price of a split
-included; contention between workers is not in it. Steps are replayed over a free link; the memory of the
-fullest worker is modelled.
+under the same conditions. All stages run in one process, and each with everything that belongs to its
+actions, the price of a split included; contention between workers is not in it. Steps are replayed over a
+free link; the memory of the fullest worker is modelled.
 """
 
 from __future__ import annotations

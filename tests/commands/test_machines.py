@@ -104,7 +104,7 @@ def test_a_file_may_hold_the_records_of_several_experiments(machines, tmp_path, 
     assert cli.main(["compare", "fake", "--machines", str(machines[0]), str(sent)]) == DONE
     shown = capsys.readouterr()
     assert "sent (profile short)" in shown.out
-    assert "41M modelled, below" in shown.out
+    assert "41M modelled, differs" in shown.out
     assert shown.err.count("warning") == 1
     assert f"{sent}:4: not a complete line of JSON" in shown.err
     assert cli.main(["compare", "table4", "--machines", "cpu-2-cores", str(sent)]) == BAD_USAGE

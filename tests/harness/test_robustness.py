@@ -230,7 +230,7 @@ def test_a_read_only_folder_is_used_as_far_as_it_goes(tmp_path):
     assert steps(tmp_path / "log") == [2, 3, 4, 5]
     assert "can't write figures to" in err
     assert "fake.jsonl: Read-only file system; choose another folder with --results" in err
-    assert "here: 1 identity" in compared
+    assert "here: 1 follows" in compared
     assert "report.html: Read-only file system; choose another folder with --output" in err
     assert [line for line in err.splitlines() if line.startswith("status")] == ["status 3", "status 2"]
     assert "Traceback" not in err

@@ -55,7 +55,7 @@ def _config(**options: object) -> LaunchConfig:
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """Meanwhile processes that are launched, or that keep an engine apart, are forked."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["preloaded"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preloaded"])
     apart = SimpleNamespace(get_context=fork_server, parent_process=multiprocessing.parent_process)
     with (
         mock.patch.object(launch, "LaunchConfig", _config),

@@ -18,11 +18,11 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.launcher.api
 import torch.distributed.tensor  # noqa: F401
-from forked import end_if_it_hangs
 
 import gpipe_bench.models
 import gpipe_bench.pipeline.api
 import gpipe_bench.pipeline.ranks.launch  # noqa: F401
+from tests.support.forked import end_if_it_hangs
 
 SERVER = os.getpid()
 os.register_at_fork(after_in_child=lambda: end_if_it_hangs() if os.getppid() == SERVER else None)

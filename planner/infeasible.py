@@ -74,7 +74,7 @@ def on_engine(model: Model, request: Request, space: Space) -> Space:
     """The space without what this engine can't run, where it is to run the plan, or without what nobody can.
     `ValueError` for tensor parallelism that it does not have.
     """
-    if request.accelerated and not request.autocast:
+    if not _is_here(request):
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)
     ranks = max(space.tp or (1,))
     if ranks > 1 and model.by_megatron:
@@ -83,6 +83,11 @@ def on_engine(model: Model, request: Request, space: Space) -> Space:
             "accelerator with --device-type and give --format megatron"
         )
     return replace(space, sharded=space.sharded and not model.ties)
+
+
+def _is_here(request: Request) -> bool:
+    """Whether this engine is to run the plan: formats of other engines are for named accelerators."""
+    return not request.accelerated or request.autocast
 
 
 def smallest(
@@ -259,7 +264,8 @@ def _remedies(model: Model, request: Request, space: Space, remat: Remat | None)
         within = replace(space, **change)
         if within != space and fits(within=within):
             yield f"no {option}"
-    for ranks in (2, 4, 8) if space.tp == every.tp and not one else ():
+    divides = not (_is_here(request) and model.by_megatron)
+    for ranks in (2, 4, 8) if space.tp == every.tp and divides and not one else ():
         if model.is_divisible(ranks) and fits(within=replace(space, tp=(ranks,))):
             yield f"--tp {ranks}"
             break

@@ -139,7 +139,7 @@ class Assignment:
         self.portal_edges = edges_of(self.portals, cuts)
 
     def same_on_all(self) -> object:
-        """What all ranks of a pipeline must have given alike."""
+        """Returns the arguments that must be the same on all ranks of a pipeline."""
         ties = [(tie.names, tie.stages, tie.parameter.shape, tie.parameter.dtype) for tie in self.ties]
         return [name for name, _ in self.named], self.partition, self.schedule, ties, self.portals
 
@@ -226,7 +226,7 @@ def schedule_of(
 
 
 def _num_workers(given: int | None, num_stages: int, fixed: int | None, num_ranks: int | None) -> int:
-    """As many as are given, as the schedule's `fixed` number of stages per worker says, or as there are."""
+    """Number of workers: `given`, else by the schedule's `fixed` stages per worker, else `num_ranks`."""
     if given is not None:
         return given
     return num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or _STAGES_PER_WORKER))

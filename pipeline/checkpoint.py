@@ -151,7 +151,7 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
 def _on_all(
     pipeline: Pipeline, part: Callable[[], T], what: str, kind: type[Exception] = RuntimeError
 ) -> list[T]:
-    """What each rank's `part` returns; if one raises, every rank raises `kind`, which says who and why."""
+    """Returns the results of all ranks' `part`. If one raises, every rank raises `kind`, with its cause."""
     result, failure = None, None
     try:
         result = part()

@@ -72,7 +72,7 @@ def exact(device: torch.device | str) -> torch.device:
 
 
 def name(device: torch.device) -> str:
-    """What the maker calls the device, such as "NVIDIA H100 80GB HBM3"."""
+    """The maker's name of the device, such as "NVIDIA H100 80GB HBM3"."""
     if not is_accelerator(device):
         return platform.processor() or platform.machine()
     module = torch.get_device_module(device)
@@ -173,7 +173,7 @@ def hold(device: torch.device, seconds: float) -> None:
 
 @cache
 def _cycles_per_s(device: torch.device) -> float:
-    """Of the clock by which a device is kept busy."""
+    """Measures the rate of the clock that `torch.cuda._sleep` counts in."""
     cycles = 2_000_000
     begin, end = event(device, timing=True), event(device, timing=True)
     torch.cuda._sleep(cycles)  # its first use loads it
@@ -311,7 +311,7 @@ class Transfers:
     def receive(
         self, tensors: Iterable[Tensor | None], marks: tuple[Mark, ...], target: torch.device
     ) -> None:
-        """What `target` is given to compute from here on finds the tensors complete."""
+        """Makes later work on `target` wait until the tensors are complete."""
         if not marks:
             return
         if not is_accelerator(target):

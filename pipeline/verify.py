@@ -60,7 +60,7 @@ Name = tuple[int, str]  # the layer, `num_layers` for the loss, and the name of 
 
 @dataclass
 class _Step:
-    """What a step gave: sums over the outputs of each stage and micro-batch, the loss, and what it left."""
+    """Results of a step: sums over the outputs of each stage and micro-batch, the loss, the later state."""
 
     outputs: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     loss: float = 0.0
@@ -71,7 +71,7 @@ class _Step:
 
 @dataclass
 class _Brought:
-    """What a rank brings to the comparison."""
+    """The data that a rank contributes to the comparison."""
 
     replica: int
     batch: Tree | None
@@ -383,7 +383,7 @@ def _tolerance(layers: Iterable[nn.Module], device: torch.device) -> float:
 
 
 def _sums(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    """Of the numbers of tensors, and of their sizes."""
+    """Returns the sum of all elements of the tensors, and the sum of their absolute values."""
     total = size = 0.0
     for tensor in tensors:
         numbers = tensor.detach()
@@ -453,7 +453,7 @@ def _parts(layers: Mapping[int, nn.Module]) -> dict[object, Any]:
 def _attributes(
     own: Mapping[int, nn.Module], layers: Mapping[int, nn.Module]
 ) -> dict[tuple[int, str, str], bytes]:
-    """What the modules of this process have beside parameters, buffers, modules and hooks."""
+    """Returns the modules' attributes other than parameters, buffers, modules and hooks, pickled."""
     names = {id(part): name for name, part in reversed(_parts(layers).items())}
     found = {}
     for index, layer in own.items():
@@ -467,7 +467,7 @@ def _attributes(
 
 
 def _load(layers: Mapping[int, nn.Module], brought: _Brought, device: torch.device) -> None:
-    """What the owner of layers has in them, on the device of the last stage."""
+    """Loads the parameters, buffers and attributes that the owner of the layers sent, onto `device`."""
     parts = _parts(layers)
     for (index, path, name), sent in brought.attributes.items():
         with contextlib.suppress(Exception):
@@ -487,9 +487,9 @@ def _moved(tree: Tree, device: torch.device) -> Tree:
 
 
 class _Before:
-    """What a step may change of modules and functions, and the random streams, to be put back as often as
-    asked: parameters, buffers, gradients, attributes, and what hooks and the loss count in their closures.
-    From here on gradients begin as None, and what is called behind them, such as an optimizer, is set aside.
+    """Saves all that a step may change, to restore it any number of times: parameters, buffers, gradients,
+    attributes, random streams, and what hooks and the loss count in their closures. From then on gradients
+    begin as None, and functions called after a gradient, such as an optimizer's step, are set aside.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:

@@ -116,9 +116,9 @@ REACHED = {"A100": 0.869, "H100": 0.803, "H200": 0.803, "B200": 0.776}
 
 LEAST = min(REACHED.values())
 IN_TRAINING = {"H100": 0.781, "H200": 0.781}
-"""Of that share, what is left in training beside an A100's. Fitted so that predictions of MosaicML's MPT-7B
-and 13B (2048 tokens, eight cards, nothing recomputed; llm-foundry, scripts/train/benchmarking, revision
-061f2c7) are as far from its steps on both cards; the steps of torchtitan test it."""
+"""Share of `REACHED` that training reaches, relative to an A100. Fitted so that predictions of MosaicML's
+MPT-7B and 13B (2048 tokens, eight cards, nothing recomputed; llm-foundry, scripts/train/benchmarking,
+revision 061f2c7) have the same error on both cards; the steps of torchtitan test it."""
 
 
 def _nvidia(

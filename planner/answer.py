@@ -31,9 +31,9 @@ from gpipe_bench.planner.search import KEPT, Found, Search
 SHOWN = 5
 """Ways that are printed."""
 LESS = 0.85
-"""Of the best plan's peak, under which everything is searched again for the next point of the frontier."""
+"""The next point of the frontier must fit into this share of the best plan's peak memory."""
 MOST_POINTS = 8
-"""Of the frontier."""
+"""Largest number of points of the frontier."""
 FEW = 2
 """Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
 
@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found for a request.
+    """The answer to a request: the best ways to train, and the frontier of time and memory.
 
     Args:
         model, request: what was asked
@@ -106,7 +106,7 @@ class Plan:
         return command(self.request, name, self.best.candidate.accelerators)
 
     def describe(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the plan as plain data."""
         request = self.request
         return {
             "model": self.model.name,
@@ -243,7 +243,7 @@ def predicted(found: Found, search: Search) -> Prediction:
 
 
 def _held(found: Found, request: Request) -> str:
-    """What the fullest worker holds at its peak."""
+    """Describes what the fullest worker holds at its peak."""
     worst = max(found.memory, key=lambda each: each.peak)
     parts = {
         "float32 weights": worst.parameters,

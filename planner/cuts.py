@@ -88,7 +88,7 @@ def best_cut(
         return Cut(stages, tuple(remat), step_s)
 
     def stage_s(stage: int, start: int, stop: int) -> float:
-        """Of one micro-batch on a stage that is alone on its worker."""
+        """Seconds of one micro-batch on a stage that is alone on its worker."""
         remat = recomputed(stage, (range(start, stop),))
         return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
 

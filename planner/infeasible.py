@@ -24,9 +24,9 @@ from gpipe_bench.planner.request import Request, Space, ways
 
 GIB = 2**30
 MOST_LAYERS = 256
-"""Of a model whose cuts are searched by their peaks; longer ones are cut by what their layers hold."""
+"""Longest model whose cuts are searched by their peaks; longer ones are cut by what their layers hold."""
 MOST_UNEQUAL = 64
-"""Of one whose stages are searched for apart, where each of them holds another number of micro-batches."""
+"""Longest model whose cuts are searched where stages hold different numbers of micro-batches."""
 LOOKED_AT = 6
 """Ways that are cut for their peaks, of those whose even cuts have the smallest ones."""
 MOST_CHOICES = 8
@@ -150,7 +150,7 @@ class _Cuts:
         self.cut = partition(held, room.schedule.num_stages)
 
     def choices(self, worker: int, stages: tuple[range, ...]) -> tuple[str, ...]:
-        """What a worker recomputes of its stages: what was asked, or what needs least."""
+        """Returns the recomputation of each of a worker's stages: as requested, else with least memory."""
         if self.remat is not None:
             return tuple(remat_of(self.remat, stage) for stage in self.homes[worker])
         every = [(each,) * len(stages) for each in self.remats]
@@ -239,7 +239,7 @@ def nothing_fits(
 
 
 def _remedies(model: Model, request: Request, space: Space, remat: Remat | None) -> Iterator[str]:
-    """What fits when it alone is changed, as options of the command line; what was given comes first."""
+    """Yields single changes that make the model fit, as command-line options; given options come first."""
 
     def fits(remat: Remat | None = remat, within: Space = space, **changes: Any) -> bool:
         changed = replace(request, **changes)

@@ -1,4 +1,4 @@
-"""What processes do so that a model's costs are known: layers, messages, sums and shards, timed here.
+"""The measurements behind a model's costs: layers, messages, sums and shards, timed in several processes.
 
 All processes work at the same time, since layers are slower beside a busy neighbour. Round by round they take
 steps of three micro-batches of every size, in ways that together have every kind of action:
@@ -73,7 +73,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 class ProbeJob(NamedTuple):
-    """What is to be found out."""
+    """The costs to measure."""
 
     subject: Subject
     sizes: tuple[int, ...]  # of micro-batches
@@ -122,7 +122,7 @@ class ProbeRun(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """What one process found."""
+    """The measurements of one process."""
 
     runs: tuple[ProbeRun, ...]
     parameter_bytes: tuple[tuple[int, ...], ...]
@@ -210,7 +210,7 @@ class Bench:
         return (self.references[before] + self.references[before + 1]) / 2 / reference_s
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What all processes bring, in their order."""
+        """Returns the `mine` of all processes, in their order."""
         if self.processes == 1:
             return [mine]
         found: list[Any] = [None] * self.processes
@@ -336,7 +336,7 @@ def _whole(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[fl
 
 
 def sharded_over(processes: int, level: int, device_type: str = "cpu") -> dict[str, Any]:
-    """What a `Pipeline` is given where each process holds a part of everything; all must call."""
+    """Returns the `Pipeline` arguments that shard all parameters; every process must call it."""
     mesh = init_device_mesh(device_type, (processes, 1), mesh_dim_names=("fsdp", "pp"))
     return {"mesh": mesh, "zero": level}
 
@@ -353,7 +353,7 @@ def _take(bench: Bench, each: _Probe) -> Step:
 
 
 def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
-    """What a step has found, where all took `speed` times as long as usual."""
+    """Returns the timings of a step in which everything took `speed` times as long as usual."""
     schedule: Schedule = each.schedule
     kinds, events = kinds_of(schedule), list(step.mine)
     beyond_s = step.wall_s - (events[-1].end_s - events[0].start_s)

@@ -155,7 +155,7 @@ class LayerRun:
         return root
 
     def _events(self) -> tuple[int, ...]:
-        """What has happened since the forward."""
+        """Returns the events since the forward."""
         hidden = self._hidden
         return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
 
@@ -251,7 +251,7 @@ def _moved(buffers: Mapping[tuple[str, str], tuple[nn.Module, State]]) -> dict[s
 
 
 def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[BufferRole, ...]:
-    """Of the layer's buffers, each once, in their order; ``moved`` are those that change."""
+    """Returns the roles of the layer's distinct buffers, in order; ``moved`` has those that change."""
     statistics = Statistics([layer]).modules
     left = {path for path, module in layer.named_modules() if module in statistics}
     names: dict[int, list[str]] = {}
@@ -273,7 +273,7 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
 def _deferred(
     log: EventLog, waiting: list[Waiting], done: list[tuple[GradientEdge, Tensor]], *, is_single: bool
 ) -> Deferred:
-    """What W does of an operation, or at its end of all the rest, on fake tensors; empties both lists."""
+    """Runs W's work on fake tensors: one operation, or at the end all the rest. Empties both lists."""
     before = log.alive
     log.events.clear()
     gradients = [gradient for each in waiting for gradient in each.gradients()]

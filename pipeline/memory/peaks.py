@@ -94,7 +94,7 @@ class StageMemory:
 
     @property
     def working_set(self) -> int:
-        """What comes and goes in a step: the paper's "activation memory" without gradients of parameters."""
+        """Bytes that come and go in a step: the paper's "activation memory" without parameter gradients."""
         return self.boundary + self.activations + self.transients
 
 
@@ -196,7 +196,7 @@ class Placed:
         self._held: dict[Counts, int] = {}
 
     def bytes(self, counts: Counts) -> int:
-        """What it holds while another stage of its worker works; what an action `adds` comes on top."""
+        """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
         found = self._held.get(counts)
         if found is None:
             found = self._held[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
@@ -215,8 +215,8 @@ class Placed:
         return _sum([self._fixed, Parts(buffers=buffers, gradients=gradients, transients=temporaries)])
 
     def adds(self, step: Step) -> tuple[int, Parts]:
-        """What an action adds to what is there, in all and by category; ValueError where the profiles know of
-        no halves.
+        """Returns the bytes that an action adds, in total and by category. ValueError for a split backward
+        without profiles of it.
         """
         kind = step.action.kind
         if self._halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
@@ -243,7 +243,7 @@ class Placed:
         return self._own[step.alike]
 
     def _fullest(self, step: Step) -> Bytes:
-        """What the layers hold in an action."""
+        """Returns the peak memory of the layers in an action."""
         stage, halves, counts, kind = self._stage, self._halves, step.counts, step.action.kind
         if kind is Kind.F:
             return stage.free if step.recomputed else stage.forward
@@ -305,7 +305,7 @@ class Worker:
         return replace(found, transients=found.transients + self._messages_bytes(moment) + more)
 
     def _messages_bytes(self, moment: Moment) -> int:
-        """Of messages that wait, and of those that have not left."""
+        """Bytes of messages that wait to be used, and of sent messages that have not left yet."""
         found = moment.sent_bytes
         for (stage, is_gradient), count in moment.waiting:
             found += count * self._stages[stage].message_bytes[is_gradient]

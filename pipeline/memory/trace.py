@@ -168,7 +168,7 @@ class SplitTrace:
 
 
 class BufferRole(Enum):
-    """What a recomputation copies of a buffer (gpipe_bench.pipeline.stage.buffers)."""
+    """How a recomputation treats a buffer (gpipe_bench.pipeline.stage.buffers)."""
 
     STATISTICS = "left to batch normalization"
     CHANGING = "changes in a forward, in place"

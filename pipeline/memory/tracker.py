@@ -97,7 +97,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """What a rank has of a tensor that others have parts of, or that a collective has not finished yet."""
+    """Returns this rank's tensor inside a tensor that is sharded or that a collective has not finished."""
     while hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor

@@ -87,8 +87,8 @@ def pipeline_memory(
 def bytes_of_stages(
     layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
 ) -> tuple[StageBytes, ...]:
-    """What each stage holds of a micro-batch where ``layers`` are cut into ``stages``; equal stages are added
-    up once.
+    """Returns the bytes of a micro-batch on each stage where ``layers`` are cut into ``stages``; equal stages
+    are computed once.
     """
     last = len(stages) - 1
     known: dict[tuple[int, ...], StageBytes] = {}

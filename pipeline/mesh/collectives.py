@@ -49,7 +49,7 @@ class Replicas:
         return [found.to(mine.device) for found in self.share(mine.cpu())]
 
     def share(self, mine: T) -> list[T]:
-        """What every replica brings, a picklable object, in the order of their ranks; all must call."""
+        """Returns the picklable objects `mine` of all replicas, in rank order; every replica must call it."""
         if self._of_objects is None:
             self._of_objects = ObjectCollectives(
                 self.connect("objects", accelerated=False), self.rank, self.size
@@ -65,7 +65,7 @@ class Replicas:
         return self._connections[-1]
 
     def bounded(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which waits for other replicas as long as their connections allow."""
+        """Returns the result of `call`, which waits for other replicas no longer than the timeout."""
         try:
             return call()
         except PeerError as error:
@@ -102,7 +102,7 @@ class Collectives:
         return self.replicas.bounded(lambda: self._connection.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def gather(self, number: int) -> list[int]:
-        """What each replica brings, of 63 bits; waits for all of them."""
+        """Returns each replica's `number`, of at most 63 bits; waits for all replicas."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.replicas.size)]
         mine = torch.tensor([number])
         self.wait(self.replicas.bounded(lambda: self._connection.backend.allgather([found], [mine])))

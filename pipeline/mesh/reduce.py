@@ -121,7 +121,7 @@ class DataParallel:
         self._alike = now
 
     def reduction(self, stage: Stage) -> Reduction:
-        """What joins the gradients of a stage of this process."""
+        """Returns the reduction that joins the gradients of a stage of this process."""
         found: Reduction | None
         if self._divided is not None:
             found = self._divided.reduction(stage, self._buckets)
@@ -200,8 +200,8 @@ def data_parallel_of(
     bucket_bytes: int | None,
     divided: Divided | None = None,
 ) -> DataParallel | None:
-    """What replicas do together on a grid, whose failures the `detector` knows; None if there is one pipeline
-    alone, with all its parameters where they are used.
+    """Returns the work that replicas do together on a grid; `detector` knows the grid's failures. None if
+    there is a single pipeline that divides no parameters.
     """
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
@@ -338,7 +338,7 @@ class Buckets(Reduction):
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.positions}
 
     def _came_in(self, position: int, _: Tensor) -> None:
-        """As a hook of a parameter: its gradient is there."""
+        """Hook of a parameter, called when the parameter's gradient is complete."""
         self._seen.append(position)
         if self._times is None:
             return
@@ -468,7 +468,7 @@ class Divided:
         self._collectives = collectives
 
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
-        """What joins the gradients of a stage; `sums` makes what sums over replicas."""
+        """Returns the reduction that joins a stage's gradients; `sums` makes the reduction over replicas."""
         found: Reduction
         if self._sharding is not None:
             found = self._sharding.Shards(stage, self._zero, self._grid, self._collectives)

@@ -165,7 +165,7 @@ class Shards(Reduction):
 
 
 class Announcer:
-    """What the replicas of a stage are about to do, told each other before they do it."""
+    """Lets the replicas of a stage compare what they are about to do before they do it."""
 
     def __init__(self, stage: int, collectives: Collectives) -> None:
         self._stage, self._collectives = stage, collectives
@@ -222,7 +222,7 @@ class _Sharded:
         self.module.set_reshard_after_backward(finishes, recurse=False)
 
     def conclude(self) -> None:
-        """As a last backward does for layers that it did not pass through; nothing where it did."""
+        """Finishes the last backward for layers that the backward did not pass through, else does nothing."""
         self.finishes(finishes=True)
         self._state._root_post_backward_final_callback()
         if not self._has_summed:  # torch sums nothing where there are no gradients

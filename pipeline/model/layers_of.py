@@ -246,7 +246,7 @@ def _bert(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
 
 
 class _BertHead(Part):
-    """What follows the last block."""
+    """The part of a BERT model that follows the last block."""
 
     def __init__(self, model: Any, modules: dict[str, str]) -> None:
         super().__init__(model, modules)

@@ -106,7 +106,7 @@ class Schedule:
 
     @cached_property
     def facts(self) -> dict[Any, Any]:
-        """What functions have found about the schedule (`derived`)."""
+        """Results of functions of the schedule (`derived`), cached."""
         return {}
 
     @property
@@ -349,7 +349,7 @@ class Walk:
         return action is not None and self._done.issuperset(self._needs[action])
 
     def missing(self, worker: int) -> Action | None:
-        """What the next action of `worker` needs and is not done, the first if there are several."""
+        """Returns the first unfinished action that the next action of `worker` needs, or None."""
         action = self.next[worker]
         if action is not None:
             for need in self._needs[action]:
@@ -365,7 +365,7 @@ class Walk:
         return action
 
     def finish(self, action: Action) -> None:
-        """What waits for it need not wait any longer."""
+        """Marks the action as finished; actions that need it may begin."""
         self._done.add(action)
 
     def stopped(self) -> ValueError:

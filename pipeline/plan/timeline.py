@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What takes time in a step beside its actions: work of a stage ("setup", "update"), a message
+    """Anything else in a step that takes time: work of a stage ("setup", "update"), a message
     ("0F1->1") on its way from `stage`, or one of its collectives ("gather 0", "reduce 0"), in seconds from
     the start of the step.
     """

@@ -1,5 +1,5 @@
-"""What connects the ranks of a pipeline: opened before the first step, in the same order on every rank, and
-ended with the last.
+"""The connections between the ranks of a pipeline: opened before the first step, in the same order on every
+rank, and closed after the last step.
 
 A pipeline ends in one of three ways. A failure closes the connections of every rank at once
 (`ranks.failure`). Closing it in good order waits for the device first, because a message that was sent leaves
@@ -66,7 +66,7 @@ class Network:
         return store
 
     def part(self, store: Store) -> Store:
-        """Of the keys of a grid, those for the pipeline of these processes."""
+        """Returns the part of the grid's store that the pipeline of these processes uses."""
         return store.part(self._group)
 
     def is_accelerated(self, device: torch.device) -> bool:
@@ -82,7 +82,7 @@ class Network:
         devices.synchronize(device)
 
     def mark(self, device: torch.device) -> Any:
-        """What the device reaches when it has done what it was given: asked by `query()`."""
+        """Returns an event that the device reaches when it has done its work so far; `query()` tells."""
         return devices.mark(device)
 
     def backend(self, store: Store, name: str, *, accelerated: bool, timeout_s: float) -> Any:
@@ -92,8 +92,8 @@ class Network:
     def bounded(
         self, device: torch.device, call: Callable[[], T], limit_s: float, given_up: Callable[[], bool]
     ) -> T:
-        """What `call` returns or raises, in a thread for which `device` is the current one; `TimeoutError`
-        if it does neither within `limit_s` or if it is `given_up`.
+        """Runs `call` in a thread with `device` as the current one, and returns or raises what it does.
+        `TimeoutError` if it takes longer than `limit_s` or if `given_up()` is true.
         """
 
         def on_device() -> T:
@@ -109,7 +109,7 @@ def network_of(group: dist.ProcessGroup | Network) -> Network:
 
 
 def detector_of(network: Network, timeout_s: float) -> FailureDetector:
-    """What is known of failures among the ranks of a pipeline alone."""
+    """Returns a failure detector for the ranks of a single pipeline."""
     ranks, store = range(network.size), network.store(timeout_s)
     return FailureDetector(store, network.rank, ranks, now=network.now, sleep=network.sleep)
 
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the buffers in memory shared with other processes; the first connection has all neighbours."""
+        """Size of the buffers in shared memory. Only the first connection has them, for all neighbours."""
         return self._connections[0].shared_bytes if self._connections else 0
 
     def synchronize(self) -> None:

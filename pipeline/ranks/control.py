@@ -52,7 +52,7 @@ _CPU = torch.device("cpu")
 
 
 class Agreement:
-    """What is known of the messages of one kind of step. Micro-batches of one size have one spec."""
+    """Shapes of the messages of one kind of step. Micro-batches of one size have one spec."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.lengths = lengths  # examples in each micro-batch
@@ -160,8 +160,8 @@ class Control:
     def pass_on(
         self, message: Message | None, before: int | None, behind: int | None, *, bounded: bool
     ) -> Message:
-        """What all layers share in a step: rank `before` has sent it, or this is the first rank, which brings
-        it; sends it to rank `behind`. `bounded` as in `Sender.send`.
+        """Passes the arguments that all layers share in a step to rank `behind` and returns them. They come
+        from rank `before`, or from `message` on the first rank. `bounded` as in `Sender.send`.
         """
         if message is None:
             assert before is not None
@@ -228,7 +228,7 @@ class ObjectCollectives:
         self.rank, self.size = rank, size
 
     def gather(self, mine: T) -> list[T]:
-        """What every rank brings, by rank; all must call."""
+        """Returns the `mine` of every rank, in rank order; every rank must call it."""
         data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         length = torch.tensor([len(data)])
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -307,7 +307,7 @@ def gather_timeline(
 
 
 def _clock_offset_ns(collectives: ObjectCollectives) -> int:
-    """What to add to this rank's clock to get rank 0's: the middle of the quickest of some round trips.
+    """Offset from this rank's clock to rank 0's: the middle of the quickest of some round trips.
 
     Processes on one machine have one clock.
     """

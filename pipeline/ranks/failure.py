@@ -56,7 +56,7 @@ Watch = Callable[[Callable[[], bool], float], Callable[[], None]]
 
 
 class FailureDetector:
-    """What one process knows of failures among the processes that end together, and tells them of its own.
+    """Knows the failures among processes that end together, and reports those of this process to the others.
 
     For a pipeline alone these are its ranks. On a grid they are those of all its pipelines, because these
     wait for each other once a step; everybody then has its number in the job. Others than the pipeline may
@@ -124,8 +124,8 @@ class FailureDetector:
             raise error.numbered(self.ranks) from error
 
     def bounded(self, call: Callable[[], T], timeout_s: float) -> T:
-        """What `call` returns, in which torch connects processes and would wait for as long as the user's
-        process group says. `PeerError` if it takes longer than the timeout, or if a rank has failed.
+        """Returns the result of `call`, in which torch connects processes and would wait as long as the
+        user's process group says. `PeerError` if it takes longer than the timeout, or if a rank has failed.
         """
         try:
             return bounded(call, timeout_s, self.store.has_failed)
@@ -159,7 +159,7 @@ class FailureDetector:
     # A failure
 
     def peer_error(self, error: BaseException) -> PeerError | StoreError | None:
-        """What an error says of other ranks: that one is missing; None if it is this rank's own."""
+        """Returns the error if it reports a missing rank, None if it is this rank's own failure."""
         if isinstance(error, PeerError | StoreError):
             return error
         return peer_error_of(error) if self.is_grid else None
@@ -169,7 +169,7 @@ class FailureDetector:
         return ActionError(action, cause, rank, self._coordinates(rank) if rank in self.ranks else "")
 
     def failure(self, action: Action | None, error: BaseException) -> ActionError:
-        """That of this rank."""
+        """Returns the error that reports `error` as a failure of this rank."""
         return self.error(action, summary(error), self.rank)
 
     def end(self, action: Action | None, error: BaseException) -> ActionError:
@@ -198,8 +198,8 @@ class FailureDetector:
             return error
 
     def explain(self, error: PeerError) -> ActionError:
-        """What happened when a peer cannot be reached: the failure that some rank writes within a moment,
-        else that the peer is missing, which is written then.
+        """Returns why a peer cannot be reached: the failure that some rank writes within a moment, else that
+        the peer is missing, which this rank then writes.
         """
         mine = self.error(error.action, error.cause, error.peer)
         deadline_s = self._now() + EXPLANATION_S
@@ -280,7 +280,7 @@ class FailureDetector:
         return failed
 
     def stop_watching(self) -> None:
-        """What there is to know is known."""
+        """Stops watching for failures elsewhere."""
         self._is_over = True
         if self._stop is not None:
             self._stop()
@@ -394,7 +394,7 @@ def peer_error_of(error: BaseException) -> PeerError | None:
 
 
 def missing(error: RuntimeError) -> PeerError:
-    """What a collective's error says, of which nobody can tell from outside for whom it waited."""
+    """Returns a `PeerError` for the error of a collective, which does not tell which rank it waited for."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     what = cleaned(next(lines, type(error).__name__))
     timed_out = "timed out" in what.lower() or "timeout" in what.lower()

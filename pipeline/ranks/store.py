@@ -35,10 +35,10 @@ _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDic
 
 
 def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], bool] | None = None) -> T:
-    """What `call` returns or raises; `TimeoutError` if it does neither within `limit_s`, or if it is
-    `given_up`, which is asked now and then.
+    """Returns or raises what `call` does. `TimeoutError` if it takes longer than `limit_s`, or if
+    `given_up`, which is called now and then, returns true.
 
-    It runs in a thread, which is then left behind; it must not keep the process from ending.
+    `call` runs in a thread, which a timeout leaves behind; the thread does not keep the process from ending.
     """
     outcome: Future[T] = Future()
 
@@ -135,7 +135,7 @@ class Store:
         return self._ask(lambda: self._store.compare_set(key, "", value))  # type: ignore[no-any-return]
 
     def exchange(self, what: str, mine: str, *, rank: int, size: int, timeout_s: float) -> list[str]:
-        """What each of `size` ranks says of something; all must call. Errors as in `await_all`."""
+        """Returns the `mine` of each of `size` ranks; every rank must call it. Errors as in `await_all`."""
         self.set(f"{what} of {rank}", mine, timeout_s)
         keys = {other: f"{what} of {other}" for other in range(size)}
         return [value.decode() for value in self.await_all(keys, timeout_s)]

@@ -113,12 +113,12 @@ class DeviceWaits:
         mark.event = self._mark()
 
     def note(self) -> None:
-        """What the device has been given so far is to be reached in time, too."""
+        """Requires the device to finish its work so far in time, too."""
         with self.waiting(None, None):
             pass
 
     def overdue(self, limit_s: float) -> PeerError | None:
-        """What is wrong if the device has not moved for `limit_s`. Asked now and then, by one thread."""
+        """Returns an error if the device has not moved for `limit_s`. One thread calls it now and then."""
         now_s = self._now()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MOST_BETWEEN_LOOKS_S), now_s
         marks = self._marks
@@ -165,7 +165,7 @@ class Connection:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the buffers that neighbours write into, of all connections to them."""
+        """Size of the buffers that neighbours write into, over all connections to them."""
         return sum(neighbour.buffer_bytes for neighbour in self._neighbours.values())
 
     def over_network(self) -> Connection:
@@ -333,7 +333,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerError:
-    """What a connection's error means: the peer is gone, has not answered in time, or NCCL says why not."""
+    """Explains a connection's error: the peer is gone, has not answered in time, or NCCL gives a reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "NCCL" in lines[0]:
         # The first line names a place in torch's source, the last one the reason.

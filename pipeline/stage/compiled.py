@@ -55,8 +55,8 @@ class Compiled:
         self._program = None if self.normalizes else _program(_kind(layer), backend)
 
     def __call__(self, value: Any, **constants: Any) -> Any:
-        """As the layer's own call. Without a graph the result still says what would need a gradient, so that
-        the next layer is called as in a graph.
+        """Calls the layer. Without a graph, the tensors of the result that would need a gradient are still
+        marked so, and the next layer is called as it would be with a graph.
         """
         if torch.is_grad_enabled():
             return self._run(value, constants)

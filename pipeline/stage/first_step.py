@@ -154,7 +154,7 @@ class FirstStep:
         return any(isinstance(each, Tensor) and each.requires_grad for each in inside)
 
     def _attributes(self) -> Mapping[tuple[int, str, str], object]:
-        """What the modules have beside parameters, buffers, modules and hooks, as values to compare."""
+        """Returns attributes other than parameters, buffers, modules and hooks, as values to compare."""
         found = {}
         for index, layer in enumerate(self._layers, self._first_layer):
             for path, module in layer.named_modules():
@@ -167,7 +167,7 @@ class FirstStep:
 
 
 def sums(tensors: Iterable[Tensor]) -> tuple[Sums, ...]:
-    """Of each tensor whose numbers are there."""
+    """Returns the sum and the norm of each tensor that has values."""
     found = []
     for tensor in tensors:
         if _has_values(tensor):

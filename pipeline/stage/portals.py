@@ -61,7 +61,7 @@ class PortalSequential(nn.Sequential):
 
 
 def run_through(layers: Sequence[nn.Module], value: Tree) -> Tree:
-    """What layers make of `value` one after another, with their portals."""
+    """Runs layers on `value` one after another, with their portals."""
     carried = Carried(declarations(layers))
     for index, layer in enumerate(layers):
         value = carried.through(index, layer, value)
@@ -69,7 +69,7 @@ def run_through(layers: Sequence[nn.Module], value: Tree) -> Tree:
 
 
 def declarations(layers: Iterable[nn.Module]) -> tuple[Declared, ...]:
-    """What each layer declares. `ValueError`, which names the portal, for what is no portal."""
+    """Returns the portals that each layer declares. `ValueError` names one that cannot work as a portal."""
     layers = tuple(layers)
     found = tuple([Declared(_names(layer, "stashes"), _names(layer, "pops")) for layer in layers])
     for index, layer in enumerate(layers):
@@ -143,7 +143,7 @@ class Carried:
         value: Tree,
         shared: Mapping[str, Any] | None = None,
     ) -> Tree:
-        """What layer `index` of these makes of `value`, with what it pops; keeps what it stashes."""
+        """Runs layer `index` on `value` and the values that it pops; keeps the values that it stashes."""
         stashes, pops = self._declared[index]
         if pops:
             value = (value, *[self.take(name) for name in pops])

@@ -51,7 +51,7 @@ _MOST_SEEDS = 16  # shares of micro-batches whose gradients of the loss are kept
 
 
 class Reduction:
-    """What joins the gradients of one stage with those of other processes.
+    """Joins the gradients of one stage with those of other processes.
 
     In a training step the engine calls `begin`, then `before` and `after` around every action that runs
     backward (B, or I and W), then `finish`. A pass of forwards alone ends with `evaluated`, and a step or a
@@ -298,7 +298,7 @@ class Stage:
 
     @cached_property
     def output_name(self) -> str:
-        """What its layers give, for messages."""
+        """Description of the stage's output, for messages."""
         last = f"layer {self._places[-1]} ({type(self.layers[-1]).__name__})"
         return f"the output of {last}, the last of stage {self.index},"
 

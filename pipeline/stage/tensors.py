@@ -47,7 +47,7 @@ def local(tensor: Tensor) -> Tensor: ...
 @overload
 def local(tensor: None) -> None: ...
 def local(tensor: Any) -> Tensor | None:
-    """What this process has of a tensor, as a plain one whose numbers are there."""
+    """Returns this process's part of a tensor as a plain tensor, once no collective is writing it."""
     return None if tensor is None else here(tensor.to_local() if is_divided(tensor) else tensor)
 
 
@@ -143,7 +143,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class MicrobatchState:
-    """What a stage holds of one micro-batch, from F to the end of its backward.
+    """The state that a stage holds of one micro-batch, from F to the end of its backward.
 
     It begins as the message that came from the stage before, or the stage's own part of the mini-batch.
     """

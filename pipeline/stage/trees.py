@@ -40,8 +40,8 @@ Structure: TypeAlias = "tuple[int, ...] | Nested | None"
 
 
 class Message(NamedTuple):
-    """What crosses a stage boundary forward: distinct tensors, how they make up the tree, which need a
-    gradient, and the positions of those that share memory with another one.
+    """Data that crosses a stage boundary forward: distinct tensors, how they make up the tree, which need
+    a gradient, and the positions of tensors that share memory with another one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -328,12 +328,12 @@ class Keywords:
 
     @classmethod
     def of_all(cls, layers: Iterable[nn.Module]) -> Keywords:
-        """What any of the layers takes."""
+        """Returns the keywords that at least one of the layers takes."""
         found = [cls.of(layer) for layer in layers]
         return cls(frozenset().union(*(each.names for each in found)), any(each.any_name for each in found))
 
     def select(self, shared: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of the shared arguments those that the layer takes."""
+        """Returns the shared arguments that the layer takes."""
         if self.any_name:
             return shared
         return {name: value for name, value in shared.items() if name in self.names}

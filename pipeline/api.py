@@ -274,7 +274,7 @@ class Pipeline(nn.Module):
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the latest training step in this process. On GPUs, reading it waits for the device."""
+        """The timeline of the latest training step in this process. On GPUs, reading waits for the device."""
         return self._steps.clock.timeline(self._schedule.num_stages, self._schedule.placement)
 
     def gather_timeline(self) -> Timeline:
@@ -509,7 +509,7 @@ class Pipeline(nn.Module):
 
     @property
     def _parts(self) -> list[Part]:
-        """Layers that are not among our modules; only what they hold is."""
+        """Layers that are not submodules of the pipeline; only the modules that they hold are."""
         return [layer for layer in self._layers.values() if isinstance(layer, Part)]
 
     def _prepare(self) -> None:
@@ -522,7 +522,7 @@ class Pipeline(nn.Module):
         )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `copy` and `pickle`: everything but what is made of the rest again."""
+        """For `copy` and `pickle`: everything that cannot be rebuilt from the rest."""
         if self.group is not None:
             raise TypeError(
                 "a pipeline over several processes cannot be copied or pickled, because its connections "
@@ -567,7 +567,7 @@ class Pipeline(nn.Module):
             return collectives.gather(mine)
 
     def gather_all(self, mine: T) -> list[T]:
-        """The same of all processes of the grid, in the order of the mesh's ranks."""
+        """Same as `gather`, but of all processes of the grid, in the order of the mesh's ranks."""
         if self._ranks is None or self.grid is None:
             return self.gather(mine)
         with self._ranks.collectives_of_all() as collectives:

@@ -35,7 +35,7 @@ from gpipe_bench.pipeline.stage.portals import declarations
 from gpipe_bench.pipeline.stage.trees import Tree
 
 Device = torch.device | str
-_STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
+_STAGES_PER_WORKER = 2  # default for schedules that allow any number
 
 
 def check_arguments(
@@ -233,7 +233,7 @@ def _num_workers(given: int | None, num_stages: int, fixed: int | None, num_rank
 
 
 def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers: int | None) -> int:
-    """How many stages a pipeline over processes has if nobody says: as many as the schedule has for them."""
+    """Default number of stages of a pipeline over processes: as many as the schedule has for them."""
     if isinstance(schedule, Schedule):
         return schedule.num_stages
     if network is None and num_workers is None:

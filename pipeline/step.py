@@ -167,7 +167,7 @@ class Steps:
         return error
 
     def _give_up(self, error: BaseException) -> ActionError:
-        """Ends the step here and on all ranks; what happened, as far as anybody knows."""
+        """Ends the step here and on all ranks. Returns what happened, as far as any rank knows."""
         for stage in self._stages.values():
             stage.finish(complete=False)
         if self._tied is not None:
@@ -294,7 +294,7 @@ class Steps:
         return guarded
 
     def _finish(self, *, sync: bool) -> Tensor | None:
-        """All actions are taken: the loss of a training step, and gradients that the optimizer may use."""
+        """Ends a step after its last action. Returns the loss of a training step; gradients are complete."""
         loss = self._transport.finish()
         if self._data_parallel is not None:
             if loss is None:

@@ -73,7 +73,7 @@ class EdgeTransport(Protocol):
         """
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-        """Hands an output, or portals, to the stage where the edge ends; with portals it waits for nobody."""
+        """Hands an output, or portals, to the stage where the edge ends; portals are sent without a wait."""
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
         """Returns the message of the stage where the edge begins; portals come in tensors of their own."""

@@ -200,7 +200,7 @@ def _as_plain(
     loss_fn: LossFn,
     shared: Mapping[str, Any] | None,
 ) -> list[_Step]:
-    """The same step of the plain model, with the share of each replica; all have the sum of gradients."""
+    """Runs the step on the plain model with each replica's share; all results have the summed gradients."""
     num_replicas = 1 + max(each.replica for each in brought)
     num_layers = len(pipeline._layer_names)
     sequence = tuple([layers[index] for index in range(num_layers)])
@@ -508,7 +508,7 @@ class _Before:
         self._streams = self._generators.save(), random.getstate(), np.random.get_state()
 
     def _keep(self, value: Any) -> Iterable[Any]:
-        """Keeps what is in `value`; what else is to be kept."""
+        """Saves the content of `value`; returns further objects to save."""
         if id(value) in self._seen:
             return ()
         self._seen[id(value)] = value  # the object too, so that no other one gets its id
@@ -546,7 +546,7 @@ class _Before:
         return inside
 
     def restore(self, *, gradients: bool = True) -> None:
-        """Everything as it was, but for gradients that go on to be summed and that begin as None again."""
+        """Restores everything. With `gradients`, gradients begin as None again, else they go on summing."""
         for place, content in self._contents:
             if isinstance(place, torch.Generator):
                 place.set_state(content)
@@ -573,7 +573,7 @@ class _Before:
         np.random.set_state(numpy)
 
     def end(self) -> None:
-        """The same, and the gradients and what is called behind them are back."""
+        """Restores everything, including the gradients and the functions called after them."""
         self.restore()
         for tensor, gradient, hooks, called in self._gradients:
             tensor.grad = gradient

@@ -24,7 +24,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 FSDP_LEVELS = (0, 2, 3)
 """ZeRO levels of `fsdp`: 0 shards nothing, 2 gradients and optimizer state, 3 parameters too."""
 WRAPPED = ("selective", "blocks")
-"""By torch's checkpoint around every block, inside the backward: all but the products, or everything."""
+"""Recomputation by torch's checkpoint around every block: all but the products, or everything."""
 REMATS = ("never", "selective", "except_last", "always", "blocks")
 """Kinds of recomputation, usually the fastest first. The schedule applies those that are not in WRAPPED to
 a whole stage; they begin while the stage waits for the gradient."""
@@ -93,7 +93,7 @@ class Way:
         return named(self.schedule, workers, count, stages_per_worker=self.stages_per_worker)
 
     def candidate(self, cut: Partition, remat: tuple[str, ...]) -> Candidate:
-        """All of it."""
+        """Completes the way with a cut and its recomputation."""
         grid = self.grid
         return Candidate(
             cut=cut,
@@ -186,11 +186,11 @@ class Candidate:
 
     @property
     def accelerators(self) -> int:
-        """All that it needs."""
+        """Number of accelerators that the candidate needs."""
         return self.grid.accelerators
 
     def rows(self, num_microbatches: int | None = None, *, recomputes: bool = True) -> Schedule:
-        """Its schedule, or that of another number of micro-batches. ValueError for what it does not have."""
+        """Returns the schedule, also for another number of micro-batches. ValueError if it does not exist."""
         again: Remat = by_schedule(self.remat) if recomputes else "never"
         number, each = num_microbatches or self.num_microbatches, self.stages_per_worker
         return named(self.schedule, self.num_workers, number, remat=again, stages_per_worker=each)

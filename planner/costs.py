@@ -27,14 +27,14 @@ from gpipe_bench.planner.candidate import REMATS, WRAPPED
 
 KINDS = ("F", "G", "R", "B", "I", "W")
 FIRST = " first"
-"""Behind B or W: the first one of a step."""
+"""Suffix of B or W for the first one of a step."""
 ONCE = "once"
 
 LEVELS = (2, 3)
 """ZeRO levels of sharded parameters that are timed, with the values of `Candidate.fsdp_level`."""
 
 Run = tuple[tuple[float, ...], ...]
-"""By process: what single actions of one step took, each over the median of its kind."""
+"""For each process, the seconds of the actions of one step, each divided by the median of its kind."""
 
 
 def inside(kind: str, remat: str) -> str:
@@ -105,7 +105,7 @@ class SizeCosts:
         return self.ring_bytes or [([each] * 4, [each] * 4) for each in (*self.activation_bytes, 0.0)]
 
     def with_blocks(self, blocks: Container[int]) -> SizeCosts:
-        """Also B and I of blocks that take their forward once more inside."""
+        """Adds the costs of B and I in blocks that run their forward once more inside."""
         again = self.layers_s.get("R", self.layers_s.get("F", ()))
         more = {
             inside(kind, "blocks"): [
@@ -285,7 +285,7 @@ class Costs:
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:
-    """Which seconds each action of a schedule takes: "F" or "G", "B" or "B first" and so on."""
+    """Returns the kind of cost of each action of a schedule: "F" or "G", "B" or "B first" and so on."""
     again = {(action.stage, action.microbatch) for action in schedule if action.kind is Kind.R}
     found = {}
     for row in schedule.actions:

@@ -576,14 +576,14 @@ def _rows(candidate: Candidate) -> tuple[Schedule, bool]:
 
 
 def _headed(title: str, differs: Sequence[str]) -> str:
-    """A docstring that says what is not as planned."""
+    """Returns a docstring that tells what differs from the plan."""
     if not differs:
         return title.format("")
     return title.format("\n\nNot as planned:\n\n" + "\n".join(f"- {each}" for each in differs) + "\n")
 
 
 def _mesh(candidate: Candidate) -> dict[str, int]:
-    """Its dimensions that are more than one, and the pipeline's."""
+    """Sizes of the mesh's dimensions that are larger than one, and of the pipeline's."""
     sizes = {name: getattr(candidate.grid, name) for name in DIMENSIONS}
     return {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
 
@@ -698,4 +698,4 @@ FORMATS: dict[str, Format] = {
         precisions=("float32", "bfloat16"),
     ),
 }
-"""By the names that `plan --format` takes."""
+"""Formats by the names that `plan --format` takes."""

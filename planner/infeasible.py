@@ -1,8 +1,8 @@
 """The smallest peak there is, where it is, and what would help where that is still too much.
 
-Whoever's model does not fit wants to know by how much, and what to change; and whoever asks how a model fits
-(`size`) wants the same cut. So for each grid the cut is searched whose fullest worker is smallest, at the
-smallest micro-batches; and the same for what could be asked instead. No layer has to be timed for that.
+For a model that does not fit, the message says by how much and what to change; the command `size` needs the
+same cut. So for each grid the search finds the cut whose fullest worker is smallest, at the smallest
+micro-batches, and does the same for other requests. No layer has to be timed for that.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MOST_LAYERS = 256
 MOST_UNEQUAL = 64
 """Longest model whose cuts are searched where stages hold different numbers of micro-batches."""
 LOOKED_AT = 6
-"""Ways that are cut for their peaks, of those whose even cuts have the smallest ones."""
+"""Number of ways, those with the smallest peaks when cut evenly, whose cuts are searched further."""
 MOST_CHOICES = 8
-"""Stages of which a message says one by one what each recomputes."""
+"""Most stages for which a message lists the recomputation of each."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Smallest:
 
 
 def on_engine(model: Model, request: Request, space: Space) -> Space:
-    """The space without what this engine can't run, where it is to run the plan, or without what nobody can.
-    `ValueError` for tensor parallelism that it does not have.
+    """Returns the space without what cannot be run: by this engine, if it is to run the plan, else by any.
+    `ValueError` for tensor parallelism that the engine does not have.
     """
     if request.accelerated and not request.autocast:
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)

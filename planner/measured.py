@@ -100,7 +100,7 @@ def timed(
 
 
 def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
-    """Without those that only one micro-batch in a pipeline has, which keeps one worker busy at a time."""
+    """Returns the sizes that allow two micro-batches or more: one alone keeps one worker busy at a time."""
     if request.accelerators == 1:
         return sorted(sizes)
     return sorted(size for size in sizes if 2 * size <= request.batch_size) or sorted(sizes)

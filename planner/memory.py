@@ -33,7 +33,7 @@ from gpipe_bench.planner.candidate import WRAPPED, Grid, by_schedule
 
 Stages = tuple[range, ...]
 Known = dict[tuple[object, ...], StageMemory]
-"""By worker, what is recomputed, the numbers of stages and ties."""
+"""Peaks by worker, recomputation, the numbers of its stages and its ties."""
 
 
 class Footprints:
@@ -106,7 +106,7 @@ class Room:
         self._known: Known = {} if known is None else known
 
     def memory(self, worker: int, stages: Stages, remat: Sequence[str]) -> StageMemory:
-        """A worker with stages of these layers at its fullest."""
+        """Returns the peak of a worker with stages of these layers."""
         ties = self._ties(stages)
         numbers = tuple(map(self._footprints.number, stages, remat))
         key = (worker, tuple(remat), numbers, ties)
@@ -121,12 +121,12 @@ class Room:
     def counted(
         self, stages: Sequence[range], remat: Sequence[str], accelerated: bool
     ) -> tuple[StageMemory, ...]:
-        """All workers at their fullest, with what their messages take."""
+        """Returns each worker's peak, with its messages."""
         alone, more = self.alone(stages, remat), self._messages(stages, remat, accelerated)
         return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
 
     def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
-        """The same with one receive ahead."""
+        """Returns each worker's peak with one receive ahead."""
         return [
             self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
             for worker, mine in enumerate(self._rows.homes)
@@ -260,7 +260,7 @@ class Room:
         return copies * (len(tie.layers) - 1)
 
     def _ties(self, stages: Stages) -> tuple[SharedWeight, ...]:
-        """Those of which the worker has a layer, with its layers alone."""
+        """Returns the ties that include a layer of the worker, reduced to the worker's layers."""
         return tuple(
             replace(tie, layers=mine)
             for tie in self._every_tie

@@ -144,7 +144,7 @@ class Model:
         return self.source.called == "gpt2" and self.source.options is not None
 
     def ties_over(self, ranks: int) -> tuple[SharedWeight, ...]:
-        """Weights that layers share on one of `ranks` tensor-parallel ranks: for GPT-2, a part of the words."""
+        """Weights that layers share on one of `ranks` tensor-parallel ranks: for GPT-2, some of the words."""
         if ranks == 1 or not self.by_megatron:
             return self.ties
         first: Any = self.layers[0]
@@ -168,7 +168,7 @@ class Model:
         return tuple(found)
 
     def in_half(self) -> Model:
-        """With everything in bfloat16, as is each copy of it."""
+        """Returns a copy of the model with everything in bfloat16."""
         layers = tuple(copy.deepcopy(nn.ModuleList(self.layers)).to(torch.bfloat16))
         inputs, target = self.of_microbatch(self.batch_size, torch.bfloat16)
         ties = shared_weights(layers)
@@ -183,7 +183,7 @@ class Model:
         return known and len(shape) > 1 and shape[1] % ranks == 0
 
     def of_microbatch(self, size: int, dtype: torch.dtype | None = None) -> tuple[Boundary, Boundary]:
-        """Inputs and target of one; floating-point inputs in that dtype."""
+        """Returns inputs and target of a micro-batch; floating-point inputs in that dtype."""
         inputs, target = (resized(each, size) for each in (self.inputs, self.target))
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in inputs.tensors]
@@ -481,7 +481,7 @@ class Subject:
         return list(layers), loss
 
     def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
-        """Inputs and target of so many examples."""
+        """Returns inputs and target of that number of examples."""
         if self.options is not None:
             return example_batch(self.name, examples, device=device, **self.options)
         with torch.device(device):

@@ -28,7 +28,7 @@ from gpipe_bench.planner.costs import Costs, inside, kinds_of
 from gpipe_bench.planner.request import Request, Topology
 
 DRAWS = 64
-"""Steps of which the median is taken, where there is jitter."""
+"""Number of simulated steps whose median is the prediction, where there is jitter."""
 SEED = 1811
 
 

@@ -83,7 +83,7 @@ class ProbeJob(NamedTuple):
     device: str = "cpu"
     sharded: bool = True  # whether parameters may be divided, too (fsdp)
     budget_s: float = inf
-    shown: bool = False  # whether somebody is told how far it is
+    shown: bool = False  # whether progress is shown
 
 
 class Taken(NamedTuple):
@@ -196,17 +196,17 @@ class Bench:
         return pipeline, self.step(pipeline, size, number)
 
     def step(self, pipeline: Pipeline, size: int, number: int) -> Callable[[], object]:
-        """A step of it, with so many micro-batches of that size."""
+        """Returns a function that runs a step of `number` micro-batches of that size."""
         batch, target = self.job.subject.batch(size * number, str(self.device))
         return partial(pipeline.step, batch, target, self.loss)
 
     def reference(self) -> int:
-        """Takes the reference step, in all processes at once; its number."""
+        """Runs the reference step in all processes at once. Returns its number."""
         self.references.append(time_step(self._reference, self.layers, device=self.device))
         return len(self.references) - 1
 
     def speed(self, before: int, reference_s: float) -> float:
-        """How many times as long the reference took around what followed number `before`."""
+        """Mean time of reference `before` and the next reference, relative to `reference_s`."""
         return (self.references[before] + self.references[before + 1]) / 2 / reference_s
 
     def everyone(self, mine: Any) -> list[Any]:
@@ -312,8 +312,8 @@ def _coarse(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[f
 
 
 def _whole(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[float]) -> Iterator[_Probe]:
-    """All layers in every process, or parts of all of them, where several processors are replicas of each
-    other.
+    """Yields probes with all layers, or a shard of all of them, in every process. The processes are replicas
+    of each other.
     """
     if bench.processes == 1 or bench.device.type != "cpu":
         return
@@ -342,7 +342,7 @@ def sharded_over(processes: int, level: int, device_type: str = "cpu") -> dict[s
 
 
 def _take(bench: Bench, each: _Probe) -> Step:
-    """One step, behind a reference."""
+    """Runs one step right after a reference measurement."""
     before = len(bench.references) - 1
     wall_s = time_step(each.step, each.trained.layers, device=bench.device)
     mine = each.pipeline.timeline.events

@@ -149,7 +149,7 @@ class Request:
 
     @property
     def per_host(self) -> int:
-        """Accelerators of one host."""
+        """Number of accelerators of one host."""
         return self.accelerators // self.hosts
 
 
@@ -171,7 +171,7 @@ _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     ),
     "ethernet": ((("",), "ethernet-25g"),),
 }  # fmt: skip
-"""By the first of an accelerator's names that fits; an empty one is that of all others."""
+"""Link generations by the first part of an accelerator's name that fits; an empty one fits all others."""
 
 
 def link_named(name: str, device_type: str = "") -> Link:
@@ -250,7 +250,7 @@ class Topology:
         return ", ".join([*found, *(f"{name} {self.ring(name).name}" for name in rings)])
 
     def _stride(self, name: str) -> int:
-        """From a rank to its neighbour along a dimension."""
+        """Distance from a rank to its neighbour along a dimension."""
         return prod(getattr(self.grid, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
 
     def _by_cards(self, link: Link, together: int) -> Link:
@@ -317,7 +317,7 @@ class Space:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, from 1 on."""
+    """Returns all divisors of a number, from 1 on."""
     low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*low, *(number // each for each in low)})
 
@@ -342,7 +342,7 @@ def grids(request: Request, space: Space) -> Iterator[Grid]:
 
 
 def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
-    """Every way to train that there is to look at."""
+    """Yields every way to train that the search looks at."""
     for grid in grids(request, space):
         share, rest = divmod(request.batch_size, grid.replicas)
         if rest or grid.pp > num_layers:

@@ -314,7 +314,7 @@ class _Notes(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those among arguments or results, each once."""
+    """Returns the distinct tensors among arguments or results."""
     return list({id(each): each for each in tree_leaves(value) if isinstance(each, Tensor)}.values())
 
 
@@ -397,7 +397,7 @@ def seconds(operations: Sequence[Operation], device: Accelerator, *, fuses: bool
 
 
 def fused(operations: Sequence[Operation]) -> Iterable[Operation]:
-    """One operation for all that follow each other without a product."""
+    """Merges operations that follow each other without a matrix product into one."""
     uses = {storage: place for place, each in enumerate(operations) for storage in each.reads}
     for has_product, run in groupby(enumerate(operations), key=lambda pair: pair[1].flops > 0):
         places, parts = zip(*run, strict=True)

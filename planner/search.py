@@ -4,7 +4,7 @@ A way takes about as long as its work divided evenly, and a pipeline that has to
 the order of that, and the search ends where it is above the last of the steps that are kept. Of each group of
 ways, such as those of one grid and schedule, the best is kept, and its cut improved at the end.
 
-Steps are those of `cuts`; whoever wants ranges, parts and jitter predicts the few that are found (`predict`).
+Step times are those of `cuts`; `predict` gives ranges, parts and jitter for the few ways that are found.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from gpipe_bench.planner.request import Request, Space, Topology, splits_some, w
 from gpipe_bench.planner.steps import LayerTimes, LongSteps, times_on
 
 KEPT = 8
-"""Ways that are kept; those that are printed are fewer."""
+"""Number of ways that are kept; fewer are printed."""
 ABOUT = 0.97
 """Share of a way's estimated step time that bounds the step times of all its cuts from below."""
 LOOKS = 60
-"""Cuts of a way that is kept, beyond the first."""
+"""Cuts that are tried for each kept way, beyond the first."""
 CUTS_ANEW = 4
-"""Cuts of a way until its messages fit, too; each leaves room for those of the one before."""
+"""Most cuts of a way until its messages fit, too; each cut leaves room for the messages of the last one."""
 _LATELY = 64
-"""Rows of long schedules that are remembered: many ways use them in turn, and all of them are too many."""
+"""Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Search:
         return self._steps(way).makespan_s(takes, remat, messages)
 
     def schedule(self, way: Way) -> Schedule:
-        """Its rows without recomputation."""
+        """Returns the schedule of the way, without recomputation."""
         return self._rows(*_rows_key(way)).schedule
 
     def boundaries(self, way: Way) -> tuple[Link, ...]:

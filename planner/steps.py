@@ -284,8 +284,8 @@ class QuickSteps:
         return max(free)
 
     def _fetched(self, gathers: Sequence[tuple[Gather, ...]]) -> list[tuple[tuple[float, float], ...]]:
-        """By stage, after which share of its first forward it needs what comes when: each worker fetches from
-        the beginning of the step on, one after the other.
+        """Returns, for each stage, the share of its first forward after which each fetch is needed, and when
+        the fetch ends. Each worker fetches from the start of the step on, one after the other.
         """
         ends, found = [0.0] * self.schedule.num_workers, []
         for worker, each in zip(self._homes, gathers, strict=True):
@@ -317,7 +317,7 @@ class LongSteps:
 
 
 def _waiting(needs: Sequence[tuple[float, float]], start_s: float, takes_s: float) -> float:
-    """When an action that waits inside for what it needs would have begun if it did not wait."""
+    """Returns the start time at which an action would end at the same time without the waits inside it."""
     late_s = start_s
     for share, there_s in needs:
         late_s = max(late_s, there_s - share * takes_s)

@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
     @property
     def alike(self) -> tuple[Kind, bool, int, int]:
-        """Equal where the action adds the same to what is there."""
+        """Key that is equal for steps whose actions add the same bytes."""
         return self.action.kind, self.recomputed, self.counts.after_backward, self.counts.after_inputs
 
 

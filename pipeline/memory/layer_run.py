@@ -75,7 +75,7 @@ class LayerRun:
         return self._trace(backward, gradients)
 
     def halves(self, whole: Trace) -> SplitTrace:
-        """The same with I and W in the place of the backward, whose trace is ``whole`` where it has none.
+        """Traces the layer with I and W instead of a backward; ``whole`` is the trace of the whole backward.
 
         The graph is split as a stage does it, and W's operations are taken one by one, each alone, so that
         their costs can be added up in any company.
@@ -97,7 +97,7 @@ class LayerRun:
             trace = self._trace(backward, set())
             self._delivered.clear()
             exits.clear()
-            # By now nobody else holds what waits in these lists, which are emptied.
+            # Nothing else refers to the work in these lists by now; `_deferred` empties them.
             singles = []
             while waiting.single:
                 singles.append(_deferred(log, [waiting.single.pop()], [], is_single=True))

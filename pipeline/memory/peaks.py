@@ -53,7 +53,7 @@ class Optimizer:
         return OPTIMIZERS[name]
 
     def state_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Bytes that it keeps of parameters of these sizes."""
+        """Bytes that the optimizer keeps for parameters of these sizes."""
         return self.state * sum(sizes) + 4 * len(sizes) * self.counts_steps
 
     def update_bytes(self, sizes: tuple[int, ...]) -> int:
@@ -203,7 +203,7 @@ class Placed:
         return found
 
     def parts(self, counts: Counts) -> Parts:
-        """The same by category."""
+        """Same as `bytes`, by category."""
         times = zip(counts, self._per_count, strict=True)
         return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
 
@@ -268,7 +268,7 @@ def _sum(all_parts: Iterable[Sequence[int]]) -> Parts:
 
 
 class Worker:
-    """All stages of a worker where they stand.
+    """The memory of all stages of a worker.
 
     Args:
         stages: in the actions of a step.
@@ -296,7 +296,7 @@ class Worker:
         return found + sum([stages[stage].bytes(counts) for stage, counts in moment.others])
 
     def memory(self, moment: Moment, more: int = 0) -> StageMemory:
-        """The same by category, and so many bytes more."""
+        """Same as `bytes`, by category, with `more` bytes added."""
         step, stages = moment.step, self._stages
         others = [stages[stage].parts(counts) for stage, counts in moment.others]
         placed = stages[step.action.stage]
@@ -312,7 +312,7 @@ class Worker:
         return found
 
     def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:
-        """Its fullest moment, the first one of equals; actions hold so many bytes more."""
+        """Returns the worker's fullest moment, the first among equals; actions hold `more` bytes on top."""
         found, best = self.update(), None
         most = found.peak
         for moment in moments:

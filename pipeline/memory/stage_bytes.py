@@ -48,7 +48,7 @@ class Bytes:
         return self.activations + self.gradients + self.transients
 
     def without(self, num_bytes: int) -> Bytes:
-        """The same where so many bytes of what passes are held elsewhere."""
+        """Returns the same peak with `num_bytes` of its transients held elsewhere."""
         return replace(self, transients=self.transients - num_bytes)
 
 
@@ -311,7 +311,7 @@ _Gradient = tuple[_Name, int]
 """Name of a gradient's storage, and its bytes."""
 _RECEIVED = "from the next stage"
 _FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
-"""Which trace of a layer: a B that makes gradients of parameters, a later one, I."""
+"""The traces of a layer: a B that makes the gradients of parameters, a later B, and I."""
 
 
 class _WaitingPart(NamedTuple):
@@ -333,7 +333,7 @@ class _Left:
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> _Left | None:
-        """None where the profiles say nothing of halves, or I does all of a backward."""
+        """None where the profiles have no split backward, or where I does the whole backward."""
         if all(layer.halves is not None and not layer.halves.whole for layer in layers):
             return cls(layers)
         return None
@@ -385,7 +385,7 @@ class Halves:
 
     @classmethod
     def of(cls, trace: StageTrace) -> Halves | None:
-        """None where the profiles say nothing of them."""
+        """None where the profiles have no split backward."""
         if any(layer.halves is None for layer in trace.layers):
             return None
         left = _Left.of(trace.layers)
@@ -414,7 +414,7 @@ class Halves:
 
     @cached_property
     def apart(self) -> Halves:
-        """The same where the gradients of the stage's outputs come into memory that is there anyway."""
+        """Returns the bytes where received gradients of the stage's outputs need no memory of their own."""
         if self.whole:
             return self
         sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in self.sizes.items()}

@@ -119,7 +119,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class LiveMemory(StorageWatch):
-    """Live and peak bytes by owner. The owner of a storage is whoever was running when it was created.
+    """Live and peak bytes by owner. The owner of a storage is the one that ran when it was created.
 
         memory = LiveMemory()
         with memory:

@@ -93,12 +93,12 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Pipelines that take shares of the batch."""
+        """Number of pipelines that take shares of the batch."""
         return self.size("dp") * self.size("fsdp")
 
     @property
     def replica(self) -> int:
-        """Which of them this process belongs to; processes along `tp` belong to the same."""
+        """Index of the replica of this process; processes along `tp` belong to the same replica."""
         found = 0
         for name, size in self._sizes.items():
             if name in _BATCH:

@@ -79,9 +79,9 @@ class DataParallel:
                 divided.agree_by(self._of_hosts)
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
-        """All replicas begin with the first one's parameters and buffers.
+        """Copies the first replica's parameters and buffers to all replicas.
 
-        `ValueError` where a replica has other ones, or another plan of what is done with them.
+        `ValueError` if a replica's parameters, buffers or plan for them differ.
         """
         if self._collectives is None:
             return
@@ -93,9 +93,9 @@ class DataParallel:
             self._collectives.copy_from_first([local(value) for _, value in values])
 
     def _go_on_alike(self) -> None:
-        """The same for parameters that have come since, be it in a layer or with a loss that is a module.
+        """Copies the first replica's new parameters, added to a layer or to a loss module, to all replicas.
 
-        `ValueError` where the replicas have other ones, or where two stages would both sum one.
+        `ValueError` if the replicas' new parameters differ, or if two stages would sum the same parameter.
         """
         now = [parameter for stage in self._stages for parameter in stage.parameters]
         if len(now) == len(self._alike) and all(map(is_, now, self._alike)):
@@ -163,7 +163,7 @@ class DataParallel:
         return tuple([length / sum(lengths) for length in lengths])
 
     def finish(self, loss: Tensor) -> Tensor:
-        """All actions of a training step are taken: waits for the gradients; the loss over all replicas."""
+        """Waits for the gradients after a training step's last action. Returns the loss of all replicas."""
         collectives = self._collectives
         if collectives is not None:
             loss = loss.clone()
@@ -464,7 +464,7 @@ class Divided:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
     def agree_by(self, collectives: Collectives) -> None:
-        """All replicas of a stage can tell each other by these what they are about to do."""
+        """Sets the collectives by which the replicas of a stage compare what they are about to do."""
         self._collectives = collectives
 
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:

@@ -138,14 +138,14 @@ class OwnLayers(nn.Module):
 
 
 def follow(parts: Sequence[Part], tree: nn.Module) -> None:
-    """Parts whose tree was moved or loaded hold what it holds."""
+    """Makes the parts hold the tensors of `tree` after it was moved or loaded."""
     for part in parts:
         for name in part.held():
             part.hold(tree, name)
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by all of their names: one that is tied has several."""
+    """Yields parameters and buffers by all of their names; a tied one has several."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

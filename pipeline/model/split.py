@@ -66,7 +66,7 @@ def split(
 
 
 def _around(model: nn.Module, at: Sequence[str]) -> set[str]:
-    """The names of all that contains one of these modules."""
+    """Returns the names of all modules that contain one of the modules `at`."""
     if isinstance(at, str) or not at or len(set(at)) < len(at):
         raise ValueError(f"at is {at!r}; give names of modules, each once")
     known = dict(model.named_modules())

@@ -152,7 +152,7 @@ class Gather:
 
 
 def _check(what: str, share: float, action: str, takes_s: float) -> None:
-    """`what` says of whom, and what it is after that share of the action: "a bucket is ready"."""
+    """Checks a share of an action and a duration. `what` is for the message, such as "a bucket is ready"."""
     if not 0 <= share <= 1:
         raise ValueError(f"{what} after {share} of the {action}; give 0 to 1")
     if not takes_s >= 0:

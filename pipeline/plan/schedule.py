@@ -175,8 +175,8 @@ Derive = TypeVar("Derive", bound=Callable[..., Any])
 
 
 def derived(function: Derive) -> Derive:
-    """Keeps what `function` finds about a schedule with the schedule, as long as that lives. Nobody may
-    change it; further arguments must be hashable.
+    """Caches what `function` returns for a schedule, in the schedule itself. The result must not be changed;
+    further arguments must be hashable.
     """
 
     @wraps(function)
@@ -266,7 +266,7 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     """Every message of a step, in the order in which the receiving workers need them.
 
     Derived from the rows, never written by hand. A worker that holds both stages sends it to itself. Raises
-    ValueError for an action whose gradient nobody sends.
+    ValueError for an action whose gradient no action sends.
     """
     gradient_source = {
         (action.stage, action.microbatch): action for action in schedule if action.kind in (Kind.B, Kind.I)

@@ -225,7 +225,7 @@ class _Simulation:
         self.queues_s: dict[tuple[int, int], list[float]] = {}
         self._join(activation_bytes, gradient_bytes, early_recompute, portals)
         self.collectives = self._gathered(gathers)
-        # For the first forward of a stage: the share of it after which each fetch is needed, and when that ends.
+        # For the first forward of a stage: the share after which it needs each fetch, and the fetch's end.
         self.fetched: dict[Action, list[tuple[float, float]]] = {}
         for stage, fetched in enumerate(gathers):
             first = next((action for action in schedule.row(stage) if action.kind is Kind.F), None)

@@ -143,7 +143,7 @@ class Timeline:
         return _live(self.of_stage(stage))
 
     def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
-        """The same of all stages of a worker together: each of its graphs counts one."""
+        """Same as `live_activations` for all stages of a worker together: each graph counts as one."""
         return _live(self.of_worker(worker))
 
     def to_chrome(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Network:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def store(self, timeout_s: float) -> Store:
-        """Keys for one more pipeline."""
+        """Returns a connected store with keys for one more pipeline."""
         store = Store(self._group)
         store.connect(timeout_s)
         return store
@@ -74,7 +74,7 @@ class Network:
         return devices.is_accelerator(device)
 
     def identity(self, device: torch.device) -> str:
-        """Equal on two ranks only if they use one piece of hardware."""
+        """Returns a text that is equal on two ranks only if they use one piece of hardware."""
         return devices.identity(device)
 
     def synchronize(self, device: torch.device) -> None:
@@ -173,9 +173,9 @@ class Session:
             raise RuntimeError("this pipeline is closed; build a new one on every rank")
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows.
+        """Ends everything because of an error on any rank. Returns what happened, as far as any rank knows.
 
-        What is closed has ended: what is asked of it afterwards concerns nobody else.
+        A closed session has ended: an error after that stays on this rank.
         """
         if self._closed:
             return self.detector.failure(action, error)
@@ -392,7 +392,7 @@ def neighbours(
 
 
 def network_id() -> str:
-    """Equal for two processes only if they see the same local sockets: one kernel, one network namespace."""
+    """Returns a text that is equal for two processes only if they share a kernel and a network namespace."""
     namespace = Path("/proc/self/ns/net")
     return f"{machine_id()} {namespace.readlink() if namespace.is_symlink() else ''}"
 
@@ -477,7 +477,7 @@ def peers(schedule: Schedule, rank: int, portals: Sequence[Edge] = ()) -> set[in
 
 
 class Route(NamedTuple):
-    """From whom a rank learns something, None where it has it, and whom it tells."""
+    """The rank that tells a rank something, None if it knows already, and the ranks that it tells."""
 
     source: int | None
     targets: tuple[int, ...]
@@ -494,7 +494,7 @@ def loss_chain(schedule: Schedule) -> tuple[int, ...]:
 
 
 def loss_route(schedule: Schedule, rank: int, *, accelerated: bool) -> Route:
-    """The part of `rank` in telling the loss."""
+    """Returns the route of the loss at `rank`."""
     chain = loss_chain(schedule)
     if accelerated:
         return along(chain, rank)
@@ -502,6 +502,6 @@ def loss_route(schedule: Schedule, rank: int, *, accelerated: bool) -> Route:
 
 
 def along(chain: Sequence[int], rank: int) -> Route:
-    """The part of `rank` in what each rank of a chain tells the next."""
+    """Returns the route at `rank` where each rank of a chain tells the next."""
     position = chain.index(rank)
     return Route(chain[position - 1] if position else None, tuple(chain[position + 1 : position + 2]))

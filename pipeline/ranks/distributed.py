@@ -418,7 +418,7 @@ class PointToPoint:
 
     @contextmanager
     def collectives_of_all(self) -> Iterator[ObjectCollectives]:
-        """The same for all processes of the job."""
+        """Same as `collectives`, but for all processes of the job."""
         detector = self._session.detector
         with self.collectives():
             try:

@@ -98,7 +98,7 @@ class DeviceWaits:
         self._marks: deque[_Mark] = deque()
 
     def begin(self, mark: Callable[[], Any]) -> None:
-        """From now on there is an accelerator; `mark` gives it an event."""
+        """Watches an accelerator from now on; `mark` enqueues an event on it."""
         self._mark = mark
 
     @contextlib.contextmanager
@@ -169,7 +169,7 @@ class Connection:
         return sum(neighbour.buffer_bytes for neighbour in self._neighbours.values())
 
     def over_network(self) -> Connection:
-        """The same without neighbours."""
+        """Returns the same connection without neighbours: everything goes over the network."""
         self._bare = Connection(self.backend, self._channel, {}, self._types)
         return self._bare
 
@@ -321,14 +321,14 @@ def nccl_options(nccl: Any, *, sums: bool) -> Any:
 
 
 def bound_waits(group: Any, timeout_s: float) -> None:
-    """In a torch backend of somebody else's: by the timeout where the host waits. Where the device does, as
-    in NCCL, a watchdog would end the process, and `DeviceWaits` bounds what waits for it.
+    """Sets the timeout of a process group that the pipeline did not make, if its host waits. With NCCL the
+    device waits, torch's watchdog would end the process, and `DeviceWaits` bounds the waits instead.
     """
     group.set_timeout(_NEVER if group.name() == "nccl" else timedelta(seconds=timeout_s))
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor in the order of its memory."""
+    """Returns all elements of a dense tensor in memory order."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 

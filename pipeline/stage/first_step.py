@@ -57,7 +57,7 @@ class FirstStep:
         self._gradients = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._trained]
 
     def after_forward(self, m: int, outputs: Sequence[Tensor], *, graph: bool) -> None:
-        """Right after it; `outputs` are those of the stage, or the loss."""
+        """Runs right after a forward; `outputs` are those of the stage, or the loss."""
         if self._before and self._before != [sums([p]) for p in self._trained]:
             raise RuntimeError(
                 f"a layer of stage {self._stage} changes a parameter in its forward, which the micro-batches "

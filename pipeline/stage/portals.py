@@ -115,7 +115,7 @@ class Carried:
         self._left, self._held = self._uses.copy(), dict[str, tuple[Tensor, int]]()
 
     def enter(self, value: Tree) -> Tree:
-        """Before the first layer of a stage."""
+        """Begins a pass: takes the arriving portals out of the stage's input, returns the rest."""
         self.drop()
         if not self._arriving:
             return value
@@ -125,7 +125,7 @@ class Carried:
         return main
 
     def leave(self, value: Tree) -> Tree:
-        """Behind its last layer."""
+        """Ends a pass: adds the leaving portals to the stage's output."""
         found = (value, *[self.take(name) for name in self._leaving]) if self._leaving else value
         self.drop()
         return found
@@ -187,6 +187,6 @@ def changed(name: str) -> RuntimeError:
 def portals_of(
     declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Edge], stage: int
 ) -> Carried | None:
-    """Those of a stage, None if it has none; `declared` and `lines` are those of the whole model."""
+    """Returns the portals of a stage, or None; `declared` and `lines` are those of the whole model."""
     mine = [declared[layer] for layer in spans[stage]]
     return Carried(mine, arriving(lines, stage), leaving(lines, stage)) if any(map(any, mine)) else None

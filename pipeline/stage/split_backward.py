@@ -234,7 +234,7 @@ class Waiting:
 def _entrance(edge: GradientEdge) -> GradientEdge:
     """The edge, such that a gradient new from its formula can become a parameter's `.grad` without a copy.
 
-    That the engine allows to nobody who holds on to the tensor, as a caller does; to a view it does.
+    Autograd does not allow that while a caller holds the tensor itself; it does for a view of the tensor.
     """
     if type(edge.node).__name__ != LEAF:
         return edge

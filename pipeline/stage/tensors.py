@@ -1,8 +1,8 @@
 """Tensors of a stage: what it keeps of a micro-batch, and where the numbers of one are: with several
 processes, or in the memory of another tensor too.
 
-torch's `DTensor`, of which processes have a part each, is loaded by whoever makes one; who only meets them
-asks here, so that a pipeline alone does not wait a second for what it never uses.
+torch's `DTensor`, of which processes have a part each, takes a second to import. Only modules that make one
+import it; others ask here, so that a pipeline without replicas does not import what it never uses.
 
 Tensors share memory where it would show, in two places.
 
@@ -87,12 +87,12 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
 
 
 def version(tensor: Tensor) -> int:
-    """Changes when somebody overwrites the tensor; inference tensors don't say."""
+    """Version of the tensor, which changes when the tensor is overwritten; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The positions of those that have an element in common with another one of them."""
+    """Returns the positions of tensors that share an element with another one of the tensors."""
     if len(tensors) < 2:
         return ()
     found = [local(tensor) if tensor.layout is torch.strided else None for tensor in tensors]

@@ -93,7 +93,7 @@ def split(tree: Tree, num_microbatches: int, what: str = "the mini-batch") -> tu
 
 
 def divide(tree: Tree, lengths: tuple[int, ...], what: str = "the mini-batch") -> tuple[Tree, ...]:
-    """The same with the examples of each counted already (`sizes`)."""
+    """Same as `split`, but with the number of examples of each micro-batch given (`sizes`)."""
     if isinstance(tree, Tensor):
         return tree.split_with_sizes(lengths)
     tensors, structure = flatten(tree, what)
@@ -212,8 +212,8 @@ class Nested:
         return pytree.tree_unflatten(found, self.spec)
 
     def kind(self) -> Nested:
-        """The same with numbers told by their type alone: what decides shapes are rather keys, None and
-        flags, while numbers may change with every step.
+        """Returns the structure with each number replaced by its type. Keys, None and flags usually decide
+        shapes; numbers may change with every step.
         """
         if not any(map(_is_number, self.leaves)):
             return self
@@ -339,7 +339,7 @@ class Keywords:
         return {name: value for name, value in shared.items() if name in self.names}
 
     def check(self, shared: Mapping[str, Any]) -> None:
-        """`ValueError` for a name that nobody takes."""
+        """`ValueError` for a name that no layer takes."""
         for name in shared:
             if not (self.any_name or name in self.names):
                 known = ", ".join(map(repr, sorted(self.names))) or "nothing"

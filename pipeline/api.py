@@ -209,7 +209,7 @@ class Pipeline(nn.Module):
                 watch_over(self.grid, detector, timeout_s)
 
     def _know(self, assigned: Assignment) -> None:
-        """What is known of the whole model, on every rank alike."""
+        """Stores the facts about the whole model, which are the same on every rank."""
         modules = assigned.modules
         self._schedule, self._partition = assigned.schedule, assigned.partition
         self._devices, self._layer_names = assigned.devices, tuple(name for name, _ in assigned.named)
@@ -254,7 +254,7 @@ class Pipeline(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """What the steps take."""
+        """The schedule of the steps."""
         return self._schedule
 
     @property
@@ -264,7 +264,7 @@ class Pipeline(nn.Module):
 
     @property
     def portals(self) -> tuple[Edge, ...]:
-        """What goes past stages, for `replay`."""
+        """The edges of portals, values that skip stages, for `replay`."""
         return self._portal_edges
 
     @property
@@ -274,9 +274,7 @@ class Pipeline(nn.Module):
 
     @property
     def timeline(self) -> Timeline:
-        """What happened when in the latest training step, in this process. On GPUs, asking waits for the
-        device.
-        """
+        """The timeline of the latest training step in this process. On GPUs, reading waits for the device."""
         return self._steps.clock.timeline(self._schedule.num_stages, self._schedule.placement)
 
     def gather_timeline(self) -> Timeline:
@@ -511,7 +509,7 @@ class Pipeline(nn.Module):
 
     @property
     def _parts(self) -> list[Part]:
-        """Layers that are not among our modules; only what they hold is."""
+        """Layers that are not submodules of the pipeline; only the modules that they hold are."""
         return [layer for layer in self._layers.values() if isinstance(layer, Part)]
 
     def _prepare(self) -> None:
@@ -524,7 +522,7 @@ class Pipeline(nn.Module):
         )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `copy` and `pickle`: everything but what is made of the rest again."""
+        """For `copy` and `pickle`: everything that cannot be rebuilt from the rest."""
         if self.group is not None:
             raise TypeError(
                 "a pipeline over several processes cannot be copied or pickled, because its connections "
@@ -559,7 +557,7 @@ class Pipeline(nn.Module):
         return found
 
     def gather(self, mine: T) -> list[T]:
-        """What every rank brings, a picklable object, in the order of the ranks; all must call.
+        """Returns the picklable object `mine` of every rank, in rank order; every rank must call it.
 
         A rank that does not come within `timeout_s` ends the pipeline with the `ActionError` that names it.
         """
@@ -569,7 +567,7 @@ class Pipeline(nn.Module):
             return collectives.gather(mine)
 
     def gather_all(self, mine: T) -> list[T]:
-        """The same of all processes of the grid, in the order of the mesh's ranks."""
+        """Same as `gather`, but of all processes of the grid, in the order of the mesh's ranks."""
         if self._ranks is None or self.grid is None:
             return self.gather(mine)
         with self._ranks.collectives_of_all() as collectives:

@@ -35,7 +35,7 @@ from gpipe_bench.pipeline.stage.portals import declarations
 from gpipe_bench.pipeline.stage.trees import Tree
 
 Device = torch.device | str
-_STAGES_PER_WORKER = 2  # of schedules that allow any number, if nobody says
+_STAGES_PER_WORKER = 2  # default for schedules that allow any number
 
 
 def check_arguments(
@@ -139,7 +139,7 @@ class Assignment:
         self.portal_edges = edges_of(self.portals, cuts)
 
     def same_on_all(self) -> object:
-        """What all ranks of a pipeline must have given alike."""
+        """Returns the arguments that must be the same on all ranks of a pipeline."""
         ties = [(tie.names, tie.stages, tie.parameter.shape, tie.parameter.dtype) for tie in self.ties]
         return [name for name, _ in self.named], self.partition, self.schedule, ties, self.portals
 
@@ -226,14 +226,14 @@ def schedule_of(
 
 
 def _num_workers(given: int | None, num_stages: int, fixed: int | None, num_ranks: int | None) -> int:
-    """As many as are given, as the schedule's `fixed` number of stages per worker says, or as there are."""
+    """Number of workers: `given`, else by the schedule's `fixed` stages per worker, else `num_ranks`."""
     if given is not None:
         return given
     return num_ranks if fixed is None and num_ranks else max(1, num_stages // (fixed or _STAGES_PER_WORKER))
 
 
 def num_stages_of(schedule: str | Schedule, network: Network | None, num_workers: int | None) -> int:
-    """How many stages a pipeline over processes has if nobody says: as many as the schedule has for them."""
+    """Default number of stages of a pipeline over processes: as many as the schedule has for them."""
     if isinstance(schedule, Schedule):
         return schedule.num_stages
     if network is None and num_workers is None:

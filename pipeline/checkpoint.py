@@ -151,7 +151,7 @@ def load(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
 def _on_all(
     pipeline: Pipeline, part: Callable[[], T], what: str, kind: type[Exception] = RuntimeError
 ) -> list[T]:
-    """What each rank's `part` returns; if one raises, every rank raises `kind`, which says who and why."""
+    """Returns the results of all ranks' `part`. If one raises, every rank raises `kind`, with its cause."""
     result, failure = None, None
     try:
         result = part()
@@ -176,8 +176,8 @@ def _names(pipeline: Pipeline) -> dict[Tensor, str]:
 
 
 def _state(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """All that a run depends on. Of the optimizer it is what there is, which before the first step is no
-    state, and by name, for positions and groups depend on the split.
+    """Returns all that a run depends on. The optimizer's state, which is empty before the first step, is
+    stored by name, because positions and groups depend on the split.
     """
     first, names = pipeline.tied_names, _names(pipeline)
     state: dict[str, Any] = {}
@@ -302,7 +302,7 @@ def _tidy(folder: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Makes the names of files in it outlast a loss of power, where the file system can."""
+    """Makes the names of files in `folder` outlast a loss of power, where the file system can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -312,7 +312,7 @@ def sync(folder: Path) -> None:
 
 
 def digests(folder: Path, places: Iterable[Any]) -> Iterator[tuple[Any, str]]:
-    """Each of the places that an index names, and what is there in 32 characters."""
+    """Yields each of the places that an index names, with a digest of its content in 32 characters."""
     file_of = attrgetter("relative_path")
     for name, some in groupby(sorted(places, key=file_of), file_of):
         with (folder / name).open("rb") as file:

@@ -54,7 +54,7 @@ class Clock:
         self.complete = False
 
     def begin(self) -> None:
-        """A step begins; where the host alone tells the time, there is nothing to be done."""
+        """Begins a step. Without accelerators, the host's clock needs no preparation."""
         self.complete = False
         if self._journal is not None:
             self._journal.begin()
@@ -134,7 +134,7 @@ class Clock:
 
 
 class Journal:
-    """The sums of the latest step, of all stages of this process, which are on `device`."""
+    """Begin and end times of the gradient sums in the latest step, for all stages of this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,15 +144,15 @@ class Journal:
         self._ended: dict[tuple[int, int], Any] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step: forgets the sums of the one before."""
         self._begun, self._ended = {}, {}
 
     def begun(self, stage: int, number: int) -> None:
-        """Sum `number` of a stage begins now."""
+        """Notes that sum `number` of a stage begins now."""
         self._begun[stage, number] = self._now()
 
     def watch(self, work: Any, stage: int, number: int) -> None:
-        """Notes when it ends."""
+        """Notes when sum `number` of a stage ends, which is when `work` is done."""
         key, ended = (stage, number), self._ended
         if self._stream is not None:
             with devices.using(self._stream):
@@ -162,7 +162,7 @@ class Journal:
             work.get_future().add_done_callback(lambda _: ended.setdefault(key, time.perf_counter_ns()))
 
     def waited(self, stage: int, number: int) -> None:
-        """It has ended by now."""
+        """Notes that sum `number` of a stage has ended by now."""
         if self._stream is None:
             self._ended.setdefault((stage, number), time.perf_counter_ns())
 
@@ -189,7 +189,7 @@ def _recorded(event: torch.Event, device: torch.device) -> torch.Event:
 
 
 def conditions() -> dict[str, str]:
-    """What this process is held to: compute threads and the cores it may run on."""
+    """Returns the limits of this process: its compute threads and the cores it may run on."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     pinned = bool(cores) and len(cores) < (os.cpu_count() or 0)
     return {

@@ -72,7 +72,7 @@ def exact(device: torch.device | str) -> torch.device:
 
 
 def name(device: torch.device) -> str:
-    """What the maker calls the device, such as "NVIDIA H100 80GB HBM3"."""
+    """The maker's name of the device, such as "NVIDIA H100 80GB HBM3"."""
     if not is_accelerator(device):
         return platform.processor() or platform.machine()
     module = torch.get_device_module(device)
@@ -173,7 +173,7 @@ def hold(device: torch.device, seconds: float) -> None:
 
 @cache
 def _cycles_per_s(device: torch.device) -> float:
-    """Of the clock by which a device is kept busy."""
+    """Measures the rate of the clock that `torch.cuda._sleep` counts in."""
     cycles = 2_000_000
     begin, end = event(device, timing=True), event(device, timing=True)
     torch.cuda._sleep(cycles)  # its first use loads it
@@ -251,12 +251,12 @@ class CopyStreams:
         self._landing = new_stream(target) if is_accelerator(target) else None
 
     def open(self) -> None:
-        """The copies that follow come after what the source has been given to compute so far."""
+        """Orders the copies that follow after all work that the source has been given so far."""
         if self._leaving is not None:
             self._leaving.wait_stream(current_stream(self._source))
 
     def send(self, tensor: Tensor) -> Tensor:
-        """The tensor on the target, where it is when `close`'s mark is over."""
+        """Returns the tensor on the target; it is complete when the mark of `close` has passed."""
         if self._leaving is None:
             tensor = pinned(tensor)
         with _in(self._leaving), _in(self._landing):
@@ -283,13 +283,13 @@ class Transfers:
         self._streams: dict[tuple[torch.device, torch.device], CopyStreams] = {}
 
     def __reduce__(self) -> tuple[type[Transfers], tuple[()]]:
-        """A copy of a pipeline opens streams of its own."""
+        """Copies without streams: a copy of a pipeline opens streams of its own."""
         return Transfers, ()
 
     def send(
         self, tensors: Iterable[Sent], target: torch.device
     ) -> tuple[tuple[Sent, ...], tuple[Mark, ...]]:
-        """The tensors on `target`, and when they are there; what is there already is passed on as it is."""
+        """Returns the tensors on `target`, and marks of their arrival; those already there are not copied."""
         sent: list[Any] = []
         used: dict[torch.device, CopyStreams] = {}
         for tensor in tensors:
@@ -311,7 +311,7 @@ class Transfers:
     def receive(
         self, tensors: Iterable[Tensor | None], marks: tuple[Mark, ...], target: torch.device
     ) -> None:
-        """What `target` is given to compute from here on finds the tensors complete."""
+        """Makes later work on `target` wait until the tensors are complete."""
         if not marks:
             return
         if not is_accelerator(target):

@@ -32,8 +32,8 @@ class VerifyError(RuntimeError):
 
 class PeerError(RuntimeError):
     """A message between this rank and rank `peer` did not get through; `action` of the peer should have
-    produced or taken it. `what` says why, of the peer, or of whomever where `peer` is None: all that is known
-    then is that somebody is missing. `in_job`: the peer has its number in the job, not in a group of it.
+    produced or taken it. `what` says why. Where `peer` is None, all that is known is that some rank is
+    missing. `in_job`: `peer` is numbered in the job, not in a group of it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PeerError(RuntimeError):
         super().__init__(self.cause)
 
     def numbered(self, ranks: Sequence[int]) -> PeerError:
-        """The same with the peer's number in the job; `ranks` has that of each of the group."""
+        """Returns the error with the peer's number in the job; `ranks` has the job's number of each rank."""
         if self.peer is None or self._in_job:
             return self
         return PeerError(self.action, ranks[self.peer], self.what, timed_out=self.timed_out, in_job=True)

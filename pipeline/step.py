@@ -97,7 +97,7 @@ class Steps:
 
     @property
     def clock(self) -> Clock:
-        """Of the latest training step."""
+        """The clock of the latest training step."""
         return self._programs[self.latest.num_microbatches, True][1]
 
     def take(
@@ -167,7 +167,7 @@ class Steps:
         return error
 
     def _give_up(self, error: BaseException) -> ActionError:
-        """Ends the step here and on all ranks; what happened, as far as anybody knows."""
+        """Ends the step here and on all ranks. Returns what happened, as far as any rank knows."""
         for stage in self._stages.values():
             stage.finish(complete=False)
         if self._tied is not None:
@@ -179,7 +179,7 @@ class Steps:
     def _plan(
         self, model: nn.Module, batch: Tree | None, shared: Mapping[str, Any] | None, *, training: bool
     ) -> tuple[StepPlan, Sequence[Tree]]:
-        """What all ranks must know of the step, from the first stage, which divides the mini-batch."""
+        """Returns the plan of the step for all ranks; the first stage makes it and divides the mini-batch."""
         if 0 not in self._stages:
             return self._transport.begin(None, None), ()
         if shared and self._keywords is not None:
@@ -224,8 +224,8 @@ class Steps:
         return rows
 
     def _share(self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool) -> Sequence[float]:
-        """What each micro-batch counts for in the loss. Gradients that need more than an addition to `.grad`
-        are prepared.
+        """Returns the weight of each micro-batch in the loss. Also prepares gradients that need more than an
+        addition to `.grad`.
         """
         if self._tied is not None:
             self._tied.begin()
@@ -267,7 +267,7 @@ class Steps:
                 scaler.scale(torch.zeros((), device=stage.device))
 
     def _program(self, rows: Schedule, *, training: bool) -> tuple[tuple[Instruction, ...], Clock]:
-        """What is taken by these rows, and when."""
+        """Returns the program of the schedule `rows` and the clock that times its actions; cached."""
         key = rows.num_microbatches, training
         if key not in self._programs:
             program = prepare(rows, self._stages, training=training)
@@ -294,7 +294,7 @@ class Steps:
         return guarded
 
     def _finish(self, *, sync: bool) -> Tensor | None:
-        """All actions are taken: the loss of a training step, and gradients that the optimizer may use."""
+        """Ends a step after its last action. Returns the loss of a training step; gradients are complete."""
         loss = self._transport.finish()
         if self._data_parallel is not None:
             if loss is None:
@@ -309,7 +309,7 @@ class Steps:
 
 
 def _targets(target: Tree | None, plan: StepPlan) -> Sequence[Tree | None]:
-    """That of each micro-batch."""
+    """Returns the target of each micro-batch."""
     if target is None:
         return [None] * plan.num_microbatches
     found = num_examples(target, "the target")
@@ -430,7 +430,7 @@ def _take(instruction: Instruction, position: int, transport: EdgeTransport, clo
 
 
 def _signature(message: Message | None) -> Hashable:
-    """What shapes may depend on of tensors and what comes with them."""
+    """Returns the properties of a message on which the shapes of later messages may depend."""
     if message is None:
         return None
     structure = message.structure

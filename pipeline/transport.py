@@ -33,7 +33,7 @@ from gpipe_bench.pipeline.stage.trees import Message, flatten, unflatten
 
 
 class StepPlan(NamedTuple):
-    """What every process must know of a step before it begins."""
+    """The facts that every process must know about a step before it begins."""
 
     examples: int  # in the mini-batch
     num_microbatches: int  # as many as the schedule has, or fewer
@@ -46,8 +46,8 @@ class ShortBatchError(ValueError):
 
 
 def rows_for(schedule: Schedule, plan: StepPlan, *, is_own: bool) -> Schedule:
-    """What a step takes that has fewer micro-batches than `schedule`: the same one for these, unless it is
-    one of the user's own, which says nothing about them.
+    """Returns the schedule of a step with fewer micro-batches: the one of the same name. `ShortBatchError`
+    for a schedule of the user's own, which says nothing about fewer micro-batches.
     """
     if is_own:
         raise ShortBatchError(
@@ -73,10 +73,10 @@ class EdgeTransport(Protocol):
         """
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-        """Hands an output, or portals, to the stage where the edge ends; with portals it waits for nobody."""
+        """Hands an output, or portals, to the stage where the edge ends; portals are sent without a wait."""
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
-        """What the stage where the edge begins has sent; portals in tensors that nothing else has."""
+        """Returns the message of the stage where the edge begins; portals come in tensors of their own."""
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
         """Hands the gradients of what was received to the stage where the edge begins."""
@@ -86,8 +86,8 @@ class EdgeTransport(Protocol):
 
     @property
     def release(self) -> Callable[[int, int], None] | None:
-        """What a stage, given its number, calls when it is done with a micro-batch: what it received for it
-        may be overwritten. None where nothing is.
+        """Function that a stage calls with its number when it is done with a micro-batch, so that the
+        receive buffers may be overwritten. None where no buffer is.
         """
 
     def send_loss(self, loss: Tensor) -> None:

@@ -60,7 +60,7 @@ Name = tuple[int, str]  # the layer, `num_layers` for the loss, and the name of 
 
 @dataclass
 class _Step:
-    """What a step gave: sums over the outputs of each stage and micro-batch, the loss, and what it left."""
+    """Results of a step: sums over the outputs of each stage and micro-batch, the loss, the later state."""
 
     outputs: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     loss: float = 0.0
@@ -71,7 +71,7 @@ class _Step:
 
 @dataclass
 class _Brought:
-    """What a rank brings to the comparison."""
+    """The data that a rank contributes to the comparison."""
 
     replica: int
     batch: Tree | None
@@ -200,7 +200,7 @@ def _as_plain(
     loss_fn: LossFn,
     shared: Mapping[str, Any] | None,
 ) -> list[_Step]:
-    """The same step of the plain model, with the share of each replica; all have the sum of gradients."""
+    """Runs the step on the plain model with each replica's share; all results have the summed gradients."""
     num_replicas = 1 + max(each.replica for each in brought)
     num_layers = len(pipeline._layer_names)
     sequence = tuple([layers[index] for index in range(num_layers)])
@@ -383,7 +383,7 @@ def _tolerance(layers: Iterable[nn.Module], device: torch.device) -> float:
 
 
 def _sums(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    """Of the numbers of tensors, and of their sizes."""
+    """Returns the sum of all elements of the tensors, and the sum of their absolute values."""
     total = size = 0.0
     for tensor in tensors:
         numbers = tensor.detach()
@@ -453,7 +453,7 @@ def _parts(layers: Mapping[int, nn.Module]) -> dict[object, Any]:
 def _attributes(
     own: Mapping[int, nn.Module], layers: Mapping[int, nn.Module]
 ) -> dict[tuple[int, str, str], bytes]:
-    """What the modules of this process have beside parameters, buffers, modules and hooks."""
+    """Returns the modules' attributes other than parameters, buffers, modules and hooks, pickled."""
     names = {id(part): name for name, part in reversed(_parts(layers).items())}
     found = {}
     for index, layer in own.items():
@@ -467,7 +467,7 @@ def _attributes(
 
 
 def _load(layers: Mapping[int, nn.Module], brought: _Brought, device: torch.device) -> None:
-    """What the owner of layers has in them, on the device of the last stage."""
+    """Loads the parameters, buffers and attributes that the owner of the layers sent, onto `device`."""
     parts = _parts(layers)
     for (index, path, name), sent in brought.attributes.items():
         with contextlib.suppress(Exception):
@@ -487,9 +487,9 @@ def _moved(tree: Tree, device: torch.device) -> Tree:
 
 
 class _Before:
-    """What a step may change of modules and functions, and the random streams, to be put back as often as
-    asked: parameters, buffers, gradients, attributes, and what hooks and the loss count in their closures.
-    From here on gradients begin as None, and what is called behind them, such as an optimizer, is set aside.
+    """Saves all that a step may change, to restore it any number of times: parameters, buffers, gradients,
+    attributes, random streams, and what hooks and the loss count in their closures. From then on gradients
+    begin as None, and functions called after a gradient, such as an optimizer's step, are set aside.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
@@ -508,7 +508,7 @@ class _Before:
         self._streams = self._generators.save(), random.getstate(), np.random.get_state()
 
     def _keep(self, value: Any) -> Iterable[Any]:
-        """Keeps what is in `value`; what else is to be kept."""
+        """Saves the content of `value`; returns further objects to save."""
         if id(value) in self._seen:
             return ()
         self._seen[id(value)] = value  # the object too, so that no other one gets its id
@@ -546,7 +546,7 @@ class _Before:
         return inside
 
     def restore(self, *, gradients: bool = True) -> None:
-        """Everything as it was, but for gradients that go on to be summed and that begin as None again."""
+        """Restores everything. With `gradients`, gradients begin as None again, else they go on summing."""
         for place, content in self._contents:
             if isinstance(place, torch.Generator):
                 place.set_state(content)
@@ -573,7 +573,7 @@ class _Before:
         np.random.set_state(numpy)
 
     def end(self) -> None:
-        """The same, and the gradients and what is called behind them are back."""
+        """Restores everything, including the gradients and the functions called after them."""
         self.restore()
         for tensor, gradient, hooks, called in self._gradients:
             tensor.grad = gradient

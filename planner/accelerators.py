@@ -9,7 +9,7 @@ TFLOP/s of an H100 are 989.5 here, 4.5 PFLOP/s of a B200 2250. Bandwidths are th
 in powers of ten.
 
 `REACHED` is the share of its peak that a card reaches in the best of many single products of bfloat16, as
-somebody measured it. A card that is not there has the least of those of NVIDIA's that are.
+`MEASURED_BY` reports it. A card that is not in it gets the least share of the NVIDIA cards that are.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ TPUS = {each.name: each for each in (TPU_V2, TPU_V3)}
 
 MEASURED_BY = "stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS, revision 744d01e"
 REACHED = {"A100": 0.869, "H100": 0.803, "H200": 0.803, "B200": 0.776}
-"""By MEASURED_BY: 271.2 of 312, 794.5 of 989 (an H200 is the same) and 1745 of 2250 TFLOP/s."""
+"""Shares measured by MEASURED_BY: 271.2 of 312, 794.5 of 989 (H200 the same), 1745 of 2250 TFLOP/s."""
 
 
 LEAST = min(REACHED.values())
 IN_TRAINING = {"H100": 0.781, "H200": 0.781}
-"""Of that share, what is left in training beside an A100's. Fitted so that predictions of MosaicML's MPT-7B
-and 13B (2048 tokens, eight cards, nothing recomputed; llm-foundry, scripts/train/benchmarking, revision
-061f2c7) are as far from its steps on both cards; the steps of torchtitan test it."""
+"""Share of `REACHED` that training reaches, relative to an A100. Fitted so that predictions of MosaicML's
+MPT-7B and 13B (2048 tokens, eight cards, nothing recomputed; llm-foundry, scripts/train/benchmarking,
+revision 061f2c7) have the same error on both cards; the steps of torchtitan test it."""
 
 
 def _nvidia(
@@ -182,11 +182,11 @@ ACCELERATORS: dict[str, Accelerator] = {
     "tpuv3": TPU_V3,
     "b200": _nvidia("B200 SXM", _BLACKWELL, 75, 2250, 7.7),
 }
-"""By the name that `--device-type` takes."""
+"""Accelerators by the name that `--device-type` takes."""
 
 
 def _card(text: str) -> Accelerator:
-    """One that is not listed, by TFLOP/s of products in 16 bits, GiB, and GB/s of its memory."""
+    """Returns an unlisted accelerator, given its TFLOP/s in 16 bits, and its memory's GiB and GB/s."""
     try:
         tflops, gib, gb_per_s = map(float, text.split(","))
     except ValueError:

@@ -29,21 +29,21 @@ from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_o
 from gpipe_bench.planner.search import KEPT, Found, Search
 
 SHOWN = 5
-"""Ways that are printed."""
+"""Number of ways that are printed."""
 LESS = 0.85
-"""Of the best plan's peak, under which everything is searched again for the next point of the frontier."""
+"""The next point of the frontier must fit into this share of the previous point's peak memory."""
 MOST_POINTS = 8
-"""Of the frontier."""
+"""Largest number of points of the frontier."""
 FEW = 2
-"""Ways that are kept for each point but the first: the best, and one that may be as good by the replay."""
+"""Ways kept for each point of the frontier but the first: the best, and one that may be as good."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is done, how many of it, of how many."""
+"""Callback that gets the name of the current work, how many parts are done, and how many there are."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found for a request.
+    """The answer to a request: the best ways to train, and the frontier of time and memory.
 
     Args:
         model, request: what was asked
@@ -66,12 +66,12 @@ class Plan:
         return self.predictions[0]
 
     def script(self) -> str:
-        """Python that trains with the best one."""
+        """Python code that trains with the best plan."""
         return self.written().text
 
     def as_run(self, form: str = "script") -> Prediction:
-        """The best one as a format of `formats.FORMATS` runs it, predicted again where that differs. Raises
-        ValueError, with what to ask instead, where the format can't run it, or it does not fit so.
+        """Returns the best plan as a format of `formats.FORMATS` runs it, predicted again where that differs.
+        Raises ValueError, with what to ask instead, if the format can't run the plan or lacks memory for it.
         """
         candidate, request = as_run(form, self.model, self.best.candidate, self.request)
         halves = [each.gathers_half(candidate.fsdp) for each in (request, self.request)]
@@ -87,11 +87,11 @@ class Plan:
         return found
 
     def written(self, form: str = "script", name: str = NAME) -> Written:
-        """The best one in a format of `formats.FORMATS`, for a file of that name. Errors as of `as_run`."""
+        """Writes the best plan in a format of `formats.FORMATS`, for a file `name`. Errors as in `as_run`."""
         return written(form, self.model, self.best.candidate, self.request, name)
 
     def forms(self) -> tuple[str, ...]:
-        """The formats that can say the best one."""
+        """The formats that can express the best plan."""
         found = []
         for form in FORMATS:
             try:
@@ -102,11 +102,11 @@ class Plan:
         return tuple(found)
 
     def command(self, name: str = NAME) -> str:
-        """The line that starts it."""
+        """The command line that starts the training."""
         return command(self.request, name, self.best.candidate.accelerators)
 
     def describe(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the plan as plain data."""
         request = self.request
         return {
             "model": self.model.name,
@@ -221,7 +221,7 @@ def as_on(model: Model, request: Request) -> Model:
 
 
 def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timing | None = None) -> Costs:
-    """Measured on this machine's device, or by a roofline of the one that is asked for."""
+    """Costs measured on this machine's device, or by a roofline of the requested device."""
     if request.device_type == MEASURED:
         from gpipe_bench.planner.measured import timed
 
@@ -243,7 +243,7 @@ def predicted(found: Found, search: Search) -> Prediction:
 
 
 def _held(found: Found, request: Request) -> str:
-    """What the fullest worker holds at its peak."""
+    """Describes what the fullest worker holds at its peak."""
     worst = max(found.memory, key=lambda each: each.peak)
     parts = {
         "float32 weights": worst.parameters,

@@ -35,7 +35,7 @@ PARTS = (
 )  # fmt: skip
 """The reasons, named as in the paper, from work to waiting."""
 COLLECTIVES = "collectives"
-"""One more where there are any: gathering, summing over replicas and inside tensor-parallel layers."""
+"""One more reason if there are collectives: gathers, sums over replicas and inside tensor-parallel layers."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
     def lay_out(
         actions: Mapping[Action, Any], through: Between, before: Any, after: Any, **more: Any
     ) -> Timeline:
-        """In fractions, whatever the replay calls them."""
+        """Lays the step out with times that are exact fractions, whatever types `replay` declares."""
         return replay(
             schedule, actions.__getitem__, through, setup_s=before, update_s=after, **beside, **more
         )
@@ -128,8 +128,8 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
 
 
 def even_stages(work: Mapping[Action, float], schedule: Schedule) -> dict[Action, float]:
-    """The same total work, with the same kind of work on a micro-batch taking every worker equally long, and
-    each of a worker's stages as long as its others.
+    """Spreads the same total work evenly: the same kind of work on a micro-batch takes every worker equally
+    long, and each of a worker's stages as long as its others.
     """
     alike: dict[tuple[Kind, int], list[Action]] = {}
     for action in work:

@@ -22,12 +22,12 @@ from gpipe_bench.pipeline.plan.remat import Remat
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 
 FSDP_LEVELS = (0, 2, 3)
-"""What the ranks of `fsdp` share out: nothing; gradients and optimizer state (ZeRO-2); parameters too."""
+"""ZeRO levels of `fsdp`: 0 shards nothing, 2 gradients and optimizer state, 3 parameters too."""
 WRAPPED = ("selective", "blocks")
-"""By torch's checkpoint around every block, inside the backward: all but the products, or everything."""
+"""Recomputation by torch's checkpoint around every block: all but the products, or everything."""
 REMATS = ("never", "selective", "except_last", "always", "blocks")
-"""What a stage may recompute, as a rule what takes least first. Those not WRAPPED are of the stage as a
-whole, by the schedule, and begin while it waits for the gradient."""
+"""Kinds of recomputation, usually the fastest first. The schedule applies those that are not in WRAPPED to
+a whole stage; they begin while the stage waits for the gradient."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,7 +58,7 @@ class Grid:
 
 
 def by_schedule(remat: Sequence[str]) -> tuple[str, ...]:
-    """What of it is the schedule's; the rest is inside of layers."""
+    """Returns the recomputations that the schedule does; "never" stands for those inside of layers."""
     return tuple("never" if each in WRAPPED else each for each in remat)
 
 
@@ -88,12 +88,12 @@ class Way:
         return splits(self.schedule)
 
     def rows(self) -> Schedule:
-        """Of its workers, without recomputation."""
+        """Returns the schedule of the workers, without recomputation."""
         workers, count = self.grid.pp, self.num_microbatches
         return named(self.schedule, workers, count, stages_per_worker=self.stages_per_worker)
 
     def candidate(self, cut: Partition, remat: tuple[str, ...]) -> Candidate:
-        """All of it."""
+        """Completes the way with a cut and its recomputation."""
         grid = self.grid
         return Candidate(
             cut=cut,
@@ -176,7 +176,7 @@ class Candidate:
 
     @property
     def grid(self) -> Grid:
-        """What it makes of its accelerators."""
+        """The grid of the candidate's accelerators."""
         return Grid(self.num_workers, self.dp, self.fsdp, self.fsdp_level, self.tp)
 
     @property
@@ -186,11 +186,11 @@ class Candidate:
 
     @property
     def accelerators(self) -> int:
-        """All that it needs."""
+        """Number of accelerators that the candidate needs."""
         return self.grid.accelerators
 
     def rows(self, num_microbatches: int | None = None, *, recomputes: bool = True) -> Schedule:
-        """Its schedule, or that of another number of micro-batches. ValueError for what it does not have."""
+        """Returns the schedule, also for another number of micro-batches. ValueError if it does not exist."""
         again: Remat = by_schedule(self.remat) if recomputes else "never"
         number, each = num_microbatches or self.num_microbatches, self.stages_per_worker
         return named(self.schedule, self.num_workers, number, remat=again, stages_per_worker=each)
@@ -207,7 +207,7 @@ class Candidate:
         return size
 
     def describe(self) -> dict[str, Any]:
-        """As plain data, the cut by the numbers of its layers."""
+        """Returns the candidate as plain data; the cut is given as numbers of layers."""
         facts = asdict(self) | {"remat": list(self.remat)}
         facts["cut"] = [len(stage) for stage in self.cut]
         return facts
@@ -267,7 +267,7 @@ class Prediction:
         return self.batch_size / self.step_s
 
     def describe(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the prediction as plain data."""
         return {
             **self.candidate.describe(),
             "batch_size": self.batch_size,

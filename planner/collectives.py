@@ -1,4 +1,4 @@
-"""What a grid's collectives take: when each can begin beside a step's actions, and how long it takes.
+"""Costs of a grid's collectives: when each can begin beside a step's actions, and how long it takes.
 
 Three kinds of a grid's dimensions cost three kinds of time:
 
@@ -134,7 +134,7 @@ def sharded(
 def fetched(
     parameter_bytes: Sequence[float], shards: int, link: Link, *, forward_s: Sequence[float] = ()
 ) -> tuple[Gather, ...]:
-    """What one stage of sharded parameters gathers once for a step, layer by layer (ZeRO-2).
+    """Returns the gathers of a stage with sharded parameters, once a step, layer by layer (ZeRO-2).
 
     Args:
         parameter_bytes: of each layer, in the order of the forward pass.
@@ -199,7 +199,7 @@ def pass_s(
 
 
 class Collectives:
-    """What the collectives of a grid add to stages of any layers, for the search and for the replay.
+    """Costs that the collectives of a grid add to stages of any layers, for the search and for the replay.
 
     Args:
         grid, near: the sizes of its dimensions, and the links of its rings
@@ -231,7 +231,7 @@ class Collectives:
         self._rounds_bytes = costs.at(microbatch_size).rounds_bytes
 
     def buckets(self, span: range) -> tuple[Bucket, ...]:
-        """What is summed over replicas; ZeRO-3 scatters in the passes, and only the copies are left."""
+        """Returns the buckets summed over replicas; ZeRO-3 scatters in the passes and leaves only copies."""
         grid, near, part = self.grid, self.near, slice(span.start, span.stop)
         if grid.replicas == 1:
             return ()

@@ -27,14 +27,14 @@ from gpipe_bench.planner.candidate import REMATS, WRAPPED
 
 KINDS = ("F", "G", "R", "B", "I", "W")
 FIRST = " first"
-"""Behind B or W: the first one of a step."""
+"""Suffix of B or W for the first one of a step."""
 ONCE = "once"
 
 LEVELS = (2, 3)
-"""Of parameters in parts that are timed, as `Candidate.fsdp_level`."""
+"""ZeRO levels of sharded parameters that are timed, with the values of `Candidate.fsdp_level`."""
 
 Run = tuple[tuple[float, ...], ...]
-"""By process: what single actions of one step took, each over the median of its kind."""
+"""For each process, the seconds of the actions of one step, each divided by the median of its kind."""
 
 
 def inside(kind: str, remat: str) -> str:
@@ -45,7 +45,7 @@ def inside(kind: str, remat: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeCosts:
-    """What layers take of one micro-batch of one size.
+    """Costs of the layers for one micro-batch of one size.
 
     Args:
         layers_s: by kind, seconds of each layer; "B first" and "W first" where they differ, and as `inside`
@@ -105,7 +105,7 @@ class SizeCosts:
         return self.ring_bytes or [([each] * 4, [each] * 4) for each in (*self.activation_bytes, 0.0)]
 
     def with_blocks(self, blocks: Container[int]) -> SizeCosts:
-        """Also B and I of blocks that take their forward once more inside."""
+        """Adds the costs of B and I in blocks that run their forward once more inside."""
         again = self.layers_s.get("R", self.layers_s.get("F", ()))
         more = {
             inside(kind, "blocks"): [
@@ -118,7 +118,7 @@ class SizeCosts:
 
     @property
     def remats(self) -> tuple[str, ...]:
-        """What stages may recompute whose seconds are known."""
+        """Names of the recomputations whose seconds are known."""
         return tuple(r for r in REMATS if r not in WRAPPED or inside("B", r) in self.layers_s)
 
     @cached_property
@@ -126,7 +126,7 @@ class SizeCosts:
         return {kind: list(accumulate(seconds, initial=0.0)) for kind, seconds in self.layers_s.items()}
 
     def seconds(self, kind: str, span: range) -> float:
-        """Of an action of that kind on a stage of these layers; of "B first" those of B where it has none.
+        """Seconds of an action of that kind on a stage of these layers. "B first" falls back to "B".
 
         ValueError for a kind that was not timed.
         """
@@ -144,7 +144,7 @@ class SizeCosts:
 
 @dataclass(frozen=True)
 class ShardCosts:
-    """What parameters in parts (fsdp) add to a stage of replicas, as it was timed.
+    """Measured costs that sharded parameters (fsdp) add to a stage that is replicated.
 
     Args:
         more_s: by kind, of each layer, what a pass takes more; less than nothing where the clock says so
@@ -157,7 +157,7 @@ class ShardCosts:
     update_s: Sequence[float]
 
     def more(self, kind: str, span: range) -> float:
-        """Of an action of that kind on a stage of these layers."""
+        """Seconds that sharding adds to an action of that kind on a stage of these layers."""
         plain = kind.removesuffix(FIRST)
         like = {"F": "G", "R": "G", "I": "B"}.get(plain, plain)  # a W gathers nothing
         each = self.more_s.get(kind, self.more_s.get(like, ()))
@@ -166,7 +166,7 @@ class ShardCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a model takes on one kind of device.
+    """Costs of a model on one kind of device.
 
     Args:
         sizes: by the size of the micro-batch
@@ -226,15 +226,15 @@ class Costs:
         return next(iter(self.sizes.values())).num_layers
 
     def at(self, microbatch_size: int) -> SizeCosts:
-        """Of one size. ValueError for one that was not timed."""
+        """Returns the costs at one micro-batch size. ValueError for a size that was not timed."""
         if microbatch_size not in self.sizes:
             known = ", ".join(map(str, sorted(self.sizes)))
             raise ValueError(f"no costs of micro-batches of {microbatch_size}; there are those of {known}")
         return self.sizes[microbatch_size]
 
     def on(self, microbatch_size: int, tp: int, *, sharded: bool) -> Costs:
-        """Of one size, as each of `tp` accelerators has them that compute every layer together, without what
-        they send each other; `sharded` where parameters are gathered.
+        """Returns the costs at one size on each of `tp` accelerators that compute every layer together,
+        without their messages to each other; `sharded` where parameters are gathered.
         """
         size = self.variants(microbatch_size, tp, sharded) if self.variants is not None else None
         if size is None:
@@ -256,11 +256,11 @@ class Costs:
         return self.sum_link if link == self.link else None
 
     def shards(self, microbatch_size: int, shards: int, level: int, link: Link) -> ShardCosts | None:
-        """Of so many parts at that level, over what messages take `link` between; None unless that is the
-        measured one and parts were timed.
+        """Returns the costs of `shards` shards at that ZeRO level over `link`. None if there is one shard,
+        if `link` is not the measured one, or if the level was not timed.
 
-        Of other numbers than were timed, what is sent follows the ring, (n - 1) / n of all parameters; the
-        optimizer's step is that of the parts that were timed, or of smaller ones in their share.
+        For a number of shards n that was not timed, the sent bytes follow the ring, (n - 1) / n of all
+        parameters; the optimizer's step is that of the timed shards, scaled down if the shards are smaller.
         """
         size = self.at(microbatch_size)
         timed, total = size.shards_s.get(level), sum(map(sum, self.parameter_bytes))
@@ -277,7 +277,7 @@ class Costs:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """As plain data, without the profiles."""
+        """Returns the costs as plain data, without the profiles."""
         found: dict[str, Any] = msgspec.to_builtins(
             replace(self, profiles=None, variants=None), str_keys=True
         )
@@ -285,7 +285,7 @@ class Costs:
 
 
 def kinds_of(schedule: Schedule) -> dict[Action, str]:
-    """Which seconds each action of a schedule takes: "F" or "G", "B" or "B first" and so on."""
+    """Returns the kind of cost of each action of a schedule: "F" or "G", "B" or "B first" and so on."""
     again = {(action.stage, action.microbatch) for action in schedule if action.kind is Kind.R}
     found = {}
     for row in schedule.actions:

@@ -24,7 +24,7 @@ from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.steps import LayerTimes, StageTimes
 
 NARROW = 2e-3
-"""Share of the limit of seconds to which it is narrowed down."""
+"""Relative precision to which the limit of seconds is narrowed down."""
 
 Fits = Callable[[int, tuple[range, ...], tuple[str, ...]], bool]
 """Whether a worker has room for stages of these layers, in the model's order, that recompute so much."""
@@ -71,7 +71,7 @@ def best_cut(
 
     @cache
     def recomputed(worker: int, stages: tuple[range, ...]) -> str | None:
-        """The least with which they fit."""
+        """Returns the least recomputation with which the stages fit."""
         every = ((each,) * len(stages) for each in remats)
         return next((each[0] for each in every if fits is None or fits(worker, stages, each)), None)
 
@@ -88,7 +88,7 @@ def best_cut(
         return Cut(stages, tuple(remat), step_s)
 
     def stage_s(stage: int, start: int, stop: int) -> float:
-        """Of one micro-batch on a stage that is alone on its worker."""
+        """Seconds of one micro-batch on a stage that is alone on its worker."""
         remat = recomputed(stage, (range(start, stop),))
         return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
 
@@ -119,7 +119,7 @@ def spans(ends: Sequence[int]) -> Partition:
 
 
 def _even(times: LayerTimes, stages: int) -> Iterator[Partition]:
-    """By seconds, and by numbers of layers."""
+    """Yields two even cuts: by the seconds of the layers, and by their number."""
     layers = range(times.num_layers)
     yield partition([times.work_s(layer, layer + 1) for layer in layers], stages)
     yield partition([1.0] * len(layers), stages)

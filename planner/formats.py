@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.model import Model, Source
 
 NAME = "train.py"
-"""What the script is called where nobody says."""
+"""Default file name of the script."""
 
 
 class Written(NamedTuple):
-    """What a format makes of a plan.
+    """A plan written in a format.
 
     Args:
         text: of the file
@@ -73,7 +73,8 @@ def written(form: str, model: Model, candidate: Candidate, request: Request, nam
 
 
 def as_run(form: str, model: Model, candidate: Candidate, request: Request) -> tuple[Candidate, Request]:
-    """What is run in the place of a plan, where a format can't say how it recomputes or casts.
+    """Returns the candidate and request that run instead of a plan whose recomputation or casts the format
+    can't express.
 
     Raises ValueError, with what to ask instead, for what it can't run at all.
     """
@@ -559,7 +560,7 @@ def _times(letter: str, count: int) -> str:
 
 
 def _by_torch(candidate: Candidate, from_file: bool) -> list[str]:
-    """What torch's engine does in its own way."""
+    """Returns what torch's engine does differently from the plan, a sentence each."""
     differs = ["torch keeps a buffer for each message of a step"] * (candidate.num_workers > 1)
     if candidate.fsdp_level == 3 and from_file:
         differs.append("the parameters of a stage stay gathered from its first action to its last")
@@ -575,14 +576,14 @@ def _rows(candidate: Candidate) -> tuple[Schedule, bool]:
 
 
 def _headed(title: str, differs: Sequence[str]) -> str:
-    """A docstring that says what is not as planned."""
+    """Returns a docstring that tells what differs from the plan."""
     if not differs:
         return title.format("")
     return title.format("\n\nNot as planned:\n\n" + "\n".join(f"- {each}" for each in differs) + "\n")
 
 
 def _mesh(candidate: Candidate) -> dict[str, int]:
-    """Its dimensions that are more than one, and the pipeline's."""
+    """Sizes of the mesh's dimensions that are larger than one, and of the pipeline's."""
     sizes = {name: getattr(candidate.grid, name) for name in DIMENSIONS}
     return {name: size for name, size in sizes.items() if size > 1 or name == "pp"}
 
@@ -601,7 +602,7 @@ def _share(candidate: Candidate, request: Request) -> str:
 
 
 def _imports(model: Model, candidate: Candidate) -> list[str]:
-    """What divides the zoo's layers, and torch's checkpoints."""
+    """Returns the imports for tensor parallelism of the zoo's layers, and for torch's checkpoints."""
     found = []
     if candidate.tp > 1 and model.source.options is not None:
         found.append("from gpipe_bench.models.parallel import tensor_parallel")
@@ -615,7 +616,7 @@ def _imports(model: Model, candidate: Candidate) -> list[str]:
 
 
 def _prepared(model: Model, candidate: Candidate, request: Request) -> list[str]:
-    """What is done to layers before they become stages."""
+    """Returns the lines that change layers before they become stages."""
     found = list[str]()
     if request.precision == "bfloat16-pure":
         found += ["for layer in layers:", "    layer.to(torch.bfloat16)"]
@@ -635,7 +636,7 @@ def _prepared(model: Model, candidate: Candidate, request: Request) -> list[str]
 
 
 def _model(source: Source) -> list[str]:
-    """What makes the layers, a batch and the loss."""
+    """Returns the lines that make the layers, a batch and the loss."""
     if source.options is not None:
         options = f", **{source.options!r}" if source.options else ""
         return [
@@ -697,4 +698,4 @@ FORMATS: dict[str, Format] = {
         precisions=("float32", "bfloat16"),
     ),
 }
-"""By the names that `plan --format` takes."""
+"""Formats by the names that `plan --format` takes."""

@@ -1,8 +1,8 @@
 """The smallest peak there is, where it is, and what would help where that is still too much.
 
-Whoever's model does not fit wants to know by how much, and what to change; and whoever asks how a model fits
-(`size`) wants the same cut. So for each grid the cut is searched whose fullest worker is smallest, at the
-smallest micro-batches; and the same for what could be asked instead. No layer has to be timed for that.
+For a model that does not fit, the message says by how much and what to change; the command `size` needs the
+same cut. So for each grid the search finds the cut whose fullest worker is smallest, at the smallest
+micro-batches, and does the same for other requests. No layer has to be timed for that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gpipe_bench.planner.request import Request, Space, ways
 
 GIB = 2**30
 MOST_LAYERS = 256
-"""Of a model whose cuts are searched by their peaks; longer ones are cut by what their layers hold."""
+"""Longest model whose cuts are searched by their peaks; longer ones are cut by what their layers hold."""
 MOST_UNEQUAL = 64
-"""Of one whose stages are searched for apart, where each of them holds another number of micro-batches."""
+"""Longest model whose cuts are searched where stages hold different numbers of micro-batches."""
 LOOKED_AT = 6
-"""Ways that are cut for their peaks, of those whose even cuts have the smallest ones."""
+"""Number of ways, those with the smallest peaks when cut evenly, whose cuts are searched further."""
 MOST_CHOICES = 8
-"""Stages of which a message says one by one what each recomputes."""
+"""Most stages for which a message lists the recomputation of each."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Smallest:
 
 
 def on_engine(model: Model, request: Request, space: Space) -> Space:
-    """The space without what this engine can't run, where it is to run the plan, or without what nobody can.
-    `ValueError` for tensor parallelism that it does not have.
+    """Returns the space without what cannot be run: by this engine, if it is to run the plan, else by any.
+    `ValueError` for tensor parallelism that the engine does not have.
     """
     if not _is_here(request):
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)
@@ -155,7 +155,7 @@ class _Cuts:
         self.cut = partition(held, room.schedule.num_stages)
 
     def choices(self, worker: int, stages: tuple[range, ...]) -> tuple[str, ...]:
-        """What a worker recomputes of its stages: what was asked, or what needs least."""
+        """Returns the recomputation of each of a worker's stages: as requested, else with least memory."""
         if self.remat is not None:
             return tuple(remat_of(self.remat, stage) for stage in self.homes[worker])
         every = [(each,) * len(stages) for each in self.remats]
@@ -244,7 +244,7 @@ def nothing_fits(
 
 
 def _remedies(model: Model, request: Request, space: Space, remat: Remat | None) -> Iterator[str]:
-    """What fits when it alone is changed, as options of the command line; what was given comes first."""
+    """Yields single changes that make the model fit, as command-line options; given options come first."""
 
     def fits(remat: Remat | None = remat, within: Space = space, **changes: Any) -> bool:
         changed = replace(request, **changes)

@@ -35,7 +35,7 @@ from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, probe
 from gpipe_bench.planner.request import Request
 
 MOST_SIZES = 4
-"""Of micro-batches that are timed; of more, those in the middle and the ends."""
+"""Most micro-batch sizes that are timed; if there are more, the smallest, the largest and some between."""
 ROUNDS = 12
 PROBE_S = 60.0
 
@@ -100,7 +100,7 @@ def timed(
 
 
 def sizes_worth(sizes: Sequence[int], request: Request) -> list[int]:
-    """Without those that only one micro-batch in a pipeline has, which keeps one worker busy at a time."""
+    """Returns the sizes that allow two micro-batches or more: one alone keeps one worker busy at a time."""
     if request.accelerators == 1:
         return sorted(sizes)
     return sorted(size for size in sizes if 2 * size <= request.batch_size) or sorted(sizes)
@@ -204,7 +204,7 @@ def measured(found: Sequence[Probed], where: str = "", profiles: Callable[..., A
 
 
 def _medians(samples: Iterable[tuple[Any, float]]) -> dict[Any, float]:
-    """Of the samples of each key."""
+    """Returns the median of the samples of each key."""
     found: dict[Any, list[float]] = defaultdict(list)
     for key, sample in samples:
         found[key].append(sample)
@@ -212,12 +212,12 @@ def _medians(samples: Iterable[tuple[Any, float]]) -> dict[Any, float]:
 
 
 def _by_kind(runs: Iterable[ProbeRun]) -> dict[str, float]:
-    """Of actions on all layers, seconds of each kind."""
+    """Returns the median seconds of each kind of action on all layers."""
     return _medians((action.kind, action.seconds) for run in runs for action in run.actions)
 
 
 def _by_stage(runs: Iterable[ProbeRun]) -> dict[str, tuple[float, ...]]:
-    """Of each kind, seconds of every stage."""
+    """Returns the median seconds of every stage, for each kind of action."""
     medians = _medians(((a.kind, a.stage), a.seconds) for run in runs for a in run.actions)
     stages = sorted({stage for _, stage in medians})
     kinds = dict.fromkeys(kind for kind, _ in medians)
@@ -251,8 +251,8 @@ def _adding_up(seconds: Sequence[float], together: float, stages: int, action: f
 
 
 def _link(messages: Iterable[tuple[float, float]], gap_s: float) -> Link:
-    """What a message takes: a latency, and a bandwidth where larger ones took longer. What its sender spends
-    on it is part of the gap between two actions already.
+    """Returns the link that explains the messages' times: a latency, and a bandwidth if larger messages took
+    longer. The sender's own time is already part of the gap between two actions.
     """
     points = sorted(_medians(messages).items())
     (small, short_s), (large, long_s) = points[0], points[-1]
@@ -278,7 +278,7 @@ def _sum_link(replicas: Sequence[ProbeRun], processes: int, num_bytes: float, st
 
 
 def _jitter(found: Sequence[Probed]) -> tuple[Run, ...]:
-    """Of every step with two stages, what its actions took over their medians, by process."""
+    """Returns how long the actions of each two-stage step took, relative to their medians, by process."""
     coarse = [{run.run: run for run in each.runs if run.way == "coarse"} for each in found]
     medians = [
         _medians(((run.size, a.kind, a.stage), a.seconds) for run in runs.values() for a in run.actions)

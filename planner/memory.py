@@ -33,12 +33,12 @@ from gpipe_bench.planner.candidate import WRAPPED, Grid, by_schedule
 
 Stages = tuple[range, ...]
 Known = dict[tuple[object, ...], StageMemory]
-"""By worker, what is recomputed, the numbers of stages and ties."""
+"""Peaks by worker, recomputation, the numbers of its stages and its ties."""
 
 
 class Footprints:
-    """Of the stages of one model at one micro-batch size. Stages are asked for by a number that those of the
-    same layers share which recompute the same inside.
+    """Memory of the stages of one model at one micro-batch size. Each stage has a number; stages of the same
+    layers with the same recomputation inside share one.
 
     `profile_of` gives the profiles with what blocks recompute inside, by its name.
     """
@@ -61,7 +61,7 @@ class Footprints:
         return number
 
     def _held(self, number: int, sharing: Sharing) -> HeldStage:
-        """What each process holds of a stage."""
+        """Returns the bytes that each process holds of a stage."""
         return shared_stage(self._whole(number), sharing)
 
     def _whole_of(self, number: int) -> StageBytes:
@@ -106,7 +106,7 @@ class Room:
         self._known: Known = {} if known is None else known
 
     def memory(self, worker: int, stages: Stages, remat: Sequence[str]) -> StageMemory:
-        """A worker with stages of these layers at its fullest."""
+        """Returns the peak of a worker with stages of these layers."""
         ties = self._ties(stages)
         numbers = tuple(map(self._footprints.number, stages, remat))
         key = (worker, tuple(remat), numbers, ties)
@@ -121,20 +121,20 @@ class Room:
     def counted(
         self, stages: Sequence[range], remat: Sequence[str], accelerated: bool
     ) -> tuple[StageMemory, ...]:
-        """All workers at their fullest, with what their messages take."""
+        """Returns each worker's peak, with its messages."""
         alone, more = self.alone(stages, remat), self._messages(stages, remat, accelerated)
         return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
 
     def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
-        """The same with one receive ahead."""
+        """Returns each worker's peak with one receive ahead."""
         return [
             self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
             for worker, mine in enumerate(self._rows.homes)
         ]
 
     def _messages(self, stages: Sequence[range], remat: Sequence[str], accelerated: bool) -> list[int]:
-        """What rings of buffers and messages on their way make of each worker's fullest moment, beyond what
-        `memory` counts, which may be less than nothing.
+        """Returns the bytes that ring buffers and messages on their way add to each worker's peak, beyond
+        those that `memory` counts. The number may be negative.
         """
         if self.schedule.num_workers == 1:
             return [0]
@@ -158,7 +158,7 @@ class Room:
         return self.memory(worker, stages, remat).peak <= cap
 
     def least_bytes(self) -> int:
-        """What the fullest worker holds between steps at least, however the model is cut: an equal share."""
+        """Lower bound of the fullest worker's bytes between steps, for any cut: an equal share."""
         return (self._between_steps[-1] - self._all_ties) // self.schedule.num_workers
 
     def floor(self) -> list[int]:
@@ -176,8 +176,8 @@ class Room:
         return [self._footprints.held(number, self._sharing) for number in numbers]
 
     def _with_graphs(self, worker: int, stages: Stages, remat: Sequence[str]) -> int:
-        """What several stages hold at least before their gradients are made: weights, state and the graphs of
-        those that recompute nothing. It takes no walk of the row for each choice of what is recomputed.
+        """Lower bound of the bytes of several stages before their gradients exist: weights, optimizer state,
+        and the graphs of stages that recompute nothing. It does not walk the schedule for each choice.
         """
         held = self._held(stages, remat)
         always = sum(
@@ -254,13 +254,13 @@ class Room:
         return max(found)
 
     def _beside(self, tie: SharedWeight) -> int:
-        """What of a tied weight is not there between steps, where one worker has it: all but one of each."""
+        """Bytes saved between steps where one worker has all layers of a tied weight: all copies but one."""
         size, rule = self._sharing.part(tie.num_bytes), self._rule
         copies = size + tie.trained * ((1 + rule.state) * size + 4 * rule.counts_steps)
         return copies * (len(tie.layers) - 1)
 
     def _ties(self, stages: Stages) -> tuple[SharedWeight, ...]:
-        """Those of which the worker has a layer, with its layers alone."""
+        """Returns the ties that include a layer of the worker, reduced to the worker's layers."""
         return tuple(
             replace(tie, layers=mine)
             for tie in self._every_tie

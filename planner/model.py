@@ -39,7 +39,7 @@ WANTED = (
     "example of a mini-batch"
 )
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What mixed precision multiplies in."""
+"""Dtypes in which mixed precision multiplies."""
 _aten: Any = torch.ops.aten
 PRODUCTS = [
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
@@ -47,9 +47,9 @@ PRODUCTS = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
 ]  # fmt: skip
-"""What a selective checkpoint keeps the results of; a script has their names."""
+"""Operations whose results a selective checkpoint keeps; a written script has their names."""
 DIVIDES = "a fifth value: a function of (layers, mesh) that divides the layers over a mesh's ranks, in place"
-"""What says how an own model is tensor parallel."""
+"""Description of the function that makes a user's own model tensor parallel."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Model:
         return self.source.called == "gpt2" and self.source.options is not None
 
     def ties_over(self, ranks: int) -> tuple[SharedWeight, ...]:
-        """What layers share on one of so many ranks: of GPT-2 its part of the words."""
+        """Weights that layers share on one of `ranks` tensor-parallel ranks: for GPT-2, some of the words."""
         if ranks == 1 or not self.by_megatron:
             return self.ties
         first: Any = self.layers[0]
@@ -168,7 +168,7 @@ class Model:
         return tuple(found)
 
     def in_half(self) -> Model:
-        """With everything in bfloat16, as is each copy of it."""
+        """Returns a copy of the model with everything in bfloat16."""
         layers = tuple(copy.deepcopy(nn.ModuleList(self.layers)).to(torch.bfloat16))
         inputs, target = self.of_microbatch(self.batch_size, torch.bfloat16)
         ties = shared_weights(layers)
@@ -183,7 +183,7 @@ class Model:
         return known and len(shape) > 1 and shape[1] % ranks == 0
 
     def of_microbatch(self, size: int, dtype: torch.dtype | None = None) -> tuple[Boundary, Boundary]:
-        """Inputs and target of one; floating-point inputs in that dtype."""
+        """Returns inputs and target of a micro-batch; floating-point inputs in that dtype."""
         inputs, target = (resized(each, size) for each in (self.inputs, self.target))
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in inputs.tensors]
@@ -200,13 +200,13 @@ class Model:
         remat: str = "never",
         sharded: bool = False,
     ) -> ModelProfile:
-        """Of a micro-batch of that many examples, layers that are alike once.
+        """Profiles the layers at one micro-batch size; layers that are alike are profiled once.
 
         Args:
             microbatch_size: examples.
             precision: one of `request.PRECISIONS`.
             split_backward: also the two halves of backwards.
-            tp: ranks that compute every layer together, of which this is what one has.
+            tp: ranks that compute every layer together; the profile is that of one of them.
             remat: what blocks recompute inside, one of `candidate.WRAPPED`, or anything else for nothing.
             sharded: parameters are gathered in 16 bits in mixed precision, where autocast would keep a copy
                 of them in each graph.
@@ -237,7 +237,7 @@ class Model:
     def divided_over(
         self, ranks: int, dtype: torch.dtype | None = None
     ) -> Iterator[Callable[[nn.Module], nn.Module] | None]:
-        """What a rank has of a layer, divided as in the script; of the ranks there is this one alone."""
+        """Yields a function that returns one rank's part of a layer, divided as in the written script."""
         if ranks == 1:
             yield None
             return
@@ -290,8 +290,8 @@ class Checkpointed(nn.Module):
 
 
 def _of_a_rank(layer: nn.Module, ranks: int, dtype: torch.dtype | None) -> nn.Module:
-    """What Megatron gives one rank of a layer of GPT-2: some heads and columns, some words; norms, residuals
-    and dropout are whole.
+    """Returns one rank's part of a GPT-2 layer as Megatron divides it: some heads and columns, some words.
+    Norms, residuals and dropout are whole.
     """
     if isinstance(layer, Checkpointed):
         return Checkpointed(_of_a_rank(layer.layer, ranks, dtype), layer.remat)
@@ -438,7 +438,7 @@ def _own(name: str) -> Model:
 
 
 def _layers(given: object) -> tuple[nn.Module, ...]:
-    """Of a sequence, or of a model that `pipeline.layers_of` knows; none of anything else."""
+    """Layers of a sequence, or of a model that `pipeline.layers_of` knows; empty for anything else."""
     if _is_foreign(given):
         return tuple(layers_of(given))  # type: ignore[arg-type]
     return tuple(given) if isinstance(given, (nn.Sequential, list, tuple)) else ()
@@ -481,7 +481,7 @@ class Subject:
         return list(layers), loss
 
     def batch(self, examples: int, device: str = "cpu") -> tuple[Any, Any]:
-        """Inputs and target of so many examples."""
+        """Returns inputs and target of that number of examples."""
         if self.options is not None:
             return example_batch(self.name, examples, device=device, **self.options)
         with torch.device(device):

@@ -1,4 +1,4 @@
-"""What a candidate takes: its real schedule laid out with the costs of its layers, and its workers' peaks.
+"""Predicts a candidate's step: its real schedule laid out with the costs of its layers, and workers' peaks.
 
 Layers add up to stages, an action costs a little more once, messages take the link, the gradients of
 replicas are summed as their buckets leave, and the optimizer ends the step. What a replay of medians leaves
@@ -28,7 +28,7 @@ from gpipe_bench.planner.costs import Costs, inside, kinds_of
 from gpipe_bench.planner.request import Request, Topology
 
 DRAWS = 64
-"""Steps of which the median is taken, where there is jitter."""
+"""Number of simulated steps whose median is the prediction, where there is jitter."""
 SEED = 1811
 
 
@@ -118,7 +118,7 @@ class Layout:
         return parts
 
     def _rest(self, slower: Sequence[float]) -> dict[str, Any]:
-        """What the replay is given beside the actions."""
+        """Returns the arguments of the replay other than the actions."""
         candidate, schedule = self.candidate, self.schedule
         worker = [slower[schedule.worker(stage)] for stage in range(schedule.num_stages)]
         ends = [span.stop - 1 for span in candidate.cut[:-1]]

@@ -1,4 +1,4 @@
-"""What processes do so that a model's costs are known: layers, messages, sums and shards, timed here.
+"""The measurements behind a model's costs: layers, messages, sums and shards, timed in several processes.
 
 All processes work at the same time, since layers are slower beside a busy neighbour. Round by round they take
 steps of three micro-batches of every size, in ways that together have every kind of action:
@@ -73,7 +73,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 class ProbeJob(NamedTuple):
-    """What is to be found out."""
+    """The costs to measure."""
 
     subject: Subject
     sizes: tuple[int, ...]  # of micro-batches
@@ -83,7 +83,7 @@ class ProbeJob(NamedTuple):
     device: str = "cpu"
     sharded: bool = True  # whether parameters may be divided, too (fsdp)
     budget_s: float = inf
-    shown: bool = False  # whether somebody is told how far it is
+    shown: bool = False  # whether progress is shown
 
 
 class Taken(NamedTuple):
@@ -122,7 +122,7 @@ class ProbeRun(NamedTuple):
 
 
 class Probed(NamedTuple):
-    """What one process found."""
+    """The measurements of one process."""
 
     runs: tuple[ProbeRun, ...]
     parameter_bytes: tuple[tuple[int, ...], ...]
@@ -196,21 +196,21 @@ class Bench:
         return pipeline, self.step(pipeline, size, number)
 
     def step(self, pipeline: Pipeline, size: int, number: int) -> Callable[[], object]:
-        """A step of it, with so many micro-batches of that size."""
+        """Returns a function that runs a step of `number` micro-batches of that size."""
         batch, target = self.job.subject.batch(size * number, str(self.device))
         return partial(pipeline.step, batch, target, self.loss)
 
     def reference(self) -> int:
-        """Takes the reference step, in all processes at once; its number."""
+        """Runs the reference step in all processes at once. Returns its number."""
         self.references.append(time_step(self._reference, self.layers, device=self.device))
         return len(self.references) - 1
 
     def speed(self, before: int, reference_s: float) -> float:
-        """How many times as long the reference took around what followed number `before`."""
+        """Mean time of reference `before` and the next reference, relative to `reference_s`."""
         return (self.references[before] + self.references[before + 1]) / 2 / reference_s
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What all processes bring, in their order."""
+        """Returns the `mine` of all processes, in their order."""
         if self.processes == 1:
             return [mine]
         found: list[Any] = [None] * self.processes
@@ -312,8 +312,8 @@ def _coarse(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[f
 
 
 def _whole(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[float]) -> Iterator[_Probe]:
-    """All layers in every process, or parts of all of them, where several processors are replicas of each
-    other.
+    """Yields probes with all layers, or a shard of all of them, in every process. The processes are replicas
+    of each other.
     """
     if bench.processes == 1 or bench.device.type != "cpu":
         return
@@ -336,13 +336,13 @@ def _whole(bench: Bench, sizes: Mapping[int, Sequence[float]], cost: Sequence[fl
 
 
 def sharded_over(processes: int, level: int, device_type: str = "cpu") -> dict[str, Any]:
-    """What a `Pipeline` is given where each process holds a part of everything; all must call."""
+    """Returns the `Pipeline` arguments that shard all parameters; every process must call it."""
     mesh = init_device_mesh(device_type, (processes, 1), mesh_dim_names=("fsdp", "pp"))
     return {"mesh": mesh, "zero": level}
 
 
 def _take(bench: Bench, each: _Probe) -> Step:
-    """One step, behind a reference."""
+    """Runs one step right after a reference measurement."""
     before = len(bench.references) - 1
     wall_s = time_step(each.step, each.trained.layers, device=bench.device)
     mine = each.pipeline.timeline.events
@@ -353,7 +353,7 @@ def _take(bench: Bench, each: _Probe) -> Step:
 
 
 def run_of(number: int, each: Any, step: Step, speed: float) -> ProbeRun:
-    """What a step has found, where all took `speed` times as long as usual."""
+    """Returns the timings of a step in which everything took `speed` times as long as usual."""
     schedule: Schedule = each.schedule
     kinds, events = kinds_of(schedule), list(step.mine)
     beyond_s = step.wall_s - (events[-1].end_s - events[0].start_s)

@@ -1,5 +1,5 @@
-"""What somebody who plans has: machines and the links between them, how the model is to be trained, and what
-a plan may choose (`Space`). One choice of all stands in `candidate`, with what it costs.
+"""The request for a plan: machines and the links between them, how the model is to be trained, and what
+a plan may choose (`Space`). The module `candidate` holds one choice of all, with its costs.
 
 "nvlink" and "infiniband" are generations of links; which one is meant follows from the accelerator. Ranks are
 counted as the plan's mesh has them, the pipeline outermost and tensor parallelism innermost:
@@ -30,18 +30,17 @@ PRECISIONS = ("float32", "bfloat16", "float16", "bfloat16-pure")
 autocast's; float16 has a scaled loss. Pure has everything in bfloat16, the optimizer's state too."""
 
 RING_REACHES = 0.8
-"""Of a link's bandwidth that a ring of large tensors reaches: 78 % on eight A100 over NVLink, 80 to 82 % on
-eight H200 (stas00/ml-engineering, network/README.md, revision 744d01e). Small tensors wait for the latency,
-too."""
+"""Share of a link's bandwidth that a ring of large tensors reaches: 78 % on eight A100 over NVLink, 80 to
+82 % on eight H200 (stas00/ml-engineering, network/README.md, revision 744d01e). Small tensors wait for the
+latency, too."""
 
 MEASURED = "measured"
 """The device type of a plan for the device that this machine has, on which the layers are timed."""
 
 RESERVED_BYTES = 3 * 2**29
-"""Of an accelerator, 1.5 GiB, for what a process holds beside tensors: the device's context and the kernels
-that are loaded (1 to 2 GB, 1.3 of them measured on a V100: Hugging Face, "Model training anatomy"),
-workspaces of products (32 MiB a stream on an H100) and buffers of collectives. Fragments of an allocator may
-be more.
+"""1.5 GiB of an accelerator for what a process holds beside tensors: the device's context and loaded kernels
+(1 to 2 GB, 1.3 of them measured on a V100: Hugging Face, "Model training anatomy"), workspaces of matrix
+products (32 MiB a stream on an H100) and buffers of collectives. The allocator's fragments may need more.
 """
 
 
@@ -117,14 +116,14 @@ class Request:
 
     @property
     def held_back_bytes(self) -> int:
-        """Of each accelerator, for what is no tensor."""
+        """Bytes of each accelerator that are reserved for what is no tensor."""
         if self.reserve_bytes is not None:
             return self.reserve_bytes
         return RESERVED_BYTES if self.accelerated else 0
 
     @property
     def gathered_share(self) -> float:
-        """Of a parameter's bytes, what is gathered of it."""
+        """Share of a parameter's bytes that a gather sends."""
         return 0.5 if self.precision in ("bfloat16", "float16") and not self.autocast else 1.0
 
     def gathers_half(self, fsdp: int) -> bool:
@@ -133,7 +132,7 @@ class Request:
 
     @property
     def usable_bytes(self) -> int:
-        """Of each accelerator, for tensors."""
+        """Bytes of each accelerator that tensors may use."""
         return self.memory_bytes - self.held_back_bytes
 
     @property
@@ -150,12 +149,12 @@ class Request:
 
     @property
     def per_host(self) -> int:
-        """Accelerators of one host."""
+        """Number of accelerators of one host."""
         return self.accelerators // self.hosts
 
 
 DIMENSIONS = ("pp", "dp", "fsdp", "tp")
-"""Of a plan's mesh, from the outermost."""
+"""Dimensions of a plan's mesh, from the outermost."""
 
 _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "nvlink": (
@@ -172,7 +171,7 @@ _GENERATIONS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     ),
     "ethernet": ((("",), "ethernet-25g"),),
 }  # fmt: skip
-"""By the first of an accelerator's names that fits; an empty one is that of all others."""
+"""Link generations by the first part of an accelerator's name that fits; an empty one fits all others."""
 
 
 def link_named(name: str, device_type: str = "") -> Link:
@@ -193,8 +192,7 @@ def link_named(name: str, device_type: str = "") -> Link:
 
 
 def link_within(device_type: str) -> Link:
-    """What is between the accelerators of a host where nobody says it: NVLink where the card has it, else
-    PCIe.
+    """Returns the default link between the accelerators of a host: NVLink where the card has it, else PCIe.
 
     `ValueError` for TPUs, whose interconnect is no preset.
     """
@@ -252,7 +250,7 @@ class Topology:
         return ", ".join([*found, *(f"{name} {self.ring(name).name}" for name in rings)])
 
     def _stride(self, name: str) -> int:
-        """From a rank to its neighbour along a dimension."""
+        """Distance from a rank to its neighbour along a dimension."""
         return prod(getattr(self.grid, each) for each in DIMENSIONS[DIMENSIONS.index(name) + 1 :])
 
     def _by_cards(self, link: Link, together: int) -> Link:
@@ -266,7 +264,7 @@ class Topology:
         return replace(link, name=f"{link.name} x {share:g}", bandwidth_bytes_per_s=rate)
 
     def _slowest(self, hops: Iterable[tuple[int, int]]) -> Link:
-        """Of the links between these ranks."""
+        """Returns the slowest of the links between these pairs of ranks."""
         near, far, per_host = self.request.link, self.request.between, self.request.per_host
         links = {near if far is None or a // per_host == b // per_host else far for a, b in hops}
         return min(links, key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s, link.name))
@@ -278,7 +276,7 @@ class Topology:
 # halves of backwards where parameters are sharded between actions.
 
 MOST_ACTIONS = 200_000
-"""Of a schedule; longer ones differ from shorter ones by their ends only."""
+"""Most actions of a schedule that is tried; longer schedules differ from shorter ones by their ends only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +317,7 @@ class Space:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, from 1 on."""
+    """Returns all divisors of a number, from 1 on."""
     low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*low, *(number // each for each in low)})
 
@@ -344,7 +342,7 @@ def grids(request: Request, space: Space) -> Iterator[Grid]:
 
 
 def ways(request: Request, space: Space, num_layers: int) -> Iterator[Way]:
-    """Every way to train that there is to look at."""
+    """Yields every way to train that the search looks at."""
     for grid in grids(request, space):
         share, rest = divmod(request.batch_size, grid.replicas)
         if rest or grid.pp > num_layers:

@@ -47,15 +47,15 @@ from gpipe_bench.planner.model import HALF, Checkpointed, Model
 from gpipe_bench.planner.request import Request
 
 MIDDLE = 0.8
-"""Of what single kernels reach at their best, in the prediction; its square at the slow end of the range."""
+"""Share of a single kernel's best rate that the prediction uses; the range's slow end uses its square."""
 BANDWIDTH = 0.92
-"""Of the memory's bandwidth that long vectors are taken to reach; no source was found to rely on."""
+"""Share of the memory bandwidth that long vectors reach: an assumption, no reliable source was found."""
 KERNEL_S = 3.2e-6
-"""From one kernel to the next where each has little to do."""
+"""Time from one kernel to the next where each kernel has little to do."""
 
 _aten: Any = torch.ops.aten
 _ROUNDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
-"""Of collectives, how often their whole tensor goes round."""
+"""How often a collective sends its whole tensor around the ring."""
 _UNMOVED = ("empty", "new_empty", "detach", "_unsafe_view", "lift_fresh")
 """Operations beside views, by how their names begin, that move no bytes."""
 
@@ -65,7 +65,7 @@ Copy = Callable[[nn.Module], nn.Module]
 
 
 class Operation(NamedTuple):
-    """What one operation does.
+    """The work of one operation.
 
     Args:
         flops: multiplications and additions
@@ -303,7 +303,7 @@ class _Notes(TorchDispatchMode):
         return output
 
     def _bytes(self, tensors: Iterable[Tensor]) -> dict[int, float]:
-        """Of each storage, its parts once."""
+        """Returns the bytes that the tensors use of each storage, at most the storage's size."""
         found: dict[int, float] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -314,13 +314,13 @@ class _Notes(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those among arguments or results, each once."""
+    """Returns the distinct tensors among arguments or results."""
     return list({id(each): each for each in tree_leaves(value) if isinstance(each, Tensor)}.values())
 
 
 def _flops(func: Any, args: Any, kwargs: Any, output: Any) -> float:
-    """Of fused attention, two products of all pairs of tokens forward and five backward, or half of them
-    where no token sees a later one; of other operations, what torch counts.
+    """Counts the floating-point operations. Fused attention has two products of all pairs of tokens forward
+    and five backward, half as many if it is causal; other operations have what torch counts.
     """
     packet = func._overloadpacket
     if "_scaled_dot_product" in func.__name__:
@@ -356,7 +356,7 @@ def _products(func: Any, args: Any, output: Any) -> tuple[tuple[int, int, int, i
 
 
 def _gradient_bytes(outputs: Boundary) -> int:
-    """What comes back for what a layer passes on."""
+    """Bytes of the gradients that come back for a layer's outputs."""
     positions = [place for place in outputs.distinct if outputs.tensors[place].requires_grad]
     return sum(outputs.tensors[place].num_bytes for place in positions)
 
@@ -386,7 +386,7 @@ def _kinds(layers: Sequence[Noted], device: Accelerator, *, fuses: bool) -> dict
 
 
 def seconds(operations: Sequence[Operation], device: Accelerator, *, fuses: bool = False) -> float:
-    """Of operations, one after the other."""
+    """Predicts the seconds of operations that run one after the other."""
     rates = (MIDDLE * device.reached * device.flops_per_s, MIDDLE * device.reached * device.half_flops_per_s)
     bandwidth = MIDDLE * BANDWIDTH * device.bytes_per_s
     operations = [each for each in operations if not each.sent]
@@ -397,7 +397,7 @@ def seconds(operations: Sequence[Operation], device: Accelerator, *, fuses: bool
 
 
 def fused(operations: Sequence[Operation]) -> Iterable[Operation]:
-    """One operation for all that follow each other without a product."""
+    """Merges operations that follow each other without a matrix product into one."""
     uses = {storage: place for place, each in enumerate(operations) for storage in each.reads}
     for has_product, run in groupby(enumerate(operations), key=lambda pair: pair[1].flops > 0):
         places, parts = zip(*run, strict=True)

@@ -4,7 +4,7 @@ A way takes about as long as its work divided evenly, and a pipeline that has to
 the order of that, and the search ends where it is above the last of the steps that are kept. Of each group of
 ways, such as those of one grid and schedule, the best is kept, and its cut improved at the end.
 
-Steps are those of `cuts`; whoever wants ranges, parts and jitter predicts the few that are found (`predict`).
+Step times are those of `cuts`; `predict` gives ranges, parts and jitter for the few ways that are found.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from gpipe_bench.planner.request import Request, Space, Topology, splits_some, w
 from gpipe_bench.planner.steps import LayerTimes, LongSteps, times_on
 
 KEPT = 8
-"""Ways that are kept; those that are printed are fewer."""
+"""Number of ways that are kept; fewer are printed."""
 ABOUT = 0.97
-"""Of what a way takes about, a step that none of its cuts goes below."""
+"""Share of a way's estimated step time that bounds the step times of all its cuts from below."""
 LOOKS = 60
-"""Cuts of a way that is kept, beyond the first."""
+"""Cuts that are tried for each kept way, beyond the first."""
 CUTS_ANEW = 4
-"""Cuts of a way until its messages fit, too; each leaves room for those of the one before."""
+"""Most cuts of a way until its messages fit, too; each cut leaves room for the messages of the last one."""
 _LATELY = 64
-"""Rows of long schedules that are remembered: many ways use them in turn, and all of them are too many."""
+"""Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ class Search:
         return None
 
     def _weights_bytes(self, way: Way) -> float:
-        """Of weights, gradients and the optimizer's state, what the fullest worker holds between steps at
-        least. It takes no profile.
+        """Lower bound of the weights, gradients and optimizer state on the fullest worker between steps.
+        It needs no profile.
         """
         sizes = sum(map(sum, self.costs.parameter_bytes))
         shared = sum(tie.num_bytes * (len(tie.layers) - 1) for tie in self.ties_over(1))
@@ -198,8 +198,8 @@ class Search:
         return held / (way.grid.pp * way.grid.fsdp * way.grid.tp)
 
     def remats(self, way: Way) -> tuple[str, ...]:
-        """What its stages may recompute, what takes least first. On one worker a stage's own recomputation
-        has nothing to wait for; where every pass gathers, R does so once more.
+        """Returns the recomputations that the way's stages may use, the fastest first. On one worker a whole
+        stage's recomputation overlaps no waiting; where every pass gathers, R gathers once more.
         """
         known = [each for each in self.space.remats if each in self.costs.at(way.microbatch_size).remats]
         if way.grid.pp == 1 and "blocks" in known:
@@ -221,19 +221,19 @@ class Search:
         return self._steps(way).makespan_s(takes, remat, messages)
 
     def schedule(self, way: Way) -> Schedule:
-        """Its rows without recomputation."""
+        """Returns the schedule of the way, without recomputation."""
         return self._rows(*_rows_key(way)).schedule
 
     def boundaries(self, way: Way) -> tuple[Link, ...]:
-        """What lies between its stages."""
+        """Returns the links between the way's stages."""
         return self._boundaries(way.grid, way.schedule, way.stages_per_worker)
 
     def times(self, way: Way) -> LayerTimes:
-        """What spans of layers take there."""
+        """Returns the times of the layers in this way."""
         return self._times(way.grid, way.microbatch_size, way.splits)
 
     def room(self, way: Way) -> Room:
-        """The memory of its workers."""
+        """Returns the memory model of the way's workers."""
         footprints = self._footprints(
             way.microbatch_size, self._halves, way.grid.tp, self.request.gathers_half(way.grid.fsdp)
         )
@@ -282,5 +282,5 @@ def _fits(
 
 
 def _rows_key(way: Way) -> tuple[str, int, int, int]:
-    """What the rows of its schedule depend on."""
+    """Returns the values on which the rows of the way's schedule depend."""
     return way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches

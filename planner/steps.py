@@ -50,7 +50,7 @@ class StageTimes(NamedTuple):
     gathers: tuple[Gather, ...] = ()
 
     def microbatch_s(self, remat: str) -> float:
-        """Of one micro-batch there and back."""
+        """Seconds of one micro-batch, forward and backward."""
         halves_s = self.inputs_s + self.weights_s
         back_s = min(self.backward_s, halves_s) if self.inputs_s else self.backward_s
         return self.forward_s + back_s + self.again_s * (remat in ("except_last", "always"))
@@ -89,7 +89,7 @@ class LayerTimes:
         return len(self.layers_s["F"])
 
     def stage(self, start: int, stop: int, remat: str = "never") -> StageTimes:
-        """Of layers start..stop - 1 that recompute so much."""
+        """Returns the times of a stage of layers start..stop - 1 with this recomputation."""
         key = (start, stop, remat if remat in WRAPPED else "never")
         if key not in self._stages:
             self._stages[key] = self._stage(*key)
@@ -112,7 +112,7 @@ class LayerTimes:
         return sums[stop] - sums[start] if sums else 0.0
 
     def work_s(self, start: int, stop: int) -> float:
-        """Of layers start..stop - 1 on one micro-batch at least, its backward whole or in halves."""
+        """Least seconds of layers start..stop - 1 on one micro-batch, with a whole or a split backward."""
         back_s = self._of("B", start, stop)
         if "I" in self._sums:
             back_s = min(back_s, self._of("I", start, stop) + self._of("W", start, stop))
@@ -284,8 +284,8 @@ class QuickSteps:
         return max(free)
 
     def _fetched(self, gathers: Sequence[tuple[Gather, ...]]) -> list[tuple[tuple[float, float], ...]]:
-        """By stage, after which share of its first forward it needs what comes when: each worker fetches from
-        the beginning of the step on, one after the other.
+        """Returns, for each stage, the share of its first forward after which each fetch is needed, and when
+        the fetch ends. Each worker fetches from the start of the step on, one after the other.
         """
         ends, found = [0.0] * self.schedule.num_workers, []
         for worker, each in zip(self._homes, gathers, strict=True):
@@ -311,13 +311,13 @@ class LongSteps:
         self._steps = [QuickSteps(rows(count), links) for count in counts]
 
     def makespan_s(self, *step: Any) -> float:
-        """As of `QuickSteps`."""
+        """Same as `QuickSteps.makespan_s`; for a long schedule, extrapolated from two shorter ones."""
         first, *more = (steps.makespan_s(*step) for steps in self._steps)
         return first + self._share * (more[0] - first) if more else first
 
 
 def _waiting(needs: Sequence[tuple[float, float]], start_s: float, takes_s: float) -> float:
-    """When an action that waits inside for what it needs would have begun if it did not wait."""
+    """Returns the start time at which an action would end at the same time without the waits inside it."""
     late_s = start_s
     for share, there_s in needs:
         late_s = max(late_s, there_s - share * takes_s)

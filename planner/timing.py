@@ -78,7 +78,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def boundary_bytes(layers: Sequence[nn.Module], microbatch: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a micro-batch behind each layer but the last: of distinct tensors, and of those with a gradient."""
+    """Bytes between each layer and the next: of distinct tensors, and of those that have a gradient."""
     ahead, back = list[int](), list[int]()
     was_training = [layer.training for layer in layers]
     try:

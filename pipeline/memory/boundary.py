@@ -52,8 +52,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What passes between two layers: a tensor, a tuple of tensors, or another pytree, whose structure
-    ``nested`` is: constants are in it, and the tensors are those that travel, each once.
+    """The value that passes between two layers: a tensor, a tuple of tensors, or another pytree. ``nested``
+    is the pytree's structure, with its constants; the tensors are those that travel, each once.
 
     ``same_as[i]`` is the first position that holds the same tensor as position i (AmoebaNet's stem passes one
     tensor twice); it travels and is kept once.
@@ -78,7 +78,7 @@ class Boundary:
         )
 
     def build(self, tensors: Sequence[Tensor]) -> Tree:
-        """What would cross with these tensors, one for each position."""
+        """Builds the value that crosses the boundary from these tensors, one for each position."""
         if self.nested is not None:
             return self.nested.build(tensors)
         return tuple(tensors) if self.is_tuple else tensors[0]

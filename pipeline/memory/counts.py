@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
     @property
     def alike(self) -> tuple[Kind, bool, int, int]:
-        """Equal where the action adds the same to what is there."""
+        """Key that is equal for steps whose actions add the same bytes."""
         return self.action.kind, self.recomputed, self.counts.after_backward, self.counts.after_inputs
 
 
@@ -62,7 +62,7 @@ class Moment(NamedTuple):
 
 
 class StageCounter:
-    """What a stage holds as its actions go by, one after another.
+    """Counts what a stage holds as its actions run one after another.
 
     ``receive_ahead`` is the number of messages of each direction that are received beyond the one in use;
     None where the caller counts what has arrived.
@@ -88,11 +88,11 @@ class StageCounter:
 
     @property
     def rest(self) -> Counts:
-        """What is held while another stage works."""
+        """Counts of what the stage holds while another stage works."""
         return self._counts(min(self._ahead, self._to_send_back) if self._after_inputs else 0)
 
     def take(self, action: Action) -> Step:
-        """What the next action finds."""
+        """Takes the next action and returns the counts that it finds."""
         kind, again = action.kind, action.microbatch in self._again
         if kind is Kind.F:
             self._to_receive -= 1

@@ -19,7 +19,7 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, derived
 
 @derived
 def _common_steps(schedule: Schedule, receive_ahead: int) -> tuple[Step, ...]:
-    """Of any stage of the schedule; a search asks for the same schedule, which is long, again and again."""
+    """Returns the steps that all stages of the schedule share; cached, since a search asks repeatedly."""
     patterns = {
         tuple((step.alike, step.counts) for step in steps(row, receive_ahead)) for row in schedule.actions
     }

@@ -62,17 +62,17 @@ class Sharing:
             raise ValueError(f"ZeRO level {self.level}; parameters are sharded at levels 2 and 3")
 
     def part(self, num_bytes: int) -> int:
-        """Of a tensor, what one process has."""
+        """Bytes that one process holds of a tensor of `num_bytes`."""
         return -(-num_bytes // self.shards)
 
     def gathered(self, num_bytes: int) -> int:
-        """Of parameters, what they take while they are whole."""
+        """Bytes that parameters of `num_bytes` take while they are gathered."""
         return int(self.gathered_share * num_bytes)
 
 
 @dataclass(frozen=True)
 class HeldStage:
-    """What a process holds of one stage, where others hold it, too.
+    """Bytes that one process holds of a stage that other processes hold as well.
 
     Args:
         step: in the actions of a step
@@ -88,12 +88,12 @@ class HeldStage:
 
 
 def held_stage(layers: Sequence[LayerProfile], loss: LayerProfile | None, sharing: Sharing) -> HeldStage:
-    """Of a stage's layers; ``loss`` is the loss of the last stage."""
+    """Returns what a process holds of a stage of these layers; ``loss`` is given for the last stage."""
     return shared_stage(stage_bytes(layers, loss), sharing)
 
 
 def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
-    """Of a stage whose bytes are known."""
+    """Returns what a process holds of a stage whose unshared bytes are known."""
     assert whole.trace is not None, "it is made of layers"
     if sharing.shards > 1:
         each = _Layers(whole.trace, sharing)
@@ -104,7 +104,7 @@ def shared_stage(whole: StageBytes, sharing: Sharing) -> HeldStage:
 
 
 class _Layers:
-    """Of a stage's layers, the bytes of their parameters and passes; the loss counts to the last layer."""
+    """Bytes of the parameters and passes of a stage's layers; the loss counts to the last layer."""
 
     def __init__(self, trace: StageTrace, sharing: Sharing) -> None:
         self.sharing = sharing
@@ -190,12 +190,12 @@ def _gathered_once(whole: StageBytes, each: _Layers) -> HeldStage:
     )
 
     def first(found: Sequence[LayerBytes], moment: Bytes) -> int:
-        """A layer's message is there until it is copied, and of the layers behind it nothing else."""
+        """Bytes that the first forward holds beyond `moment`, while a layer's gathered message is copied."""
         most = max(one.before + own for one, own in zip(found, parameters, strict=True))
         return max(most - moment.total, 0)
 
     def last(found: Sequence[LayerBytes], moment: Bytes) -> int:
-        """Of the layers that are through, scattered gradients, and their messages until B ends."""
+        """Bytes that the last backward holds beyond `moment`; messages with gradients stay until B ends."""
         most, gone, message = 0, 0, 0
         for layer in range(len(parameters) - 1, -1, -1):
             most = max(most, found[layer].fullest.total - gone + message)

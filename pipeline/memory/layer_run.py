@@ -75,7 +75,7 @@ class LayerRun:
         return self._trace(backward, gradients)
 
     def halves(self, whole: Trace) -> SplitTrace:
-        """The same with I and W in the place of the backward, whose trace is ``whole`` where it has none.
+        """Traces the layer with I and W instead of a backward; ``whole`` is the trace of the whole backward.
 
         The graph is split as a stage does it, and W's operations are taken one by one, each alone, so that
         their costs can be added up in any company.
@@ -97,7 +97,7 @@ class LayerRun:
             trace = self._trace(backward, set())
             self._delivered.clear()
             exits.clear()
-            # By now nobody else holds what waits in these lists, which are emptied.
+            # Nothing else refers to the work in these lists by now; `_deferred` empties them.
             singles = []
             while waiting.single:
                 singles.append(_deferred(log, [waiting.single.pop()], [], is_single=True))
@@ -155,7 +155,7 @@ class LayerRun:
         return root
 
     def _events(self) -> tuple[int, ...]:
-        """What has happened since the forward."""
+        """Returns the events since the forward."""
         hidden = self._hidden
         return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
 
@@ -251,7 +251,7 @@ def _moved(buffers: Mapping[tuple[str, str], tuple[nn.Module, State]]) -> dict[s
 
 
 def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[BufferRole, ...]:
-    """Of the layer's buffers, each once, in their order; ``moved`` are those that change."""
+    """Returns the roles of the layer's distinct buffers, in order; ``moved`` has those that change."""
     statistics = Statistics([layer]).modules
     left = {path for path, module in layer.named_modules() if module in statistics}
     names: dict[int, list[str]] = {}
@@ -273,7 +273,7 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
 def _deferred(
     log: EventLog, waiting: list[Waiting], done: list[tuple[GradientEdge, Tensor]], *, is_single: bool
 ) -> Deferred:
-    """What W does of an operation, or at its end of all the rest, on fake tensors; empties both lists."""
+    """Runs W's work on fake tensors: one operation, or at the end all the rest. Empties both lists."""
     before = log.alive
     log.events.clear()
     gradients = [gradient for each in waiting for gradient in each.gradients()]

@@ -53,7 +53,7 @@ class Optimizer:
         return OPTIMIZERS[name]
 
     def state_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Bytes that it keeps of parameters of these sizes."""
+        """Bytes that the optimizer keeps for parameters of these sizes."""
         return self.state * sum(sizes) + 4 * len(sizes) * self.counts_steps
 
     def update_bytes(self, sizes: tuple[int, ...]) -> int:
@@ -94,7 +94,7 @@ class StageMemory:
 
     @property
     def working_set(self) -> int:
-        """What comes and goes in a step: the paper's "activation memory" without gradients of parameters."""
+        """Bytes that come and go in a step: the paper's "activation memory" without parameter gradients."""
         return self.boundary + self.activations + self.transients
 
 
@@ -196,14 +196,14 @@ class Placed:
         self._held: dict[Counts, int] = {}
 
     def bytes(self, counts: Counts) -> int:
-        """What it holds while another stage of its worker works; what an action `adds` comes on top."""
+        """Bytes of the stage while another stage of its worker works; an action `adds` to them."""
         found = self._held.get(counts)
         if found is None:
             found = self._held[counts] = self._fixed_bytes + sum(map(mul, counts, self._sizes))
         return found
 
     def parts(self, counts: Counts) -> Parts:
-        """The same by category."""
+        """Same as `bytes`, by category."""
         times = zip(counts, self._per_count, strict=True)
         return _sum([self._fixed, *[[count * each for each in parts] for count, parts in times]])
 
@@ -215,8 +215,8 @@ class Placed:
         return _sum([self._fixed, Parts(buffers=buffers, gradients=gradients, transients=temporaries)])
 
     def adds(self, step: Step) -> tuple[int, Parts]:
-        """What an action adds to what is there, in all and by category; ValueError where the profiles know of
-        no halves.
+        """Returns the bytes that an action adds, in total and by category. ValueError for a split backward
+        without profiles of it.
         """
         kind = step.action.kind
         if self._halves is None and (kind in (Kind.I, Kind.W) or step.counts.halves):
@@ -243,7 +243,7 @@ class Placed:
         return self._own[step.alike]
 
     def _fullest(self, step: Step) -> Bytes:
-        """What the layers hold in an action."""
+        """Returns the peak memory of the layers in an action."""
         stage, halves, counts, kind = self._stage, self._halves, step.counts, step.action.kind
         if kind is Kind.F:
             return stage.free if step.recomputed else stage.forward
@@ -268,7 +268,7 @@ def _sum(all_parts: Iterable[Sequence[int]]) -> Parts:
 
 
 class Worker:
-    """All stages of a worker where they stand.
+    """The memory of all stages of a worker.
 
     Args:
         stages: in the actions of a step.
@@ -296,7 +296,7 @@ class Worker:
         return found + sum([stages[stage].bytes(counts) for stage, counts in moment.others])
 
     def memory(self, moment: Moment, more: int = 0) -> StageMemory:
-        """The same by category, and so many bytes more."""
+        """Same as `bytes`, by category, with `more` bytes added."""
         step, stages = moment.step, self._stages
         others = [stages[stage].parts(counts) for stage, counts in moment.others]
         placed = stages[step.action.stage]
@@ -305,14 +305,14 @@ class Worker:
         return replace(found, transients=found.transients + self._messages_bytes(moment) + more)
 
     def _messages_bytes(self, moment: Moment) -> int:
-        """Of messages that wait, and of those that have not left."""
+        """Bytes of messages that wait to be used, and of sent messages that have not left yet."""
         found = moment.sent_bytes
         for (stage, is_gradient), count in moment.waiting:
             found += count * self._stages[stage].message_bytes[is_gradient]
         return found
 
     def fullest(self, moments: Iterable[Moment], more: int = 0) -> StageMemory:
-        """Its fullest moment, the first one of equals; actions hold so many bytes more."""
+        """Returns the worker's fullest moment, the first among equals; actions hold `more` bytes on top."""
         found, best = self.update(), None
         most = found.peak
         for moment in moments:

@@ -45,7 +45,7 @@ from gpipe_bench.pipeline.stage.portals import Carried, declarations
 from gpipe_bench.pipeline.stage.trees import Tree, change, tensors_of
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""Of the activations, for `autocast`; parameters, gradients and optimizer state stay float32."""
+"""Dtypes of activations for `autocast`; parameters, gradients and optimizer state stay float32."""
 
 
 class ModelProfile(NamedTuple):
@@ -56,7 +56,7 @@ class ModelProfile(NamedTuple):
 
     @property
     def num_parameters(self) -> int:
-        """Of all layers."""
+        """Number of parameters of all layers."""
         return sum(layer.num_parameters for layer in self.layers)
 
 
@@ -360,7 +360,7 @@ class FakeTensors(FakeTensorMode):
 
 ATTENTIONS = ("cpu", "math", "efficient", "flash")
 _MOST_CHANNELS = 256
-"""Of a head in the flash kernel."""
+"""Largest number of channels of a head in the flash kernel."""
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
 
 @dataclass(frozen=True)
 class Bytes:
-    """What one action of one micro-batch holds at its fullest, beyond the boundary inputs of the stage."""
+    """Peak memory of one action of one micro-batch, without the boundary inputs of the stage."""
 
     activations: int = 0  # bytes held by the graph
     gradients: int = 0  # bytes of parameter gradients that appeared in this action
@@ -48,7 +48,7 @@ class Bytes:
         return self.activations + self.gradients + self.transients
 
     def without(self, num_bytes: int) -> Bytes:
-        """The same where so many bytes of what passes are held elsewhere."""
+        """Returns the same peak with `num_bytes` of its transients held elsewhere."""
         return replace(self, transients=self.transients - num_bytes)
 
 
@@ -80,13 +80,13 @@ class StageBytes:
 
     @property
     def messages(self) -> MessageBytes:
-        """What it sends and receives over processes."""
+        """Bytes that the stage sends to and receives from other processes."""
         return MessageBytes() if self.trace is None else self.trace.messages
 
 
 class MessageBytes(NamedTuple):
-    """What a stage sends and receives of one micro-batch where each worker is a process of its own. What is
-    sent stays until its sender has waited for it, which may be longer than the stage needs it.
+    """Bytes that a stage sends and receives of one micro-batch where each worker is a process. A sent tensor
+    stays until its sender has waited for it, which may be longer than the stage needs it.
     """
 
     sent_bytes: int = 0  # of what F makes for the next stage, without what the stage was given itself
@@ -146,7 +146,7 @@ class LayerBytes(NamedTuple):
 
 
 def _fullest(layers: Iterable[LayerBytes]) -> Bytes:
-    """Of all layers, the first one of equals."""
+    """Returns the fullest moment of all layers, the first one among equals."""
     return max([each.fullest for each in layers], key=lambda moment: moment.total)
 
 
@@ -291,7 +291,7 @@ class StageTrace:
 
     @cached_property
     def messages(self) -> MessageBytes:
-        """What the stage sends and receives over processes."""
+        """Bytes that the stage sends to and receives from other processes."""
         if self.has_loss:
             return MessageBytes(sent_back_bytes=self.sent_back_bytes)
         last = self.layers[-1].first
@@ -306,16 +306,16 @@ class StageTrace:
 
 
 _Name = tuple[Any, ...]
-"""Of a storage that only a backward knows: by layer and number there, or come from the next stage."""
+"""Name of a storage that only a backward knows: its layer and number, or that the next stage sent it."""
 _Gradient = tuple[_Name, int]
-"""With its bytes."""
+"""Name of a gradient's storage, and its bytes."""
 _RECEIVED = "from the next stage"
 _FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
-"""Which trace of a layer: a B that makes gradients of parameters, a later one, I."""
+"""The traces of a layer: a B that makes the gradients of parameters, a later B, and I."""
 
 
 class _WaitingPart(NamedTuple):
-    """What `Deferred` says, with its storages by their names in the stage."""
+    """A `Deferred` whose storages have their names in the stage."""
 
     costs: Deferred
     releases: frozenset[_Name]
@@ -324,7 +324,7 @@ class _WaitingPart(NamedTuple):
 
 
 class _Left:
-    """What I leaves for W: its parts, in the order in which W takes them, and sizes of what waits."""
+    """Work that I leaves to W: its parts, in the order in which W takes them, and their storages' sizes."""
 
     def __init__(self, layers: Sequence[LayerProfile]) -> None:
         self._halves = [layer.halves for layer in layers if layer.halves is not None]
@@ -333,7 +333,7 @@ class _Left:
 
     @classmethod
     def of(cls, layers: Sequence[LayerProfile]) -> _Left | None:
-        """None where the profiles say nothing of halves, or I does all of a backward."""
+        """None where the profiles have no split backward, or where I does the whole backward."""
         if all(layer.halves is not None and not layer.halves.whole for layer in layers):
             return cls(layers)
         return None
@@ -345,8 +345,8 @@ class _Left:
         known: Mapping[int | None, _Gradient | None],
         sizes: Mapping[int, int],
     ) -> dict[_Name, int]:
-        """What layer `index` leaves, given the `names` of the storages at its ends, their `sizes` and the
-        gradients that it was given (`known`); returns the gradients that are held for it.
+        """Adds the work that layer `index` leaves to W. `names` are the storages at its ends, with `sizes`;
+        `known` are the gradients that it was given. Returns the gradients that are held for this work.
         """
         of, held, halves = dict[int, _Name](), dict[_Name, int](), self._halves[index]
         trace = halves.inputs
@@ -372,7 +372,7 @@ class _Left:
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """What a stage holds in I, in W and in between, for one micro-batch."""
+    """Bytes that a stage holds in I, in W and in between, for one micro-batch."""
 
     whole: bool = False  # I does all of a backward, and W has nothing to do
     inputs: Bytes = Bytes()  # I
@@ -385,7 +385,7 @@ class Halves:
 
     @classmethod
     def of(cls, trace: StageTrace) -> Halves | None:
-        """None where the profiles say nothing of them."""
+        """None where the profiles have no split backward."""
         if any(layer.halves is None for layer in trace.layers):
             return None
         left = _Left.of(trace.layers)
@@ -414,7 +414,7 @@ class Halves:
 
     @cached_property
     def apart(self) -> Halves:
-        """The same where the gradients of the stage's outputs come into memory that is there anyway."""
+        """Returns the bytes where received gradients of the stage's outputs need no memory of their own."""
         if self.whole:
             return self
         sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in self.sizes.items()}
@@ -461,7 +461,7 @@ class _WeightsPass:
             self.fullest = Bytes(self._live, self._made, self._results + extra)
 
     def _kept(self) -> frozenset[_Name]:
-        """What is a gradient that is yet to be added."""
+        """Returns the storages of gradients that are yet to be added."""
         return frozenset[_Name]().union(*[each.keeps for each in self._group])
 
     def _release(self, parts: Sequence[_WaitingPart]) -> None:

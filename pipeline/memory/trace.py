@@ -111,7 +111,7 @@ class Received(NamedTuple):
 
     storage: int  # equal for outputs that got the same
     num_bytes: int
-    is_held: bool  # whoever started autograd holds it until the end
+    is_held: bool  # the caller of autograd holds it until the end
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ class SplitTrace:
 
     @property
     def parts(self) -> tuple[Deferred, ...]:
-        """All that waits for W."""
+        """All operations that wait for W."""
         return self.deferred if self.last is None else (*self.deferred, self.last)
 
 
 class BufferRole(Enum):
-    """What a recomputation copies of a buffer (gpipe_bench.pipeline.stage.buffers)."""
+    """How a recomputation treats a buffer (gpipe_bench.pipeline.stage.buffers)."""
 
     STATISTICS = "left to batch normalization"
     CHANGING = "changes in a forward, in place"

@@ -97,7 +97,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """What a rank has of a tensor that others have parts of, or that a collective has not finished yet."""
+    """Returns this rank's tensor inside a tensor that is sharded or that a collective has not finished."""
     while hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
@@ -119,7 +119,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class LiveMemory(StorageWatch):
-    """Live and peak bytes by owner. The owner of a storage is whoever was running when it was created.
+    """Live and peak bytes by owner. The owner of a storage is the one that ran when it was created.
 
         memory = LiveMemory()
         with memory:

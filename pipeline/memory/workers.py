@@ -9,7 +9,7 @@ Where each worker is a process of its own, messages take memory by the rules tha
                 while the sender's graph holds it, too, so without recomputation that is an upper estimate
 
 Counted is what a worker's device holds. Between CPUs of one host the buffers lie in memory that two processes
-map; that is counted with the worker that receives, who made it, and with nobody else.
+map. They are counted with the receiving worker, which made them, and with no other.
 
 Profiles are of layers by themselves, so each counts a weight that several layers share as its own. There is
 one weight, one state of the optimizer, and when the optimizer steps one gradient; in a step a gradient of
@@ -87,8 +87,8 @@ def pipeline_memory(
 def bytes_of_stages(
     layers: Sequence[LayerProfile], loss: LayerProfile, stages: Sequence[range]
 ) -> tuple[StageBytes, ...]:
-    """What each stage holds of a micro-batch where ``layers`` are cut into ``stages``; equal stages are added
-    up once.
+    """Returns the bytes of a micro-batch on each stage where ``layers`` are cut into ``stages``; equal stages
+    are computed once.
     """
     last = len(stages) - 1
     known: dict[tuple[int, ...], StageBytes] = {}
@@ -225,7 +225,7 @@ def fullest_moment(
     is_first: bool,
     receive_ahead: int = 0,
 ) -> StageMemory:
-    """The same from the `counts.steps` of its actions, which stages of one schedule share."""
+    """Same as `stage_memory`, from the `counts.steps` of the actions, which stages of one schedule share."""
     placed = Placed(
         stage,
         Optimizer.named(optimizer),

@@ -49,7 +49,7 @@ class Replicas:
         return [found.to(mine.device) for found in self.share(mine.cpu())]
 
     def share(self, mine: T) -> list[T]:
-        """What every replica brings, a picklable object, in the order of their ranks; all must call."""
+        """Returns the picklable objects `mine` of all replicas, in rank order; every replica must call it."""
         if self._of_objects is None:
             self._of_objects = ObjectCollectives(
                 self.connect("objects", accelerated=False), self.rank, self.size
@@ -65,7 +65,7 @@ class Replicas:
         return self._connections[-1]
 
     def bounded(self, call: Callable[[], T]) -> T:
-        """What `call` returns, which waits for other replicas as long as their connections allow."""
+        """Returns the result of `call`, which waits for other replicas no longer than the timeout."""
         try:
             return call()
         except PeerError as error:
@@ -76,11 +76,11 @@ class Replicas:
             raise missing(error) from error
 
     def on(self, device: torch.device) -> None:
-        """The sums are of tensors on an accelerator: what it waits for is watched from now on."""
+        """Watches the waits of accelerator `device` from now on; the sums are of tensors on it."""
         self.detector.device_waits.begin(partial(devices.mark, device))
 
     def wait(self, work: Transit) -> None:
-        """Until what was begun may be used; on an accelerator by what is enqueued afterwards."""
+        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
         with self.detector.device_waits.waiting(None, None):
             self.bounded(work.wait)
 
@@ -102,18 +102,18 @@ class Collectives:
         return self.replicas.bounded(lambda: self._connection.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def gather(self, number: int) -> list[int]:
-        """What each replica brings, of 63 bits; waits for all of them."""
+        """Returns each replica's `number`, of at most 63 bits; waits for all replicas."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.replicas.size)]
         mine = torch.tensor([number])
         self.wait(self.replicas.bounded(lambda: self._connection.backend.allgather([found], [mine])))
         return [int(each) for each in found]
 
     def wait(self, work: Transit) -> None:
-        """Until it may be used; on an accelerator by what is enqueued afterwards."""
+        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
         self.replicas.wait(work)
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all replicas the values of the first one's tensors, in place; waits for them."""
+        """Copies the values of the first replica's tensors to all replicas, in place, and waits."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         there = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
@@ -168,13 +168,13 @@ class FlatBucket:
         self.empty()
 
     def empty(self) -> None:
-        """Lets go of its memory."""
+        """Releases the bucket's memory."""
         self.views: list[Tensor] = []
         self.marks = torch.empty(0)
 
     def fill(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Copies them into new memory, zeros for one that is missing; all of it, as real numbers, which is
-        what collectives add.
+        """Copies the tensors into new memory, zeros for a missing one. Returns the whole memory as real
+        numbers, which is what collectives add.
         """
         memory = torch.empty(self._num_elements + len(tensors), dtype=self._dtype, device=self._device)
         self._divide(memory)
@@ -188,7 +188,7 @@ class FlatBucket:
         return torch.view_as_real(memory) if memory.is_complex() else memory
 
     def take(self, numbers: Tensor) -> None:
-        """Has from now on what has been filled elsewhere."""
+        """Uses `numbers`, memory that was filled elsewhere, as the bucket's memory."""
         self._divide(torch.view_as_complex(numbers) if self._dtype.is_complex else numbers)
 
     def _divide(self, memory: Tensor) -> None:

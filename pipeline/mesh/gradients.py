@@ -121,14 +121,14 @@ def _together(parts: Tensor, norm_type: float) -> Tensor:
 
 
 class Gathering(Protocol):
-    """What a scaler needs of its pipeline."""
+    """The part of a pipeline that a gradient scaler uses."""
 
     @property
     def group(self) -> object:
         """The processes that have a part of it; None where there is but this one."""
 
     def gather(self, mine: bool) -> list[bool]:
-        """What every rank brings."""
+        """Returns the `mine` of every rank."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -146,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
         self._pipeline = pipeline
 
     def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; None for a rank that has nothing to train, which takes part in the decision."""
+        """Does what torch's does. A rank without trainable parameters passes None and joins the decision."""
         if optimizer is not None:
             return super().step(optimizer, *args, **kwargs)
         if self._enabled and not self._per_optimizer_states[id(None)]["found_inf_per_device"]:
@@ -154,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
         return None
 
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """As torch's; None as in `step`."""
+        """Does what torch's does. A rank without trainable parameters passes None."""
         super().unscale_(optimizer)  # type: ignore[arg-type]
 
     def _unscale_grads_(
@@ -164,7 +164,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """What every way to a decision goes through: whether an infinite gradient was found, by device."""
+        """Returns, by device, whether any rank found an infinite gradient; `step` and `unscale_` use it."""
         found: dict[torch.device, Tensor] = {}
         if optimizer is not None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -93,12 +93,12 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Pipelines that take shares of the batch."""
+        """Number of pipelines that take shares of the batch."""
         return self.size("dp") * self.size("fsdp")
 
     @property
     def replica(self) -> int:
-        """Which of them this process belongs to; processes along `tp` belong to the same."""
+        """Index of the replica of this process; processes along `tp` belong to the same replica."""
         found = 0
         for name, size in self._sizes.items():
             if name in _BATCH:
@@ -149,9 +149,9 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
 
 
 def watch_over(grid: Grid, detector: FailureDetector, timeout_s: float) -> None:
-    """What is done in the groups of the mesh is bounded by the timeout from now on, and they are closed when
-    the pipeline fails: its own messages go other ways. Its making does nothing in them, so that a mesh
-    outlives a pipeline that cannot be made.
+    """From now on the timeout bounds every collective in the groups of the mesh, and the groups are closed
+    when the pipeline fails. The pipeline's own messages do not use the groups, nor does its construction, so
+    a mesh outlives a pipeline that cannot be built.
     """
     groups = [grid.group(name) for name in NAMES if name != "pp" and grid.size(name) > 1]
     groups += [grid.batch_group] if grid.batch_group not in groups else []

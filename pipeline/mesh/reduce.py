@@ -79,9 +79,9 @@ class DataParallel:
                 divided.agree_by(self._of_hosts)
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
-        """All replicas begin with the first one's parameters and buffers.
+        """Copies the first replica's parameters and buffers to all replicas.
 
-        `ValueError` where a replica has other ones, or another plan of what is done with them.
+        `ValueError` if a replica's parameters, buffers or plan for them differ.
         """
         if self._collectives is None:
             return
@@ -93,9 +93,9 @@ class DataParallel:
             self._collectives.copy_from_first([local(value) for _, value in values])
 
     def _go_on_alike(self) -> None:
-        """The same for parameters that have come since, be it in a layer or with a loss that is a module.
+        """Copies the first replica's new parameters, added to a layer or to a loss module, to all replicas.
 
-        `ValueError` where the replicas have other ones, or where two stages would both sum one.
+        `ValueError` if the replicas' new parameters differ, or if two stages would sum the same parameter.
         """
         now = [parameter for stage in self._stages for parameter in stage.parameters]
         if len(now) == len(self._alike) and all(map(is_, now, self._alike)):
@@ -121,7 +121,7 @@ class DataParallel:
         self._alike = now
 
     def reduction(self, stage: Stage) -> Reduction:
-        """What joins the gradients of a stage of this process."""
+        """Returns the reduction that joins the gradients of a stage of this process."""
         found: Reduction | None
         if self._divided is not None:
             found = self._divided.reduction(stage, self._buckets)
@@ -163,7 +163,7 @@ class DataParallel:
         return tuple([length / sum(lengths) for length in lengths])
 
     def finish(self, loss: Tensor) -> Tensor:
-        """All actions of a training step are taken: waits for the gradients; the loss over all replicas."""
+        """Waits for the gradients after a training step's last action. Returns the loss of all replicas."""
         collectives = self._collectives
         if collectives is not None:
             loss = loss.clone()
@@ -200,8 +200,8 @@ def data_parallel_of(
     bucket_bytes: int | None,
     divided: Divided | None = None,
 ) -> DataParallel | None:
-    """What replicas do together on a grid, whose failures the `detector` knows; None if there is one pipeline
-    alone, with all its parameters where they are used.
+    """Returns the work that replicas do together on a grid; `detector` knows the grid's failures. None if
+    there is a single pipeline that divides no parameters.
     """
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
@@ -338,7 +338,7 @@ class Buckets(Reduction):
         self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.positions}
 
     def _came_in(self, position: int, _: Tensor) -> None:
-        """As a hook of a parameter: its gradient is there."""
+        """Hook of a parameter, called when the parameter's gradient is complete."""
         self._seen.append(position)
         if self._times is None:
             return
@@ -464,11 +464,11 @@ class Divided:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
     def agree_by(self, collectives: Collectives) -> None:
-        """All replicas of a stage can tell each other by these what they are about to do."""
+        """Sets the collectives by which the replicas of a stage compare what they are about to do."""
         self._collectives = collectives
 
     def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
-        """What joins the gradients of a stage; `sums` makes what sums over replicas."""
+        """Returns the reduction that joins a stage's gradients; `sums` makes the reduction over replicas."""
         found: Reduction
         if self._sharding is not None:
             found = self._sharding.Shards(stage, self._zero, self._grid, self._collectives)

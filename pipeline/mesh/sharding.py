@@ -24,7 +24,7 @@ What is alive of a layer with P bytes of parameters among n holders (shards are 
                               P / n that becomes the gradient
 
 torch matches collectives by their order alone. A replica that leaves a layer out, or has gradients of other
-parameters, would get the numbers of another layer or parameter, or wait, and nobody would say why. So before
+parameters, would get the numbers of another layer or parameter, or wait, without an error. So before
 each collective the replicas tell each other what they are about to do (`Announcer`), and refuse what is not
 the same.
 
@@ -165,7 +165,7 @@ class Shards(Reduction):
 
 
 class Announcer:
-    """What the replicas of a stage are about to do, told each other before they do it."""
+    """Lets the replicas of a stage compare what they are about to do before they do it."""
 
     def __init__(self, stage: int, collectives: Collectives) -> None:
         self._stage, self._collectives = stage, collectives
@@ -222,18 +222,18 @@ class _Sharded:
         self.module.set_reshard_after_backward(finishes, recurse=False)
 
     def conclude(self) -> None:
-        """As a last backward does for layers that it did not pass through; nothing where it did."""
+        """Finishes the last backward for layers that the backward did not pass through, else does nothing."""
         self.finishes(finishes=True)
         self._state._root_post_backward_final_callback()
         if not self._has_summed:  # torch sums nothing where there are no gradients
             self.sums()
 
     def gathers(self) -> None:
-        """Its parameters are about to be fetched."""
+        """Announces that the module's parameters are about to be fetched."""
         self._announcer.announce(f"fetches the parameters of {self._name}")
 
     def sums(self) -> None:
-        """Its gradients are about to be summed."""
+        """Announces that the module's gradients are about to be summed."""
         names, self._has_summed = ", ".join(sorted(self._with_gradient)) or "no parameter", True
         self._with_gradient.clear()
         self._announcer.announce(f"sums the gradients of {names} of {self._name}")
@@ -247,7 +247,7 @@ class _Sharded:
             self.module.reshard()
 
     def _look(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Before the layer runs, when its parameters are there: learns which of them get a gradient."""
+        """Runs before the layer, once the parameters are gathered: notes which ones get a gradient."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
@@ -321,7 +321,7 @@ class _HiddenHooks:
             self._strides = [leaf.stride() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
     def enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Runs behind it."""
+        """Runs after torch's hook."""
         if not self._strides:
             return inputs
         strides = iter(self._strides)
@@ -347,8 +347,8 @@ def _as_no_view(leaf: Any) -> Any:
 
 
 class _NoView(torch.autograd.Function):
-    """The same tensor, in the same memory, but for autograd none of its views; with these strides, which may
-    differ from its own where that means nothing.
+    """Returns the same tensor in the same memory, but autograd does not see a view of it. The strides are
+    given; they may differ from the tensor's own in dimensions where strides have no effect.
     """
 
     @staticmethod

@@ -119,7 +119,7 @@ def _number(module: nn.Module, names: Iterable[str]) -> tuple[str, int | None]:
 
 
 class DividedStage(Stage):
-    """A stage whose layers are divided: what it sends is there, and plain, whatever its layers gave."""
+    """A stage with divided layers. It sends plain tensors that are complete, whatever its layers returned."""
 
     def forward(self, m: int, received: Message | None, graph: bool) -> Message | Tensor | None:
         message = super().forward(m, received, graph)
@@ -176,7 +176,7 @@ class Layouts(Reduction):
         self._replicas.after(kind, m, last=last)
 
     def finish(self) -> None:
-        """Waits for the replicas, and sums what is a part of a sum; all processes along `tp` call."""
+        """Waits for the replicas, and sums partial gradients; all processes along `tp` must call it."""
         self._replicas.finish()
         for parameter in self._parameters:
             gradient = parameter.grad

@@ -95,7 +95,7 @@ def _named(batch: Value | Mapping[str, Tensor], inputs: Sequence[str]) -> dict[s
 
 
 def _parted(value: Value) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Activations, and what is passed on."""
+    """Returns the activations, and the tensors passed on beside them."""
     return (value, ()) if isinstance(value, Tensor) else (value[0], value[1:])
 
 
@@ -146,7 +146,7 @@ class _Block(Part):
 
 
 class _Causal(_Block):
-    """One that is blind to what comes later, and to what the mask has 0 for."""
+    """A block whose attention ignores later tokens, and tokens for which the mask has 0."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, str], config: object) -> None:
         super().__init__(model, modules, partial(_causal, config, _masks().create_causal_mask))
@@ -217,7 +217,7 @@ class _LlamaEmbedding(_Embedding):
 
 
 class _LlamaBlock(_Causal):
-    """Turns its positions into rotations itself: they take no time beside it, and need not travel."""
+    """Computes its rotary embeddings itself: this takes little time, and they need not travel."""
 
     def attend(self, hidden: Tensor, mask: Any) -> Any:
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
@@ -246,7 +246,7 @@ def _bert(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
 
 
 class _BertHead(Part):
-    """What follows the last block."""
+    """The part of a BERT model that follows the last block."""
 
     def __init__(self, model: Any, modules: dict[str, str]) -> None:
         super().__init__(model, modules)

@@ -53,8 +53,8 @@ class Part(nn.Module):
 
 
 class OwnLayers(nn.Module):
-    """What `layers_of` and `split` return: layers to give to a `Pipeline`, or to run one after the other
-    by calling this; by hand somebody has to carry what goes past layers, their portals.
+    """The layers that `layers_of` and `split` return. Give them to a `Pipeline`, or call this module to run
+    them one after the other. Running them by hand requires passing the portals, values that skip layers.
 
     `state_dict`, `parameters` and so on are the model's, which shares its modules with the layers. `len`,
     iteration and indexing are over the layers.
@@ -94,11 +94,11 @@ class OwnLayers(nn.Module):
         return list(self._parts.values())[index]
 
     def names(self) -> tuple[str, ...]:
-        """What the layers are called, for messages."""
+        """Names of the layers, for messages."""
         return tuple(self._parts)
 
     def forward(self, value: Any) -> Any:
-        """The layers one after the other."""
+        """Runs the layers one after the other."""
         return run_through(tuple(self), value)
 
     def train(self, mode: bool = True) -> OwnLayers:
@@ -138,14 +138,14 @@ class OwnLayers(nn.Module):
 
 
 def follow(parts: Sequence[Part], tree: nn.Module) -> None:
-    """Parts whose tree was moved or loaded hold what it holds."""
+    """Makes the parts hold the tensors of `tree` after it was moved or loaded."""
     for part in parts:
         for name in part.held():
             part.hold(tree, name)
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by all of their names: one that is tied has several."""
+    """Yields parameters and buffers by all of their names; a tied one has several."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

@@ -66,7 +66,7 @@ def split(
 
 
 def _around(model: nn.Module, at: Sequence[str]) -> set[str]:
-    """The names of all that contains one of these modules."""
+    """Returns the names of all modules that contain one of the modules `at`."""
     if isinstance(at, str) or not at or len(set(at)) < len(at):
         raise ValueError(f"at is {at!r}; give names of modules, each once")
     known = dict(model.named_modules())
@@ -196,7 +196,7 @@ class _Cut:
         return pieces
 
     def _needed(self, piece: int) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What a piece uses of those before it: tensors that must come, and what it can work out again."""
+        """Returns what a piece needs of earlier pieces: tensors to receive, and nodes to compute again."""
         tensors: set[fx.Node] = set()
         again: set[fx.Node] = set()
         todo = [source for node in self._own[piece] for source in node.all_input_nodes]
@@ -287,7 +287,7 @@ class _Slot(int):
 
 
 class _TracedStep(NamedTuple):
-    """What is called, with what, and which slots are empty then."""
+    """One call of a traced forward: the callee, its arguments, and the slots that are freed afterwards."""
 
     kind: str  # as fx calls it: call_module, call_function, call_method or get_attr
     target: Any

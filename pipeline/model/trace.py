@@ -70,7 +70,7 @@ def trace(model: nn.Module, inputs: Sequence[str], opened: Collection[str] | Non
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in a mode; if it is in the other one, all of it."""
+    """Sets all modules of the model to a mode, unless the model is in it; restores the modes at the end."""
     modes = [(module, module.training) for module in model.modules()]
     if model.training is not training:
         model.train(training)
@@ -234,7 +234,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 class _BufferState(NamedTuple):
-    """A buffer at one moment."""
+    """The state of a buffer at one moment."""
 
     tensor: Tensor
     version: int

@@ -19,9 +19,9 @@ first, so if one run ends, every run does. `_run` lets all workers that can take
 round; where none can, the rings on a circle of waits get a buffer more.
 
 **On accelerators** a receive over NCCL is a kernel that spins on the device until the sender's kernel is
-there. Whoever waits for the whole device meanwhile (an allocator that gives memory back, a `synchronize` of
-the user's) waits for the message too; that never ends if the message needs what this worker's host, which
-stands in the wait, has yet to enqueue. The same run says when that is impossible: a message that is made in
+there. A wait for the whole device meanwhile (an allocator that gives memory back, a `synchronize` of the
+user's) waits for the message too. It never ends if the message needs work that this worker's host, which is
+in the wait, has yet to enqueue. The same run says when that is impossible: a message that is made in
 round r depends on earlier rounds alone, so its receive is posted behind this worker's actions of earlier
 rounds. A send is such a kernel as well: there a worker may go on in the run only when the receives of all
 that it has sent are posted, so that no send ever waits for a later action of its own sender. Two workers that
@@ -63,11 +63,11 @@ SENDS_ON_THE_WAY = 2
 # Receives ahead without a backward, when nothing is kept.
 FORWARDS_AHEAD = 2
 SMALL_BYTES = 2**18
-"""Messages on their way, in one direction, whose memory does not matter."""
+"""Total bytes of messages on their way, in one direction, whose memory does not matter."""
 
 
 class Edge(NamedTuple):
-    """From one stage to another. Those of the chain have the numbers of their sources and no names."""
+    """An edge from one stage to another. Edges of the chain have their source's number and no names."""
 
     number: int
     source: int
@@ -76,9 +76,9 @@ class Edge(NamedTuple):
 
 
 Direction = tuple[int, bool]
-"""The number of an edge, and whether gradients go back or activations there."""
+"""The number of an edge, and whether gradients go back (True) or activations forward (False)."""
 Rounds = dict[Action, int]
-"""When actions are taken, if every action takes a round and all that can be taken are."""
+"""The round of each action, if every action takes one round and begins as soon as it can."""
 
 
 class Ring(NamedTuple):
@@ -111,7 +111,7 @@ class Rings(NamedTuple):
     ahead: int = FORWARDS_AHEAD
 
     def of(self, largest_bytes: int, small_bytes: int = SMALL_BYTES) -> Ring:
-        """The one to use where no message takes more than `largest_bytes`."""
+        """Returns the ring to use where no message takes more than `largest_bytes`."""
         return self.small if largest_bytes * self.small.num_slots <= small_bytes else self.tight
 
 
@@ -227,7 +227,7 @@ def _queues(
 ) -> list[_Queue]:
     """All messages between workers that actions of these kinds make. A sender goes on when at most
     `SENDS_ON_THE_WAY` of the chain are without a buffer, and any number of portals; where it is one of the
-    `strict` workers, when none is. Forwards alone of several stages for each worker hold up nobody else.
+    `strict` workers, when none is. Forwards alone of several stages for each worker hold up no other worker.
     """
     bounded = SENDS_ON_THE_WAY if len(kinds) > 1 or not schedule.placement else None
     found = []
@@ -289,8 +289,8 @@ def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
 
 
 def _forwards_ahead(schedule: Schedule, portals: tuple[Edge, ...]) -> tuple[dict[Direction, int], Rounds]:
-    """The same of a pass of forwards alone between accelerators, in which what is received is copied out of
-    its buffer when its action begins.
+    """Returns the buffers and rounds of a pass of forwards alone between accelerators. In such a pass a
+    received tensor is copied out of its buffer when its action begins.
     """
     frees: dict[Action, list[Direction]] = {}
     slots: dict[Direction, int] = {}
@@ -406,8 +406,8 @@ def _run(
 
 
 def _after(schedule: Schedule, messages: Sequence[Transfer], rounds: Rounds) -> tuple[int, ...]:
-    """By micro-batch, the calls that the receiver has made when it has taken its actions of the rounds before
-    that of the message.
+    """Returns, by micro-batch, the number of calls that the receiver has made after its actions of the rounds
+    before the message's round.
     """
     worker = schedule.worker(messages[0].target.stage)
     row = [action for action in schedule.actions[worker] if action in rounds]

@@ -89,7 +89,7 @@ def _check_numbers(what: str, found: Collection[int]) -> None:
 
 
 def _actions(cell: str) -> list[Action]:
-    """Those that a cell holds: none, one, or the parts of a pair."""
+    """Returns the actions that a cell holds: none, one, or the parts of a pair."""
     cell = cell.strip()
     if not cell or _LOWERED.fullmatch(cell):
         return []

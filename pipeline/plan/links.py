@@ -49,7 +49,7 @@ class Link:
 FREE = Link("free", source="by definition: messages take no time")
 
 Between = Link | Callable[[int, int], Link]
-"""What lies between workers: the same between any two, or what the function says of one and another."""
+"""Links between workers: one `Link` for every pair, or a function of two workers that returns a `Link`."""
 
 _NVLINK = (
     "NVIDIA's architecture whitepapers: {links} links of {rate} GB/s per direction between two devices "
@@ -107,8 +107,8 @@ _LEAST_BYTES = 2**20
 
 
 def bucket_bytes_of(gradient_bytes: float) -> float:
-    """What a bucket holds if nobody says: `BUCKET_BYTES`, or less for a stage that has not several times as
-    much, so that most of its gradients leave before its last backward is over.
+    """Default bytes of a bucket: `BUCKET_BYTES`, or less for a stage that has fewer than several times as
+    many, so that most of its gradients leave before its last backward is over.
     """
     return min(BUCKET_BYTES, max(_LEAST_BYTES, gradient_bytes / _FEWEST_BUCKETS))
 
@@ -152,7 +152,7 @@ class Gather:
 
 
 def _check(what: str, share: float, action: str, takes_s: float) -> None:
-    """`what` says of whom, and what it is after that share of the action: "a bucket is ready"."""
+    """Checks a share of an action and a duration. `what` is for the message, such as "a bucket is ready"."""
     if not 0 <= share <= 1:
         raise ValueError(f"{what} after {share} of the {action}; give 0 to 1")
     if not takes_s >= 0:

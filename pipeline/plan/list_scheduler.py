@@ -26,7 +26,7 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be scheduled, and what it takes.
+    """The actions to schedule, and their durations.
 
     Args:
         placement: the worker of each stage.
@@ -49,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a worker prefers, and how far it may go.
+    """The preferences of a worker, and its limits.
 
     Args:
         alive: for each worker, the most graphs of its stages that may be alive, from F (or R, where the

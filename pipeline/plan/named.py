@@ -1,6 +1,6 @@
 """All named schedules by their names, as functions of the numbers of workers and micro-batches.
 
-Those of workers with one stage each, and those whose stages go round the workers in a loop, are made here,
+Schedules with one stage per worker, and those whose stages go round the workers in a loop, are made here,
 those in a V in `vee`. With v stages each, a worker waits v times less for its first and its last micro-batch
 than with one stage of the same layers: the bubble is (W - 1)(F + B) / v for W workers. The price is v times
 as many messages. Nobody waits for the gradients of the weights, so where the backward is split (arXiv
@@ -229,7 +229,7 @@ def _schedule(
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
-"""Those that give a worker one stage and do not split the backward, which every experiment can run."""
+"""Schedules with one stage per worker and a whole backward, which every experiment can run."""
 
 
 class Named(NamedTuple):

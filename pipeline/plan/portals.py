@@ -21,7 +21,7 @@ from gpipe_bench.pipeline.plan.edges import Edge
 
 
 class Declared(NamedTuple):
-    """What one layer says: the names that it stashes, and those that it pops."""
+    """The portal names that one layer stashes, and those that it pops."""
 
     stashes: tuple[str, ...] = ()
     pops: tuple[str, ...] = ()

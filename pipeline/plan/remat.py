@@ -73,7 +73,7 @@ def in_one_form(remat: Remat) -> Remat:
 
 
 def to_text(remat: Remat) -> str:
-    """As one word, which `from_text` reads: `always,except_last,never`."""
+    """Writes `remat` as one word that `from_text` reads, such as `always,except_last,never`."""
     return remat if isinstance(remat, str) else ",".join(remat)
 
 

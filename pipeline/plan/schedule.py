@@ -106,7 +106,7 @@ class Schedule:
 
     @cached_property
     def facts(self) -> dict[Any, Any]:
-        """What functions have found about the schedule (`derived`)."""
+        """Results of functions of the schedule (`derived`), cached."""
         return {}
 
     @property
@@ -175,8 +175,8 @@ Derive = TypeVar("Derive", bound=Callable[..., Any])
 
 
 def derived(function: Derive) -> Derive:
-    """Keeps what `function` finds about a schedule with the schedule, as long as that lives. Nobody may
-    change it; further arguments must be hashable.
+    """Caches what `function` returns for a schedule, in the schedule itself. The result must not be changed;
+    further arguments must be hashable.
     """
 
     @wraps(function)
@@ -266,7 +266,7 @@ def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
     """Every message of a step, in the order in which the receiving workers need them.
 
     Derived from the rows, never written by hand. A worker that holds both stages sends it to itself. Raises
-    ValueError for an action whose gradient nobody sends.
+    ValueError for an action whose gradient no action sends.
     """
     gradient_source = {
         (action.stage, action.microbatch): action for action in schedule if action.kind in (Kind.B, Kind.I)
@@ -349,7 +349,7 @@ class Walk:
         return action is not None and self._done.issuperset(self._needs[action])
 
     def missing(self, worker: int) -> Action | None:
-        """What the next action of `worker` needs and is not done, the first if there are several."""
+        """Returns the first unfinished action that the next action of `worker` needs, or None."""
         action = self.next[worker]
         if action is not None:
             for need in self._needs[action]:
@@ -365,7 +365,7 @@ class Walk:
         return action
 
     def finish(self, action: Action) -> None:
-        """What waits for it need not wait any longer."""
+        """Marks the action as finished; actions that need it may begin."""
         self._done.add(action)
 
     def stopped(self) -> ValueError:

@@ -225,7 +225,7 @@ class _Simulation:
         self.queues_s: dict[tuple[int, int], list[float]] = {}
         self._join(activation_bytes, gradient_bytes, early_recompute, portals)
         self.collectives = self._gathered(gathers)
-        # Of the first forward of a stage: the share at which it needs what was fetched when.
+        # For the first forward of a stage: the share after which it needs each fetch, and the fetch's end.
         self.fetched: dict[Action, list[tuple[float, float]]] = {}
         for stage, fetched in enumerate(gathers):
             first = next((action for action in schedule.row(stage) if action.kind is Kind.F), None)
@@ -371,7 +371,7 @@ class _Simulation:
             self.collectives.append(Span(f"reduce {number}", stage.index, start_s, worker.reduced_s))
 
     def _gathered(self, gathers: Sequence[Sequence[Gather]]) -> list[Span]:
-        """What the stages fetch from the beginning of the step on, one after the other on each worker."""
+        """Lays out the stages' parameter fetches from the start of the step, in sequence on each worker."""
         found = []
         for worker in self.workers if gathers else ():
             end_s: float = 0

@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What takes time in a step beside its actions: work of a stage ("setup", "update"), a message
+    """Anything else in a step that takes time: work of a stage ("setup", "update"), a message
     ("0F1->1") on its way from `stage`, or one of its collectives ("gather 0", "reduce 0"), in seconds from
     the start of the step.
     """
@@ -143,7 +143,7 @@ class Timeline:
         return _live(self.of_stage(stage))
 
     def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
-        """The same of all stages of a worker together: each of its graphs counts one."""
+        """Same as `live_activations` for all stages of a worker together: each graph counts as one."""
         return _live(self.of_worker(worker))
 
     def to_chrome(self) -> dict[str, Any]:

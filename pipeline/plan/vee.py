@@ -186,13 +186,13 @@ class _Row:
         return self._number[stage, kind]
 
     def take(self, stage: int, *kinds: Kind) -> None:
-        """The next micro-batch of each kind; left out if there are not that many."""
+        """Adds the next micro-batch of each kind; adds nothing after the last micro-batch."""
         for kind in kinds:
             self._put(Action(stage, kind, self._number[stage, kind]))
             self._number[stage, kind] += 1
 
     def back(self, stage: int, *, halved: bool = False) -> None:
-        """The next backward, whole or the first half, after which the second waits for `weights`."""
+        """Adds the next backward: a whole one, or I, after which W waits for `weights`."""
         microbatch = self._number[stage, B]
         self._number[stage, B] += 1
         self._put(Action(stage, I if halved else B, microbatch))
@@ -200,7 +200,7 @@ class _Row:
             self._weights.append(Action(stage, W, microbatch))
 
     def weights(self, most: int) -> None:
-        """The first of the second halves that wait, at most so many."""
+        """Adds the first W that wait, at most `most` of them."""
         for _ in range(min(most, len(self._weights))):
             self._put(self._weights.popleft())
 

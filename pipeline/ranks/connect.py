@@ -1,5 +1,5 @@
-"""What connects the ranks of a pipeline: opened before the first step, in the same order on every rank, and
-ended with the last.
+"""The connections between the ranks of a pipeline: opened before the first step, in the same order on every
+rank, and closed after the last step.
 
 A pipeline ends in one of three ways. A failure closes the connections of every rank at once
 (`ranks.failure`). Closing it in good order waits for the device first, because a message that was sent leaves
@@ -60,13 +60,13 @@ class Network:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def store(self, timeout_s: float) -> Store:
-        """Keys for one more pipeline."""
+        """Returns a connected store with keys for one more pipeline."""
         store = Store(self._group)
         store.connect(timeout_s)
         return store
 
     def part(self, store: Store) -> Store:
-        """Of the keys of a grid, those for the pipeline of these processes."""
+        """Returns the part of the grid's store that the pipeline of these processes uses."""
         return store.part(self._group)
 
     def is_accelerated(self, device: torch.device) -> bool:
@@ -74,7 +74,7 @@ class Network:
         return devices.is_accelerator(device)
 
     def identity(self, device: torch.device) -> str:
-        """Equal on two ranks only if they use one piece of hardware."""
+        """Returns a text that is equal on two ranks only if they use one piece of hardware."""
         return devices.identity(device)
 
     def synchronize(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Network:
         devices.synchronize(device)
 
     def mark(self, device: torch.device) -> Any:
-        """What the device reaches when it has done what it was given: asked by `query()`."""
+        """Returns an event that the device reaches when it has done its work so far; `query()` tells."""
         return devices.mark(device)
 
     def backend(self, store: Store, name: str, *, accelerated: bool, timeout_s: float) -> Any:
@@ -92,8 +92,8 @@ class Network:
     def bounded(
         self, device: torch.device, call: Callable[[], T], limit_s: float, given_up: Callable[[], bool]
     ) -> T:
-        """What `call` returns or raises, in a thread for which `device` is the current one; `TimeoutError`
-        if it does neither within `limit_s` or if it is `given_up`.
+        """Runs `call` in a thread with `device` as the current one, and returns or raises what it does.
+        `TimeoutError` if it takes longer than `limit_s` or if `given_up()` is true.
         """
 
         def on_device() -> T:
@@ -109,7 +109,7 @@ def network_of(group: dist.ProcessGroup | Network) -> Network:
 
 
 def detector_of(network: Network, timeout_s: float) -> FailureDetector:
-    """What is known of failures among the ranks of a pipeline alone."""
+    """Returns a failure detector for the ranks of a single pipeline."""
     ranks, store = range(network.size), network.store(timeout_s)
     return FailureDetector(store, network.rank, ranks, now=network.now, sleep=network.sleep)
 
@@ -154,7 +154,7 @@ class Session:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the buffers in memory shared with other processes; the first connection has all neighbours."""
+        """Size of the buffers in shared memory. Only the first connection has them, for all neighbours."""
         return self._connections[0].shared_bytes if self._connections else 0
 
     def synchronize(self) -> None:
@@ -173,9 +173,9 @@ class Session:
             raise RuntimeError("this pipeline is closed; build a new one on every rank")
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
-        """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows.
+        """Ends everything because of an error on any rank. Returns what happened, as far as any rank knows.
 
-        What is closed has ended: what is asked of it afterwards concerns nobody else.
+        A closed session has ended: an error after that stays on this rank.
         """
         if self._closed:
             return self.detector.failure(action, error)
@@ -392,7 +392,7 @@ def neighbours(
 
 
 def network_id() -> str:
-    """Equal for two processes only if they see the same local sockets: one kernel, one network namespace."""
+    """Returns a text that is equal for two processes only if they share a kernel and a network namespace."""
     namespace = Path("/proc/self/ns/net")
     return f"{machine_id()} {namespace.readlink() if namespace.is_symlink() else ''}"
 
@@ -477,7 +477,7 @@ def peers(schedule: Schedule, rank: int, portals: Sequence[Edge] = ()) -> set[in
 
 
 class Route(NamedTuple):
-    """From whom a rank learns something, None where it has it, and whom it tells."""
+    """The rank that tells a rank something, None if it knows already, and the ranks that it tells."""
 
     source: int | None
     targets: tuple[int, ...]
@@ -494,7 +494,7 @@ def loss_chain(schedule: Schedule) -> tuple[int, ...]:
 
 
 def loss_route(schedule: Schedule, rank: int, *, accelerated: bool) -> Route:
-    """The part of `rank` in telling the loss."""
+    """Returns the route of the loss at `rank`."""
     chain = loss_chain(schedule)
     if accelerated:
         return along(chain, rank)
@@ -502,6 +502,6 @@ def loss_route(schedule: Schedule, rank: int, *, accelerated: bool) -> Route:
 
 
 def along(chain: Sequence[int], rank: int) -> Route:
-    """The part of `rank` in what each rank of a chain tells the next."""
+    """Returns the route at `rank` where each rank of a chain tells the next."""
     position = chain.index(rank)
     return Route(chain[position - 1] if position else None, tuple(chain[position + 1 : position + 2]))

@@ -12,7 +12,7 @@ says what it is about, and an object; what does not fit follows. Some receives o
     the loss           where hosts wait for messages
 
 Outside of steps all ranks of a group find out small things together, rarely (`ObjectCollectives`): whether
-everybody builds the same, what happened when, and sums of weights that ranks share. torch's collectives wait
+all ranks build the same, what happened when, and sums of weights that ranks share. torch's collectives wait
 as long as the user's process group says, half an hour by default, and cannot say for whom. Here each rank
 waits for every other one by itself, so that an error names the one that is missing.
 """
@@ -42,7 +42,7 @@ from gpipe_bench.pipeline.stage.trees import Message
 
 _FRAME = TensorSpec((1024,), (1,), torch.uint8)
 _LENGTH_BYTES = 8
-# Frames that may come before anybody reads one, from each rank; each takes a page of shared memory.
+# Frames that may come from each rank before one is read; each frame takes a page of shared memory.
 FRAMES_AHEAD = 2
 _FRAME_TAG, _REST_TAG, _TENSORS_TAG = 0, 1, 2
 _SHARED = "shared"  # the key of what all layers share
@@ -52,7 +52,7 @@ _CPU = torch.device("cpu")
 
 
 class Agreement:
-    """What is known of the messages of one kind of step. Micro-batches of one size have one spec."""
+    """Shapes of the messages of one kind of step. Micro-batches of one size have one spec."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.lengths = lengths  # examples in each micro-batch
@@ -84,12 +84,12 @@ class Agreements:
         return self._found[number] if number < len(self._found) else None
 
     def add(self, agreement: Agreement) -> Agreement:
-        """A new one, with the next number."""
+        """Adds an agreement, which gets the next number."""
         self._found.append(agreement)
         return agreement
 
     def forget(self) -> None:
-        """Forgets all of them, on every rank alike."""
+        """Forgets all agreements, on every rank alike."""
         self._found.clear()
         self._numbers.clear()
 
@@ -105,7 +105,7 @@ class Control:
         self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
 
     def expect(self, source: int, count: int = FRAMES_AHEAD) -> None:
-        """Lets so many frames come from rank `source` before anybody asks for them."""
+        """Lets this many frames come from rank `source` before they are asked for."""
         posted, free = self._posted.setdefault(source, deque()), self._free.setdefault(source, [])
         missing = count - len(posted) - len(free)
         if missing > 0:
@@ -160,8 +160,8 @@ class Control:
     def pass_on(
         self, message: Message | None, before: int | None, behind: int | None, *, bounded: bool
     ) -> Message:
-        """What all layers share in a step: rank `before` has sent it, or this is the first rank, which brings
-        it; sends it to rank `behind`. `bounded` as in `Sender.send`.
+        """Passes the arguments that all layers share in a step to rank `behind` and returns them. They come
+        from rank `before`, or from `message` on the first rank. `bounded` as in `Sender.send`.
         """
         if message is None:
             assert before is not None
@@ -228,7 +228,7 @@ class ObjectCollectives:
         self.rank, self.size = rank, size
 
     def gather(self, mine: T) -> list[T]:
-        """What every rank brings, by rank; all must call."""
+        """Returns the `mine` of every rank, in rank order; every rank must call it."""
         data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         length = torch.tensor([len(data)])
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -307,7 +307,7 @@ def gather_timeline(
 
 
 def _clock_offset_ns(collectives: ObjectCollectives) -> int:
-    """What to add to this rank's clock to get rank 0's: the middle of the quickest of some round trips.
+    """Offset from this rank's clock to rank 0's: the middle of the quickest of some round trips.
 
     Processes on one machine have one clock.
     """

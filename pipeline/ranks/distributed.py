@@ -191,7 +191,7 @@ class PointToPoint:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the buffers that messages come into, where these are memory that two processes map."""
+        """Size of the receive buffers that lie in memory shared by two processes."""
         return self._session.shared_bytes
 
     # A step
@@ -273,7 +273,7 @@ class PointToPoint:
             self._go_on(self._progress)
 
     def receive(self, edge: Edge, microbatch: int) -> Message:
-        """What the stage where an edge begins has sent."""
+        """Returns the message of the stage where the edge begins."""
         direction = edge.number, False
         receiver = self._receivers.get(direction)
         if receiver is None:
@@ -418,7 +418,7 @@ class PointToPoint:
 
     @contextmanager
     def collectives_of_all(self) -> Iterator[ObjectCollectives]:
-        """The same for all processes of the job."""
+        """Same as `collectives`, but for all processes of the job."""
         detector = self._session.detector
         with self.collectives():
             try:

@@ -52,14 +52,14 @@ _OPERATORS = "torch._ops"
 
 T = TypeVar("T")
 Watch = Callable[[Callable[[], bool], float], Callable[[], None]]
-"""Takes what to call until it is true, and the seconds between two calls; gives how to end that earlier."""
+"""Function that calls its argument every so many seconds until it is true; returns a function to stop it."""
 
 
 class FailureDetector:
-    """What one process knows of failures among the processes that end together, and tells them of its own.
+    """Knows the failures among processes that end together, and reports those of this process to the others.
 
     For a pipeline alone these are its ranks. On a grid they are those of all its pipelines, because these
-    wait for each other once a step; everybody then has its number in the job. Others than the pipeline may
+    wait for each other once a step; each rank then has its number in the job. Code outside the pipeline may
     use the groups of a mesh in the middle of an action (`fully_shard`, tensor-parallel layers). So these
     groups wait no longer than the pipeline does, and are closed with it.
 
@@ -124,8 +124,8 @@ class FailureDetector:
             raise error.numbered(self.ranks) from error
 
     def bounded(self, call: Callable[[], T], timeout_s: float) -> T:
-        """What `call` returns, in which torch connects processes and would wait for as long as the user's
-        process group says. `PeerError` if it takes longer than the timeout, or if a rank has failed.
+        """Returns the result of `call`, in which torch connects processes and would wait as long as the
+        user's process group says. `PeerError` if it takes longer than the timeout, or if a rank has failed.
         """
         try:
             return bounded(call, timeout_s, self.store.has_failed)
@@ -134,7 +134,7 @@ class FailureDetector:
             raise PeerError(None, None, what, timed_out=True) from error
 
     def object_collectives(self, timeout_s: float) -> ObjectCollectives:
-        """For what all do at the same time, rarely; all must call. The first time it connects them."""
+        """Returns collectives for rare work of all ranks together; all must call. The first call connects."""
         if self._of_all is None:
             rank, size = self.ranks.index(self.rank), len(self.ranks)
             connected = backend(self.store, rank, size, name="all", accelerated=False, timeout_s=timeout_s)
@@ -144,7 +144,7 @@ class FailureDetector:
         return self._of_all[1]
 
     def watch_over(self, groups: Iterable[dist.ProcessGroup], device_type: str, timeout_s: float) -> None:
-        """Bounds every wait in these groups from now on, and closes them with the rest."""
+        """Bounds every wait in these groups from now on, and closes the groups if a rank fails."""
         for group in groups:
             for kind in dict.fromkeys(("cpu", device_type)):
                 with suppress(RuntimeError):  # a group need not have a backend for each
@@ -159,7 +159,7 @@ class FailureDetector:
     # A failure
 
     def peer_error(self, error: BaseException) -> PeerError | StoreError | None:
-        """What an error says of other ranks: that one is missing; None if it is this rank's own."""
+        """Returns the error if it reports a missing rank, None if it is this rank's own failure."""
         if isinstance(error, PeerError | StoreError):
             return error
         return peer_error_of(error) if self.is_grid else None
@@ -169,11 +169,11 @@ class FailureDetector:
         return ActionError(action, cause, rank, self._coordinates(rank) if rank in self.ranks else "")
 
     def failure(self, action: Action | None, error: BaseException) -> ActionError:
-        """That of this rank."""
+        """Returns the error that reports `error` as a failure of this rank."""
         return self.error(action, summary(error), self.rank)
 
     def end(self, action: Action | None, error: BaseException) -> ActionError:
-        """Ends everything because of an error here or elsewhere; what happened, as far as anybody knows."""
+        """Ends everything because of an error on any rank. Returns what happened, as far as it is known."""
         self.stop_watching()
         missing = self.peer_error(error)
         if missing is None:
@@ -198,8 +198,8 @@ class FailureDetector:
             return error
 
     def explain(self, error: PeerError) -> ActionError:
-        """What happened when a peer cannot be reached: the failure that some rank writes within a moment,
-        else that the peer is missing, which is written then.
+        """Returns why a peer cannot be reached: the failure that some rank writes within a moment, else that
+        the peer is missing, which this rank then writes.
         """
         mine = self.error(error.action, error.cause, error.peer)
         deadline_s = self._now() + EXPLANATION_S
@@ -240,7 +240,7 @@ class FailureDetector:
             raise self._late or PeerError(None, None, "another rank has failed", timed_out=False)
 
     def notice(self) -> None:
-        """There is a failure elsewhere: makes this rank's waits fail, also one that goes on just now."""
+        """Makes this rank's waits fail, including a current one, because of a failure elsewhere."""
         self.noticed = True
         for connection, at_notice in tuple(self._connections):
             if at_notice:
@@ -270,7 +270,7 @@ class FailureDetector:
                 self.report(self.error(None, silent.cause, silent.peer))
                 failed = True
             if not failed and (late := self.device_waits.overdue(limit_s)) is not None:
-                # What is written of it is decided when the step notices.
+                # The step decides later which failure is written.
                 self._late = late.numbered(self._members)
                 failed = True
         except StoreError:  # and what held it
@@ -280,20 +280,20 @@ class FailureDetector:
         return failed
 
     def stop_watching(self) -> None:
-        """What there is to know is known."""
+        """Stops watching for failures elsewhere."""
         self._is_over = True
         if self._stop is not None:
             self._stop()
 
     def leave(self) -> None:
-        """This rank ends in good order: the others need not wait for its signs of life."""
+        """Ends this rank in good order: other ranks stop waiting for its signs of life."""
         self.stop_watching()
         if self._stop is not None:
             with suppress(StoreError):  # its host may have ended already
                 self.heartbeat.leave()
 
     def close(self) -> None:
-        """Ends what connects all ranks, when they have left."""
+        """Ends the connection of all ranks, after they have left."""
         if self._of_all is not None:
             self._of_all[0].close()
 
@@ -345,7 +345,7 @@ class Heartbeat:
         return None
 
     def leave(self) -> None:
-        """Nobody needs to wait for this rank's signs of life any more."""
+        """Tells the other ranks to wait no longer for this rank's signs of life."""
         self._store.set(_sign(self._rank), _LEFT.decode())
 
     def _behind(self, rank: int) -> int:
@@ -357,7 +357,7 @@ def _sign(rank: int) -> str:
 
 
 def watch_in_thread(look: Callable[[], bool], interval_s: float) -> Callable[[], None]:
-    """Calls `look` every `interval_s` from a thread, until it is true; returns how to end that earlier."""
+    """Calls `look` every `interval_s` from a thread, until it is true; returns a function to stop earlier."""
     over = threading.Event()
 
     def run() -> None:
@@ -394,7 +394,7 @@ def peer_error_of(error: BaseException) -> PeerError | None:
 
 
 def missing(error: RuntimeError) -> PeerError:
-    """What a collective's error says, of which nobody can tell from outside for whom it waited."""
+    """Returns a `PeerError` for the error of a collective, which does not tell which rank it waited for."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     what = cleaned(next(lines, type(error).__name__))
     timed_out = "timed out" in what.lower() or "timeout" in what.lower()

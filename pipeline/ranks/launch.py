@@ -290,5 +290,5 @@ def keep_freed_memory() -> None:
 
 
 def machine_id() -> str:
-    """Equal for two processes only if one kernel runs both."""
+    """Returns a text that is equal for two processes only if one kernel runs both."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()

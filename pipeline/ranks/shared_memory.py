@@ -297,7 +297,7 @@ class Arrival(NamedTuple):
     key: Key
 
     def wait(self) -> None:
-        """Until the message is in its buffer."""
+        """Waits until the message is in its buffer."""
         arrived, key = self.neighbour._arrived, self.key
         if not arrived.get(key):
             self.neighbour.wait_until(lambda: bool(arrived.get(key)))

@@ -35,10 +35,10 @@ _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDic
 
 
 def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], bool] | None = None) -> T:
-    """What `call` returns or raises; `TimeoutError` if it does neither within `limit_s`, or if it is
-    `given_up`, which is asked now and then.
+    """Returns or raises what `call` does. `TimeoutError` if it takes longer than `limit_s`, or if
+    `given_up`, which is called now and then, returns true.
 
-    It runs in a thread, which is then left behind; it must not keep the process from ending.
+    `call` runs in a thread, which a timeout leaves behind; the thread does not keep the process from ending.
     """
     outcome: Future[T] = Future()
 
@@ -93,7 +93,7 @@ class Store:
         self._store, self._backends = self._ask(prepare, timeout_s)
 
     def part(self, group: dist.ProcessGroup) -> Store:
-        """Keys of its own, once it is connected, for a group of some of its ranks."""
+        """Returns a connected store's own key space for a group of some of its ranks."""
         found = Store(group)
         name = f"part of {' '.join(map(str, dist.get_process_group_ranks(group)))}"
         found._store, found._backends = [
@@ -108,7 +108,7 @@ class Store:
         return self._whole.get("failure") is not None
 
     def give_up(self) -> None:
-        """Somebody still waits in the store and holds its connections: the next pipeline has new ones."""
+        """Drops cached connections on which a thread may still wait; the next pipeline makes new ones."""
         _connections.pop(self._whole._group, None)
 
     def set(self, key: str, value: str, limit_s: float = ANSWER_S) -> None:
@@ -131,11 +131,11 @@ class Store:
         self._ask(lambda: self._store.append(key, value))
 
     def set_first(self, key: str, value: str) -> bytes:
-        """Sets a key that has no value yet; the value that it has afterwards."""
+        """Sets a key if it has no value yet. Returns the value that the key has afterwards."""
         return self._ask(lambda: self._store.compare_set(key, "", value))  # type: ignore[no-any-return]
 
     def exchange(self, what: str, mine: str, *, rank: int, size: int, timeout_s: float) -> list[str]:
-        """What each of `size` ranks says of something; all must call. Errors as in `await_all`."""
+        """Returns the `mine` of each of `size` ranks; every rank must call it. Errors as in `await_all`."""
         self.set(f"{what} of {rank}", mine, timeout_s)
         keys = {other: f"{what} of {other}" for other in range(size)}
         return [value.decode() for value in self.await_all(keys, timeout_s)]

@@ -95,12 +95,12 @@ class TiedWeights:
             if parameter in tied
         ]
         self.copies = frozenset(tie.parameter for tie in self._ties if tie.ranks[0] != ranks.rank)
-        """The parameters of this rank that another one counts."""
+        """Parameters of this rank whose first owner is another rank, which counts them."""
         self._held: dict[nn.Parameter, Tensor | None] = {}  # what was in .grad before the step
         self._own = False  # what is in .grad is of this replica alone
 
     def share_values(self) -> None:
-        """All owners begin with the first one's values."""
+        """Copies the first owner's values to all owners."""
         if not self._ties:
             return
         with self._ranks.collectives() as collectives, torch.no_grad():
@@ -157,7 +157,7 @@ class TiedWeights:
         self._held = {}
 
     def _sum(self, collectives: ObjectCollectives, tie: Tie) -> Tensor | None:
-        """The sum of what is in `.grad`, with the first owner; the others give it theirs."""
+        """Sums `.grad` on the first owner and returns the sum there; other owners send theirs."""
         total = tie.parameter.grad
         if total is not None and total.layout is not torch.strided:
             raise RuntimeError(

@@ -98,7 +98,7 @@ class DeviceWaits:
         self._marks: deque[_Mark] = deque()
 
     def begin(self, mark: Callable[[], Any]) -> None:
-        """From now on there is an accelerator; `mark` gives it an event."""
+        """Watches an accelerator from now on; `mark` enqueues an event on it."""
         self._mark = mark
 
     @contextlib.contextmanager
@@ -113,12 +113,12 @@ class DeviceWaits:
         mark.event = self._mark()
 
     def note(self) -> None:
-        """What the device has been given so far is to be reached in time, too."""
+        """Requires the device to finish its work so far in time, too."""
         with self.waiting(None, None):
             pass
 
     def overdue(self, limit_s: float) -> PeerError | None:
-        """What is wrong if the device has not moved for `limit_s`. Asked now and then, by one thread."""
+        """Returns an error if the device has not moved for `limit_s`. One thread calls it now and then."""
         now_s = self._now()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MOST_BETWEEN_LOOKS_S), now_s
         marks = self._marks
@@ -165,11 +165,11 @@ class Connection:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the buffers that neighbours write into, of all connections to them."""
+        """Size of the buffers that neighbours write into, over all connections to them."""
         return sum(neighbour.buffer_bytes for neighbour in self._neighbours.values())
 
     def over_network(self) -> Connection:
-        """The same without neighbours."""
+        """Returns the same connection without neighbours: everything goes over the network."""
         self._bare = Connection(self.backend, self._channel, {}, self._types)
         return self._bare
 
@@ -321,19 +321,19 @@ def nccl_options(nccl: Any, *, sums: bool) -> Any:
 
 
 def bound_waits(group: Any, timeout_s: float) -> None:
-    """In a torch backend of somebody else's: by the timeout where the host waits. Where the device does, as
-    in NCCL, a watchdog would end the process, and `DeviceWaits` bounds what waits for it.
+    """Sets the timeout of a process group that the pipeline did not make, if its host waits. With NCCL the
+    device waits, torch's watchdog would end the process, and `DeviceWaits` bounds the waits instead.
     """
     group.set_timeout(_NEVER if group.name() == "nccl" else timedelta(seconds=timeout_s))
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor in the order of its memory."""
+    """Returns all elements of a dense tensor in memory order."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerError:
-    """What a connection's error means: the peer is gone, has not answered in time, or NCCL says why not."""
+    """Explains a connection's error: the peer is gone, has not answered in time, or NCCL gives a reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "NCCL" in lines[0]:
         # The first line names a place in torch's source, the last one the reason.

@@ -32,7 +32,7 @@ Key = tuple[nn.Module, str]
 
 @dataclass
 class Saved:
-    """What a forward saw, copied, by module and name; and the buffers that it changed."""
+    """Copies of the buffers that a forward read, by module and name; and the buffers that it changed."""
 
     copies: dict[nn.Module, dict[str, Tensor | None]]
     moved: frozenset[Key] = frozenset()

@@ -55,8 +55,8 @@ class Compiled:
         self._program = None if self.normalizes else _program(_kind(layer), backend)
 
     def __call__(self, value: Any, **constants: Any) -> Any:
-        """As the layer's own call. Without a graph the result still says what would need a gradient, so that
-        the next layer is called as in a graph.
+        """Calls the layer. Without a graph, the tensors of the result that would need a gradient are still
+        marked so, and the next layer is called as it would be with a graph.
         """
         if torch.is_grad_enabled():
             return self._run(value, constants)
@@ -106,7 +106,7 @@ def without_graph(value: Any) -> Any:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """Without its graph, saying still whether it needs a gradient."""
+    """Returns the tensor without its graph, still marked if it needs a gradient."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
@@ -115,8 +115,8 @@ def _call_layer(layer: nn.Module, value: Any, constants: dict[str, Any]) -> Any:
 
 
 def _kind(layer: nn.Module) -> int:
-    """Equal for layers that a compiler makes the same program of, and by chance for others, which torch then
-    tells apart. A hash, because what is compared would stay alive with the program.
+    """Returns a number that is equal for layers that compile to the same program. It may be equal for others
+    by chance; torch tells those apart. It is a hash, as compared objects would live as long as the program.
     """
     devices = tuple([tensor.device for tensor in (*layer.parameters(), *layer.buffers())])
     return hash((signature(layer), devices))

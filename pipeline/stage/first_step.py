@@ -57,7 +57,7 @@ class FirstStep:
         self._gradients = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._trained]
 
     def after_forward(self, m: int, outputs: Sequence[Tensor], *, graph: bool) -> None:
-        """Right after it; `outputs` are those of the stage, or the loss."""
+        """Runs right after a forward; `outputs` are those of the stage, or the loss."""
         if self._before and self._before != [sums([p]) for p in self._trained]:
             raise RuntimeError(
                 f"a layer of stage {self._stage} changes a parameter in its forward, which the micro-batches "
@@ -154,7 +154,7 @@ class FirstStep:
         return any(isinstance(each, Tensor) and each.requires_grad for each in inside)
 
     def _attributes(self) -> Mapping[tuple[int, str, str], object]:
-        """What the modules have beside parameters, buffers, modules and hooks, as values to compare."""
+        """Returns attributes other than parameters, buffers, modules and hooks, as values to compare."""
         found = {}
         for index, layer in enumerate(self._layers, self._first_layer):
             for path, module in layer.named_modules():
@@ -167,7 +167,7 @@ class FirstStep:
 
 
 def sums(tensors: Iterable[Tensor]) -> tuple[Sums, ...]:
-    """Of each tensor whose numbers are there."""
+    """Returns the sum and the norm of each tensor that has values."""
     found = []
     for tensor in tensors:
         if _has_values(tensor):

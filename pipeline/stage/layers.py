@@ -198,7 +198,7 @@ class LayerRunner:
         return loss
 
     def in_backward(self, call: Callable[..., Result], *arguments: Any) -> Result:
-        """What `call` gives in the surroundings of a backward."""
+        """Returns the result of `call` run under the settings of a backward."""
         if self._normalizes:  # a layer may checkpoint parts of itself, which then run once more in here
             self.statistics.redirect(recording=False)
         try:

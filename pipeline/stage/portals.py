@@ -61,7 +61,7 @@ class PortalSequential(nn.Sequential):
 
 
 def run_through(layers: Sequence[nn.Module], value: Tree) -> Tree:
-    """What layers make of `value` one after another, with their portals."""
+    """Runs layers on `value` one after another, with their portals."""
     carried = Carried(declarations(layers))
     for index, layer in enumerate(layers):
         value = carried.through(index, layer, value)
@@ -69,7 +69,7 @@ def run_through(layers: Sequence[nn.Module], value: Tree) -> Tree:
 
 
 def declarations(layers: Iterable[nn.Module]) -> tuple[Declared, ...]:
-    """What each layer declares. `ValueError`, which names the portal, for what is no portal."""
+    """Returns the portals that each layer declares. `ValueError` names one that cannot work as a portal."""
     layers = tuple(layers)
     found = tuple([Declared(_names(layer, "stashes"), _names(layer, "pops")) for layer in layers])
     for index, layer in enumerate(layers):
@@ -115,7 +115,7 @@ class Carried:
         self._left, self._held = self._uses.copy(), dict[str, tuple[Tensor, int]]()
 
     def enter(self, value: Tree) -> Tree:
-        """Before the first layer of a stage."""
+        """Begins a pass: takes the arriving portals out of the stage's input, returns the rest."""
         self.drop()
         if not self._arriving:
             return value
@@ -125,7 +125,7 @@ class Carried:
         return main
 
     def leave(self, value: Tree) -> Tree:
-        """Behind its last layer."""
+        """Ends a pass: adds the leaving portals to the stage's output."""
         found = (value, *[self.take(name) for name in self._leaving]) if self._leaving else value
         self.drop()
         return found
@@ -143,7 +143,7 @@ class Carried:
         value: Tree,
         shared: Mapping[str, Any] | None = None,
     ) -> Tree:
-        """What layer `index` of these makes of `value`, with what it pops; keeps what it stashes."""
+        """Runs layer `index` on `value` and the values that it pops; keeps the values that it stashes."""
         stashes, pops = self._declared[index]
         if pops:
             value = (value, *[self.take(name) for name in pops])
@@ -187,6 +187,6 @@ def changed(name: str) -> RuntimeError:
 def portals_of(
     declared: Sequence[Declared], spans: Sequence[range], lines: Sequence[Edge], stage: int
 ) -> Carried | None:
-    """Those of a stage, None if it has none; `declared` and `lines` are those of the whole model."""
+    """Returns the portals of a stage, or None; `declared` and `lines` are those of the whole model."""
     mine = [declared[layer] for layer in spans[stage]]
     return Carried(mine, arriving(lines, stage), leaving(lines, stage)) if any(map(any, mine)) else None

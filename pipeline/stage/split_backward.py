@@ -161,7 +161,7 @@ class Split:
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """What I leaves for W, of one micro-batch; W takes `single` from its end."""
+    """Operations that I leaves to W for one micro-batch; W takes `single` from its end."""
 
     single: list[Waiting]
     shared: list[Waiting]  # operations with parameters in common, in the order of a whole backward
@@ -208,7 +208,7 @@ class Waiting:
     versions: tuple[int, ...] = ()
 
     def catch(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """As a hook of the operation: all hooks of its output have had their say by then."""
+        """Hook of the operation; it is called after all hooks of the operation's output."""
         self.gradient = gradients[0]
 
     def hold(self) -> None:
@@ -234,7 +234,7 @@ class Waiting:
 def _entrance(edge: GradientEdge) -> GradientEdge:
     """The edge, such that a gradient new from its formula can become a parameter's `.grad` without a copy.
 
-    That the engine allows to nobody who holds on to the tensor, as a caller does; to a view it does.
+    Autograd does not allow that while a caller holds the tensor itself; it does for a view of the tensor.
     """
     if type(edge.node).__name__ != LEAF:
         return edge
@@ -263,7 +263,7 @@ def _hooks_set_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _defer(node: Any, kind: Operation, following: Sequence[tuple[Any, int]]) -> Waiting | None:
-    """What is needed to compute the gradients of a node's weights later; None if they cannot wait."""
+    """Returns what computes the gradients of a node's weights later; None if they cannot wait."""
     weight_at, bias_at = kind.weight, kind.bias
     weight = _leaf(following[weight_at][0])
     if weight is None:
@@ -318,7 +318,7 @@ class Operation(NamedTuple):
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
-    """What a node saved, apart from the graph; None if there is nothing, or nothing that can be held.
+    """Returns a tensor that a node saved, without the graph; None if there is none, or none that can be held.
 
     Behind a hook a saved tensor may not exist: a checkpoint would compute it, at every look.
     """

@@ -51,7 +51,7 @@ _MOST_SEEDS = 16  # shares of micro-batches whose gradients of the loss are kept
 
 
 class Reduction:
-    """What joins the gradients of one stage with those of other processes.
+    """Joins the gradients of one stage with those of other processes.
 
     In a training step the engine calls `begin`, then `before` and `after` around every action that runs
     backward (B, or I and W), then `finish`. A pass of forwards alone ends with `evaluated`, and a step or a
@@ -70,16 +70,16 @@ class Reduction:
         """
 
     def after(self, kind: Kind, m: int, *, last: bool) -> None:
-        """Right after it, before its gradients are sent to the stage before. Must not wait for others."""
+        """Runs right after an action, before its gradients are sent. Must not wait for other processes."""
 
     def finish(self) -> None:
-        """The step is over on this process: waits for the others; `.grad` is what the optimizer may use."""
+        """Ends the step on this process: waits for the others, after which the optimizer may use `.grad`."""
 
     def evaluated(self) -> None:
         """A pass of forwards alone is over."""
 
     def reset(self) -> None:
-        """Drops what it holds of the step, after an error."""
+        """Drops the state of the step, after an error."""
 
     def refresh(self) -> None:
         """From now on other parameters may be trained, or their gradients be ready in another order."""
@@ -293,12 +293,12 @@ class Stage:
 
     @property
     def receiving(self) -> tuple[nn.Parameter, ...]:
-        """Those of `trainable` whose gradients are whole with this stage's last backward."""
+        """Parameters of `trainable` whose gradients are complete after this stage's last backward."""
         return tuple([p for p in self.trainable if p not in self._tied])
 
     @cached_property
     def output_name(self) -> str:
-        """What its layers give, for messages."""
+        """Description of the stage's output, for messages."""
         last = f"layer {self._places[-1]} ({type(self.layers[-1]).__name__})"
         return f"the output of {last}, the last of stage {self.index},"
 

@@ -1,8 +1,8 @@
 """Tensors of a stage: what it keeps of a micro-batch, and where the numbers of one are: with several
 processes, or in the memory of another tensor too.
 
-torch's `DTensor`, of which processes have a part each, is loaded by whoever makes one; who only meets them
-asks here, so that a pipeline alone does not wait a second for what it never uses.
+torch's `DTensor`, of which processes have a part each, takes a second to import. Only modules that make one
+import it; others ask here, so that a pipeline without replicas does not import what it never uses.
 
 Tensors share memory where it would show, in two places.
 
@@ -47,7 +47,7 @@ def local(tensor: Tensor) -> Tensor: ...
 @overload
 def local(tensor: None) -> None: ...
 def local(tensor: Any) -> Tensor | None:
-    """What this process has of a tensor, as a plain one whose numbers are there."""
+    """Returns this process's part of a tensor as a plain tensor, once no collective is writing it."""
     return None if tensor is None else here(tensor.to_local() if is_divided(tensor) else tensor)
 
 
@@ -87,12 +87,12 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
 
 
 def version(tensor: Tensor) -> int:
-    """Changes when somebody overwrites the tensor; inference tensors don't say."""
+    """Version of the tensor, which changes when the tensor is overwritten; inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The positions of those that have an element in common with another one of them."""
+    """Returns the positions of tensors that share an element with another one of the tensors."""
     if len(tensors) < 2:
         return ()
     found = [local(tensor) if tensor.layout is torch.strided else None for tensor in tensors]
@@ -143,7 +143,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class MicrobatchState:
-    """What a stage holds of one micro-batch, from F to the end of its backward.
+    """The state that a stage holds of one micro-batch, from F to the end of its backward.
 
     It begins as the message that came from the stage before, or the stage's own part of the mini-batch.
     """

@@ -40,8 +40,8 @@ Structure: TypeAlias = "tuple[int, ...] | Nested | None"
 
 
 class Message(NamedTuple):
-    """What crosses a stage boundary forward: distinct tensors, how they make up the tree, which need a
-    gradient, and the positions of those that share memory with another one.
+    """Data that crosses a stage boundary forward: distinct tensors, how they make up the tree, which need
+    a gradient, and the positions of tensors that share memory with another one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -93,7 +93,7 @@ def split(tree: Tree, num_microbatches: int, what: str = "the mini-batch") -> tu
 
 
 def divide(tree: Tree, lengths: tuple[int, ...], what: str = "the mini-batch") -> tuple[Tree, ...]:
-    """The same with the examples of each counted already (`sizes`)."""
+    """Same as `split`, but with the number of examples of each micro-batch given (`sizes`)."""
     if isinstance(tree, Tensor):
         return tree.split_with_sizes(lengths)
     tensors, structure = flatten(tree, what)
@@ -212,8 +212,8 @@ class Nested:
         return pytree.tree_unflatten(found, self.spec)
 
     def kind(self) -> Nested:
-        """The same with numbers told by their type alone: what decides shapes are rather keys, None and
-        flags, while numbers may change with every step.
+        """Returns the structure with each number replaced by its type. Keys, None and flags usually decide
+        shapes; numbers may change with every step.
         """
         if not any(map(_is_number, self.leaves)):
             return self
@@ -328,18 +328,18 @@ class Keywords:
 
     @classmethod
     def of_all(cls, layers: Iterable[nn.Module]) -> Keywords:
-        """What any of the layers takes."""
+        """Returns the keywords that at least one of the layers takes."""
         found = [cls.of(layer) for layer in layers]
         return cls(frozenset().union(*(each.names for each in found)), any(each.any_name for each in found))
 
     def select(self, shared: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of the shared arguments those that the layer takes."""
+        """Returns the shared arguments that the layer takes."""
         if self.any_name:
             return shared
         return {name: value for name, value in shared.items() if name in self.names}
 
     def check(self, shared: Mapping[str, Any]) -> None:
-        """`ValueError` for a name that nobody takes."""
+        """`ValueError` for a name that no layer takes."""
         for name in shared:
             if not (self.any_name or name in self.names):
                 known = ", ".join(map(repr, sorted(self.names))) or "nothing"

@@ -25,7 +25,7 @@ COLORS = {"F": "#9ecae1", "R": "#fdd49e", "B": "#3182bd", "I": "#3182bd", "W": "
 NAMES = {
     "F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights",
 }  # fmt: skip
-"""By kind of action, in order."""
+"""Names of the kinds of action, in order."""
 WORK_COLORS: dict[str, str] = {"setup": "#bdbdbd", "update": "#636363"}
 # A box narrower than this share of the picture has no room for the number of its micro-batch.
 NARROWEST_LABEL = 0.012

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
     @property
     def takes(self) -> str:
-        """In words."""
+        """The step's needs in words."""
         many = f"{self.gpus} GPUs, " if self.gpus > 1 else ""
         return f"{many}at most {self.minutes:g} min a case and {self.memory_gib:g} GiB of a GPU (estimated)"
 
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: bool, end_s: float) -> int:
-    """What there is time for, the first in any case; the exit status of the call."""
+    """Runs the steps that there is time for, and always the first; returns the exit status."""
     status, begun, list_of_ended = DONE, False, state / "ended.txt"
     ended = [] if again or not list_of_ended.exists() else list_of_ended.read_text().split()
     for step in steps:
@@ -146,7 +146,7 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: b
             if code == 0 and step.arguments.startswith("table1"):  # whose short text leaves the rows out
                 shown = [sys.executable, "-m", "experiments", "compare", "table1", "--full"]
                 _one([*shown, "--results", str(state / "records")], end_s)
-            # Else a signal ended it, or what it shows is that the GPU path is wrong: it is due again.
+            # A step that a signal ended is due again, and so are tests that failed.
             if code == 0 or (code > 0 and not step.arguments.startswith("pytest")):
                 with list_of_ended.open("a") as file:
                     file.write(f"{step.name}\n")
@@ -157,7 +157,7 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: b
 
 
 def command(step: Step, gpus: int, records: Path) -> list[str]:
-    """What is called."""
+    """The command line of a step."""
     words = [word.format(gpus=gpus) for word in shlex.split(step.arguments)]
     if words[0] == "pytest":
         return [sys.executable, "-m", *words]
@@ -183,7 +183,7 @@ def _one(words: Sequence[str], end_s: float) -> int | None:
 
 
 def lacks(step: Step, torch: dict[str, Any] | str) -> str:
-    """What a step needs and this machine has not, in words, with the remedy."""
+    """A requirement of the step that this machine does not meet, in words, with the remedy."""
     if isinstance(torch, str) or not torch["gpus"]:
         return "needs a GPU"
     if len(torch["gpus"]) < step.gpus:
@@ -194,7 +194,7 @@ def lacks(step: Step, torch: dict[str, Any] | str) -> str:
     return f"needs {how_to_install(missing)}" if missing else ""
 
 
-# What of the needed a machine has and lacks, for `list --machine`, too: packages, and GPUs that torch can use
+# Packages and GPUs that this machine has and lacks; `list --machine` uses it, too
 
 _ASK_TORCH = """
 import json, torch
@@ -211,9 +211,9 @@ print(json.dumps({
 
 
 def ask_torch() -> dict[str, Any] | str:
-    """What torch says about itself and the GPUs, or why it can't be asked.
+    """torch's facts about itself and the GPUs, or why it can't be asked.
 
-    In a process of its own: a build that does not fit the machine dies without a message.
+    Runs in a process of its own: a build that does not fit the machine dies without a message.
     """
     try:
         done = subprocess.run(
@@ -238,7 +238,7 @@ def why_no_gpu(torch: dict[str, Any] | str) -> str:
 
 
 def declared() -> list[str]:
-    """What the project declares to need, with its experiments, such as "msgspec>=0.19"."""
+    """Packages that the project and its experiments declare to need, such as "msgspec>=0.19"."""
     try:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
         return [*project["dependencies"], *project["optional-dependencies"]["experiments"]]
@@ -248,7 +248,7 @@ def declared() -> list[str]:
 
 
 def absent(requirements: Iterable[str]) -> list[str]:
-    """Those of which no version is installed, or one that is too old."""
+    """The requirements of which no version is installed, or one that is too old."""
 
     def numbers(version: str) -> list[int]:
         found = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]

@@ -47,7 +47,7 @@ def answer() -> str:
 
 
 def summaries() -> str:
-    """What sums up each table that was computed at the paper's size."""
+    """Table of the numbers that sum up each table computed at the paper's size."""
     return _page().summaries.markdown()
 
 
@@ -63,7 +63,7 @@ def _more(experiment: Experiment) -> str:
 
 
 def _time(experiment: Experiment) -> str:
-    """What the cases say they take, rounded up: `15 s`, `6 min`."""
+    """Time that the cases need by their estimates, rounded up: `15 s`, `6 min`."""
     cases = experiment.cases(RunOptions())
     jobs = min(CORES, len(cases)) if experiment.untimed else 1
     seconds = sum(case.estimate_s for case in cases) / jobs
@@ -77,7 +77,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[], str]]] = {
     "summaries": (PUBLISHED / "README.md", summaries),
     "table1": (PUBLISHED / "README.md", lambda: table1(Store(RECORDS).load("table1").records)),
 }
-"""By the name in the markers: the page, and what makes the section."""
+"""For each name in the markers: the page, and the function that makes the section."""
 
 
 def markers(section: str) -> tuple[str, str]:

@@ -44,7 +44,7 @@ ENGINES: dict[str, str] = {
 """Known engines under test: name -> factory. "torch-..." are torch.distributed.pipelining's schedules."""
 
 PROFILES = ("smoke", "short", "full")
-"""Of every experiment: that it runs, what a laptop can do, the paper's sizes."""
+"""Profiles of every experiment: that it runs, what a laptop can do, the paper's sizes."""
 
 VERBS_TOO = ("plan",)
 """Experiments that have the name of a verb, which it stays on the command line."""
@@ -75,7 +75,7 @@ def spelled_out(words: Sequence[str]) -> list[str]:
 
 
 def program() -> str:
-    """What is to be typed in front of a verb: the command, or the module, that this was started as."""
+    """Words to type in front of a verb: the command or the module by which this program was started."""
     started, python = Path(sys.argv[0]), sys.executable
     if (started.parent.name, started.name) == ("experiments", "__main__.py"):
         package = "gpipe_bench.experiments" if started.parts[-3] == "gpipe_bench" else "experiments"

@@ -283,11 +283,11 @@ def _interval(low: float, high: float, unit: str) -> str:
     return show(low, unit, 5) if low == high else f"{show(low, unit, 5)} to {show(high, unit, 5)}"
 
 
-# What a published number or sentence admits
+# Numbers that agree with a published number or sentence
 
 
 def printed(cell: PaperNumber) -> Allowed:
-    """What rounds to the printed number, or lies on the right side of it where the paper only limits it."""
+    """Numbers that round to the printed one, or lie on its right side where the paper only gives a limit."""
     low, high = cell.target - cell.target_rounding, cell.target + cell.target_rounding
     if cell.bound == "at most":
         return Allowed(-math.inf, high, -math.inf, high, "the paper says at most so much")
@@ -303,13 +303,13 @@ def printed(cell: PaperNumber) -> Allowed:
 
 @cache
 def admitted(cell: PaperNumber) -> Allowed:
-    """What agrees with a published number: by its digits, or where a sentence stands for it by its words."""
+    """Numbers that agree with a published one: by its digits, or by the words of its sentence."""
     word = words().get(cell.row) if cell.source == "paper" else None
     return printed(cell) if word is None else worded(cell, *word)
 
 
 def worded(cell: PaperNumber, way: Way, limit: Unknown) -> Allowed:
-    """What the words of a sentence admit, of a limit that they do not give: a number that is small or large
+    """Numbers that agree with a sentence which gives no limit: a number that is small or large
     enough, a ratio that is near one, or the printed number, as near as the word may mean, a share of it.
     """
     if limit.range is None:

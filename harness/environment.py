@@ -109,7 +109,7 @@ def code_state(root: Path) -> dict[str, Any]:
 
 
 def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
-    """Of the sources in these folders below the root; a part may be a single file, too."""
+    """Digest of the sources in these folders below the root; a part may also be a single file."""
     digest = hashlib.sha256()
     for part in parts:
         place = root / part
@@ -119,7 +119,7 @@ def source_digest(root: Path, parts: Sequence[str] = PACKAGES) -> str:
 
 
 def _torch() -> dict[str, Any]:
-    """What torch knows, if it is loaded: its threads and build, the GPUs it sees, and how these compute."""
+    """Facts from torch, if it is loaded: its threads and build, the GPUs it sees and how they compute."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):
         return {"torch_threads": None, "gpus": None, "cuda": None}
@@ -138,7 +138,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _numerics(torch: Any) -> dict[str, Any]:
-    """What decides how fast and how exactly a GPU multiplies: an H100 is eight times as fast in TF32."""
+    """Settings that decide a GPU's speed and precision: an H100 multiplies eight times as fast in TF32."""
     cudnn = torch.backends.cudnn
     return {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -168,12 +168,12 @@ def _has_nccl(torch: Any) -> bool:
 _NOW = (
     "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active",
 )  # fmt: skip
-"""Of a GPU at this moment. The last one is a mask of what keeps its clocks low; 0x1 is that it is idle."""
+"""Fields of nvidia-smi for a GPU's state now. The last is a mask of what keeps clocks low; 0x1 means idle."""
 
 
 @functools.cache
 def _driver() -> list[dict[str, str]] | None:
-    """Of each GPU, what the driver says of itself and of the highest clocks that it allows."""
+    """For each GPU: its driver's version, its highest clocks and its power limit."""
     return _of_gpus(("driver_version", "clocks.max.sm", "clocks.max.memory", "power.limit"))
 
 

@@ -20,7 +20,7 @@ from gpipe_bench.harness.verdict import Result
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What the user asked for.
+    """Options that the user chose.
 
     Args:
         profile: "smoke", "short" or "full"
@@ -68,7 +68,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a case produced. A status other than "done" needs a reason."""
+    """Result of a case. A status other than "done" needs a reason."""
 
     metrics: tuple[Metric, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def text(value: Scalar) -> str:
 
 
 class Drawing(Protocol):
-    """What a plot draws: a matplotlib figure, or whatever can be saved like one."""
+    """A figure that can be saved: matplotlib's, or any object with the same method."""
 
     def savefig(self, fname: Path, /, *, dpi: int) -> None: ...
 

@@ -34,7 +34,7 @@ is enough on a quiet machine, the last one is what a busy machine needs.
 """
 
 CONFIDENCE = 0.984
-"""Of a look: three of them err together no more often than one at 95 %."""
+"""Confidence of one look at the results: three looks err together no more often than one at 95 %."""
 
 MAX_RUNS = 4
 """Runs of one benchmark at most: one, its confirmation, and one more for each if it was contaminated."""
@@ -62,7 +62,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one run of a benchmark has shown. Changes are against the base."""
+    """Result of one run of a benchmark. Changes are against the base."""
 
     verdict: Verdict
     rounds: int
@@ -147,7 +147,7 @@ def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
 
 
 def log_ratios(rounds: Sequence[Round], arm: str, metric: str = "wall_s") -> list[float]:
-    """Of each round: the mean logarithm of the arm's samples less that of the base's.
+    """For each round, the mean logarithm of the arm's samples minus that of the base's.
 
     Raises ValueError for a sample that is not positive.
     """
@@ -167,9 +167,9 @@ def change(ratios: Sequence[float], confidence: float) -> Change:
 
 
 def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
-    """What an interval says by itself; the threshold is as far in either direction, in logarithms.
+    """Verdict of an interval by itself; the threshold is equally far in both directions, in logarithms.
 
-    An improvement must also lie beyond the noise floor: other than a regression, no second run confirms it.
+    An improvement must also lie beyond the noise floor: unlike a regression, no second run confirms it.
     """
     slower, faster = THRESHOLD, 1 / (1 + THRESHOLD) - 1
     if head.low > slower:

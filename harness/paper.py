@@ -122,7 +122,7 @@ class PaperNumber:
 
     @property
     def corrected_value(self) -> float | None:
-        """What the erratum gives instead."""
+        """The value that the erratum gives instead of the printed one."""
         return parse_printed(self.corrected_printed, self.unit)[0] if self.corrected_printed else None
 
     @property
@@ -172,7 +172,7 @@ def load_tables(path: Path = TABLES) -> dict[str, PaperTable]:
 
 
 COLUMNS = tuple(field.name.replace("corrected_printed", "corrected_value") for field in fields(PaperNumber))
-"""Of the file."""
+"""Columns of results/paper.csv."""
 
 
 @functools.cache

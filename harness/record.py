@@ -225,7 +225,7 @@ in a hundred at most, so below they are the smallest and the largest."""
 
 
 def interval_name(num_samples: int) -> str:
-    """What the interval of so many samples is."""
+    """Name of the interval of so many samples."""
     if num_samples >= FEWEST:
         return "95 % interval"
     return {0: "interval", 1: "one sample"}.get(num_samples, f"smallest to largest of {num_samples}")

@@ -28,7 +28,7 @@ PATH = PUBLISHED / "reproduction.toml"
 
 Value: TypeAlias = str | int | float | bool
 Rule: TypeAlias = Literal["paper", "authors' code", "published reproduction", "custom of 2018", "plainest"]
-"""In the order in which they apply."""
+"""Rules for a choice that the paper leaves open, in the order in which they apply."""
 Kind: TypeAlias = Literal["ratios of speeds", "speeds", "bytes"]
 """Numbers whose error is measured apart."""
 Answer: TypeAlias = Literal["agrees", "differs", "no test"]
@@ -202,7 +202,7 @@ class Cell(NamedTuple):
 
     @property
     def answer(self) -> Answer:
-        """By the rule of the file."""
+        """The answer by the rule of results/reproduction.toml."""
         if self.ours is None or self.why or self.error > load_reproduction().error.no_test_above:
             return "no test"
         low, high = self.ours / (1 + self.error), self.ours * (1 + self.error)
@@ -233,7 +233,7 @@ class Summed(NamedTuple):
 
     @property
     def numbers(self) -> str:
-        """Those that need no answer."""
+        """The summary's numbers that need no answer, in words."""
         parts = []
         if self.off is not None:
             parts.append(f"median |ours / paper - 1| {100 * self.off:.0f} %")

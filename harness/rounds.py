@@ -39,7 +39,7 @@ def orders(arms: Sequence[Arm], seed: int | str) -> Iterator[tuple[Arm, ...]]:
 
 
 def turns(arms: Sequence[Arm], num_rounds: int, seed: int | str) -> Iterator[Arm]:
-    """Whose turn it is, one after another: two turns of every arm in each of `num_rounds` rounds."""
+    """Arms in the order of their turns: two turns of every arm in each of `num_rounds` rounds."""
     return itertools.chain.from_iterable(itertools.islice(orders(arms, seed), num_rounds))
 
 
@@ -113,7 +113,7 @@ class Usage(NamedTuple):
         return cls(time.process_time(), busy_s, time.perf_counter(), psutil.cpu_count() or 1)
 
     def since(self, start: Usage) -> Usage:
-        """What was used from `start` to this moment."""
+        """The usage from `start` to this moment."""
         return Usage(
             self.cpu_s - start.cpu_s, self.busy_s - start.busy_s, self.wall_s - start.wall_s, self.num_cores
         )

@@ -28,7 +28,7 @@ from gpipe_bench.harness.workers import Here, Workers
 
 @dataclass
 class RunResult:
-    """What a run left. `records` are the wanted cases' in their order, `unsaved` those not on disk."""
+    """Result of a run. `records` are the wanted cases' in their order, `unsaved` those not on disk."""
 
     records: list[Record] = field(default_factory=list)
     ran: int = 0
@@ -37,7 +37,7 @@ class RunResult:
     unsaved: list[Record] = field(default_factory=list)
     problems: tuple[Problem, ...] = ()
     signal: int | None = None
-    """That ended the run before all cases were done."""
+    """Number of the signal that ended the run before all cases were done."""
 
     @property
     def interrupted(self) -> bool:
@@ -222,7 +222,7 @@ def words(seconds: float) -> str:
 
 
 class Reporter:
-    """Told by the runner what happens; writes a line per finished case, and the `title` before the first."""
+    """Prints the runner's progress: a line per finished case, and the `title` before the first."""
 
     title = ""
 

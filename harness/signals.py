@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 GRACE_S = 1.5
-"""For the way out in good order; a command that was told to end is gone within two seconds."""
+"""Seconds for an orderly exit; a command that was told to end is gone within two seconds."""
 
 SETTLE_S = 0.2
 """A signal for all processes may end one of ours before we have seen it ourselves."""
@@ -43,7 +43,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Stop:
-    """What is known of the signals while one command runs."""
+    """State of the signals while one command runs."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -149,7 +149,7 @@ def check(wait_s: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """What is done inside, in the main thread, is done whole: `Stopped` is raised at its end."""
+    """Delays `Stopped` until the end of the block, if the main thread runs it."""
     stop = _active
     if stop is None or stop.held or threading.current_thread() is not threading.main_thread():
         yield
@@ -180,7 +180,7 @@ def starting() -> Iterator[None]:
 
 
 def started(handler: Any = signal.SIG_DFL) -> None:
-    """In the new process: an interrupt is handled so from here on, also one that has come meanwhile."""
+    """Called in a new process: sets the handler of interrupts, which also gets one that came meanwhile."""
     signal.signal(signal.SIGINT, handler)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

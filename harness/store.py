@@ -184,7 +184,7 @@ def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
 
 
 def left_out(problems: Iterable[Problem], experiment: str) -> str:
-    """What a comparison must say of the lines that it was made without, and what to do."""
+    """Text of a comparison about the lines that it could not read, with the remedy."""
     return "\n".join(
         [
             "left out, and not judged:",

@@ -70,7 +70,7 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def ends(self) -> tuple[Value, ...]:
-        """What a prediction has to be made with: the values, or both ends of the range."""
+        """Values with which a prediction must be made: the allowed ones, or both ends of the range."""
         return self.allowed or self.range or ()
 
     def allows(self, value: Value) -> bool:
@@ -99,12 +99,12 @@ def points(unknown: Unknown) -> tuple[Value, ...]:
 
 
 def ranks(unknown: Unknown) -> tuple[int, ...]:
-    """For each of `points`, how many steps it is from the middle; 0 for the middle itself."""
+    """For each of the unknown's `points`, the number of steps from the middle; 0 for the middle itself."""
     return steps_from_middle(points(unknown))
 
 
 def steps_from_middle(values: Sequence[Value]) -> tuple[int, ...]:
-    """For each of some values, how many steps it is from the middle, by a rule that knows no result.
+    """For each value, the number of steps from the middle, by a rule that does not depend on results.
 
     The middle of numbers is the lower middle of the list, then come the next larger, the next smaller and so
     on; of words it is the first. Of a range it is the geometric middle, which stands between the ends.
@@ -162,5 +162,5 @@ def load_unknowns(path: Path = PATH) -> Settings:
 
 @functools.cache
 def words() -> dict[str, tuple[Way, Unknown]]:
-    """By the row of a sentence, how its word limits its number, and how far the word may reach."""
+    """By the row of a sentence: how its word limits its number, and how far the word may reach."""
     return {row: (way, one) for one in load_unknowns().unknown for row, way in one.sentences.items()}

@@ -22,13 +22,13 @@ JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "
 DIFFERS: tuple[Verdict, ...] = ("above", "below")
 
 Question = Literal["as published", "here"]
-"""What a number answers: whether our prediction for the paper's accelerators, at the paper's size, gives the
+"""A number's question: whether our prediction for the paper's accelerators, at the paper's size, gives the
 printed number, or whether the paper's claim holds on this machine."""
 QUESTIONS: tuple[Question, ...] = get_args(Question)
 
 NARROW = (1.25**2 - 1) / (1.25**2 + 1)
-"""How far a range may reach to either side of its middle, as a share of it, to say something: that of a
-number that may be off by a factor of 1.25."""
+"""Largest half-width of an informative range, as a share of its middle: that of a number that may be off by a
+factor of 1.25."""
 
 NO_RECORD = "there is no record of this case"
 
@@ -90,7 +90,7 @@ class Result(Place):
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """Where our number may lie, in its unit: the spread, else the interval, else the number."""
+        """Interval of where our number may lie, in its unit: the spread, the interval, or the number."""
         if self.metric is None or self.metric.value is None:
             return None
         if self.spread is not None:
@@ -147,7 +147,7 @@ class Comparison(Place):
     command: str = ""
 
     def to_data(self) -> dict[str, Any]:
-        """For other programs: all that the two numbers come to."""
+        """The comparison's fields as data for other programs."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_PAGE}
 
     @property
@@ -163,7 +163,7 @@ class Comparison(Place):
 
     @property
     def paper_text(self) -> str:
-        """As printed, with the corrected value where an erratum gives one; empty where nothing is printed."""
+        """The number as printed, with the erratum's value if there is one; empty where nothing is printed."""
         return self.printed if self.corrected is None else f"{self.printed} (means {self.corrected_printed})"
 
 
@@ -216,19 +216,19 @@ class Spread:
                 )
 
     def to_data(self) -> dict[str, Any]:
-        """As a record keeps it."""
+        """The spread as a record keeps it."""
         parts = {part.what: [part.low, part.high] for part in self.parts}
         return {"low": self.low, "high": self.high, "combinations": self.combinations, "parts": parts}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Spread:
-        """What `to_data` made."""
+        """The spread that `to_data` wrote."""
         parts = tuple(Part(what=what, low=float(a), high=float(b)) for what, (a, b) in data["parts"].items())
         low, high = float(data["low"]), float(data["high"])
         return cls(low=low, high=high, parts=parts, combinations=data["combinations"])
 
 
-# What a published number or sentence admits
+# Numbers that agree with a published number or sentence
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Here:
         return execute(self._experiment, case, self._options, self._command)
 
     def stop(self) -> None:
-        """Nothing is left running."""
+        """Does nothing, since no process is left running."""
 
 
 class Workers(Here):
@@ -102,12 +102,12 @@ class Workers(Here):
 
 
 def _lost(case: Case, options: RunOptions) -> NoReturn:
-    """What a case comes to whose process has ended."""
+    """Raises the error of a case whose process has ended."""
     raise RuntimeError("the process that ran it was ended; if memory was short, use --jobs 1")
 
 
 def _prepare() -> None:
-    """What a process does before its first case."""
+    """Prepares a process before its first case."""
     started(signal.SIG_IGN)  # at the keyboard it is meant for the run, which ends us
     if hasattr(os, "setsid"):
         os.setsid()  # and so it is for whatever a case starts
@@ -134,7 +134,7 @@ _NO_MEMORY = (
     "DefaultCPUAllocator", "OutOfMemoryError: ", "CUDA out of memory", "CUDA error: out of memory",
     "_STATUS_ALLOC_FAILED",
 )  # fmt: skip
-"""What errors say that tell of memory."""
+"""Parts of error messages that report a lack of memory."""
 
 
 def execute(experiment: Experiment, case: Case, options: RunOptions, command: str) -> Record:

@@ -183,7 +183,7 @@ def _divides(what: str, number: int, ranks: int) -> None:
 
 
 def _count(module: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    """What a block has to know of its division: its own heads, and whose draws are its own."""
+    """Tells a block its part of the division: its own heads, and which random draws are its own."""
     if isinstance(module, Attention):
         module.num_heads //= mesh.size()
     if isinstance(module, Attention | FeedForward):

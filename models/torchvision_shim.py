@@ -42,6 +42,6 @@ def _declare(operator: str) -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(operator + _SIGNATURES[operator])  # type: ignore[no-untyped-call]
     _declared[operator] = library
-    # What the failed import left behind would be taken for complete.
+    # Python would take the modules that the failed import left behind for complete.
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]

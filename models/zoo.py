@@ -37,7 +37,7 @@ CONFIGURATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """For each configuration: model, keywords, length of the sequence, trainable parameters."""
+    """For each configuration: model, keywords, sequence length and trainable parameters."""
     import torch
 
     from gpipe_bench.models import MODELS

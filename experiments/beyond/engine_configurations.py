@@ -24,7 +24,7 @@ FACTORIES = {
 
 
 class Workload(NamedTuple):
-    """What engines train: a model with its options, examples of a micro-batch, and what it is in words.
+    """A training for engines: a model with its options, examples of a micro-batch, and a description.
 
     `real`: layers are cut by measured seconds and memory is counted; the others compute next to nothing.
     """
@@ -75,7 +75,7 @@ WORKLOADS = {
 
 
 class Target(NamedTuple):
-    """What a number of a case should be: at least or at most `bound`, in its unit."""
+    """A bound on a number of a case: at least or at most `bound`, in its unit."""
 
     name: str
     engine: str
@@ -187,7 +187,7 @@ def _on_cpus() -> list[Configuration]:
 
 
 def _on_gpus() -> list[Configuration]:
-    """What waits instead of computing is the host's everywhere."""
+    """Configurations for GPUs, without layers that wait instead of computing: the host runs those anyway."""
     large, rounds = "transformer-8, large", (1, 8, 40)
     pair = ("ours", "torch-gpipe")
     return [

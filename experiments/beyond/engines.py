@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 START_S = 8.0  # until all processes are up and the engines checked
 MIN_ACTION_MS = 5.0
 LEAST_ROUNDS = 5
-"""With which an interval of 95 % is one. That of two rounds holds the truth every second time, that of three
+"""Fewest rounds for a 95 % interval. One of two rounds holds the truth every second time, one of three
 three times in four; so one engine under two names often looked like two in a smoke run.
 """
 
@@ -87,7 +87,7 @@ def own_engines(extra: str | None) -> list[str]:
 
 
 def job_of(chosen: Configuration, extra: str | None) -> Job:
-    """What the processes of a case do. The user's engines are named without the digests of their files, and
+    """Settings of a case's processes. The user's engines are named without the digests of their files, and
     take turns where models are real.
     """
     from gpipe_bench.experiments.paper.timed.engine_turns import Job
@@ -147,8 +147,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence[Found]) -> Outcome:
-    """What the processes of a case found. With `faulty` engines the case has failed, and has the numbers of
-    the others.
+    """Outcome of a case from what its processes found. With `faulty` engines the case has failed and has the
+    numbers of the others.
     """
     from gpipe_bench.experiments.paper.timed.engine_turns import details_of
 
@@ -188,7 +188,7 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
 
 
 def _against_layers(job: Job, times: Times) -> list[Metric]:
-    """What an action costs over the layers' own time, and how near a step comes to what its schedule would
+    """Cost of an action over the layers' own time, and how near a step comes to what its schedule would
     take with the actions of the bare layers or of the sequential model.
     """
     from gpipe_bench.pipeline.plan.named import gpipe
@@ -274,7 +274,7 @@ def _line(
 
 
 def _judged(record: Record, word: str) -> list[str]:
-    """What was asked of the case, and each engine of the user's against every other one."""
+    """Lines about the targets of the case, and about each of the user's engines against every other one."""
     chosen, control = configuration_of(record.case), record.metric("control")
     lines = []
     for target in chosen.targets if chosen is not None else ():
@@ -329,7 +329,7 @@ def _peak(record: Record, name: str) -> str:
 
 
 def _trust(record: Record) -> str:
-    """What this case's numbers can be trusted for, in one line."""
+    """How far this case's numbers can be trusted, in one line."""
     action, parts = record.metric("shortest action"), []
     if action is not None and action.value is not None:
         short = "" if action.value >= MIN_ACTION_MS else f", below {MIN_ACTION_MS:g} ms: overheads show"

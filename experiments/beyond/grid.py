@@ -69,7 +69,7 @@ SUBJECTS = {
         IMAGES, _IMAGE_67, 32, 4, "AmoebaNet-D (3, 32), 4 accelerators, 32 images"
     ),
 }  # fmt: skip
-"""By shape."""
+"""Models at the sizes whose traffic is computed, by name and shape."""
 SMALL = {
     "Transformer-6": Subject(
         LANGUAGE,
@@ -107,7 +107,7 @@ NUM_SUMS = 9  # of which the first two do not count
 
 
 def cases(options: RunOptions) -> list[Case]:
-    """On GPUs the steps alone: bytes are the same everywhere."""
+    """The cases of a profile. On GPUs only steps are timed, since bytes are the same on every device."""
     smoke, device = options.profile == "smoke", options.device
     if device == "cuda":
         grids = [(dp, GPUS // dp) for dp in (GPUS, 1)]
@@ -137,7 +137,7 @@ def _modelled(subject: Subject) -> Outcome:
     from gpipe_bench.experiments.beyond.traffic import shape, traffic
 
     of_model = shape(subject.model, subject.options)
-    # What stages are balanced by is not said; a stack's maps are twice as large as those of the next.
+    # It is not stated which cost balances the stages; one stack's maps are twice as large as the next one's.
     cuts = {
         "operations": of_model.flops,
         "parameters": of_model.parameters,
@@ -151,7 +151,7 @@ def _modelled(subject: Subject) -> Outcome:
 
 
 def _counted(subject: Subject) -> Outcome:
-    """What really left each process, beside what shapes say."""
+    """Counts the bytes that left each process, beside those computed from shapes."""
     from gpipe_bench.experiments.paper.timed.steps import run_processes
 
     of_ranks = run_processes(count, subject.ranks, subject)
@@ -184,7 +184,7 @@ def _traffic(
 
 
 def count(subject: Subject) -> dict[str, int]:
-    """What this process wrote in a step, as a stage and as a replica; every rank of a case runs it."""
+    """Bytes that this process wrote in a step, as a stage and as a replica; every rank of a case runs it."""
     import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -217,7 +217,7 @@ def _written_bytes() -> int:
 
 
 def _by_shape(way: str, pipeline: Any, batch: Any) -> int:
-    """Of the rank that sends most: the gradients' share of a ring, or the messages at this process's ends."""
+    """Bytes from shapes: gradients in a ring for the rank that sends most, or this process's messages."""
     import torch
     from torch import distributed as dist
 
@@ -248,7 +248,7 @@ class Job(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What one process found: seconds of steps (of the slowest process), of this pipeline's actions in each
+    """Findings of one process: seconds of steps (of the slowest process), of this pipeline's actions in each
     of them by stage, kind and micro-batch, bytes of the gradients of each stage's layers, and of a
     micro-batch over the boundary; and seconds of the sums.
     """
@@ -327,7 +327,7 @@ def timed_steps(
 
 
 def work(job: Job) -> Ran:
-    """What each process does."""
+    """Runs in each process of a case."""
     import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -374,7 +374,7 @@ def link_of(sums_s: Sequence[float], source: str) -> Link:
     return Link("sums of two processes", latency_s, 1 / per_byte_s, source=source)
 
 
-# What is said of it
+# Results and text
 
 
 def cells(records: Sequence[Record]) -> list[Result]:

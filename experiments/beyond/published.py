@@ -43,7 +43,7 @@ SECONDS = {
     "zero-bubble": 30.0, "zero-bubble-v": 4.0, "zero-bubble-speed": 10.0, "schedules-formulas": 1.0,
     "schedules-elsewhere": 1.0,
 }  # fmt: skip
-"""By table of paper.csv: how long its case takes."""
+"""Estimated seconds of a case, by table of results/paper.csv."""
 WHOLE = "theirs is the memory of a GPU, parameters and optimizer included; ours the activations' alone"
 OPEN = "micro-batches and stages per worker, where they are not stated"
 
@@ -93,7 +93,7 @@ class Row:
         return list(product(map(int, self.num_microbatches.split()), turns or [None]))
 
     def times_ms(self) -> dict[Kind, float]:
-        """Of all layers of a worker."""
+        """Milliseconds of all layers of a worker, by kind of action."""
         ahead, inputs, weights = (
             float(each or 1) for each in (self.forward_ms, self.input_backward_ms, self.weight_backward_ms)
         )

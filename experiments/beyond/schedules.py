@@ -12,7 +12,7 @@ number of its stages, and messages take no time: what is compared are the schedu
 At measured costs the mini-batch is Table 2's, so its numbers can be read beside those here: with M
 micro-batches each has a share of the examples. For each number of stages there are two pipelines, one with
 whole backwards and one that splits them, and all of them take turns on one core, so all are timed
-under the same conditions. All stages run in one process, and each with everything that belongs to its
+under the same conditions. All stages run in one process, and each has everything that belongs to its
 actions, the price of a split included; contention between workers is not in it. Steps are replayed over a
 free link; the memory of the fullest worker is modelled.
 """
@@ -53,29 +53,29 @@ if TYPE_CHECKING:
 EQUAL, MEASURED = "equal costs", "measured costs"
 GENERATED, GENERATED_V = "generated", "generated, V"
 NAMES = (*NAMED, GENERATED, GENERATED_V)
-"""In the order in which they are shown; the generator's within the memory of 1F1B."""
+"""Names of schedules in the order in which they are shown; generated ones keep within the memory of 1F1B."""
 WITHOUT_NAIVE = tuple(name for name in NAMES if name != "naive")
 REMATS = ("never", "always")
 TIMES = (1, 2, 4)  # M as a multiple of K, at equal costs
 CHART_WORKERS = 4  # of the charts that are kept
 GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}
-"""By K: how long a case at equal costs takes."""
+"""Estimated seconds of a case at equal costs, by K."""
 WORKERS = {"smoke": (2,), "short": (2, 4, 8), "full": (2, 4, 8)}
 SECONDS = {
     "smoke": {4: 5.0},
     "short": {1: 60.0, 4: 60.0, 32: 45.0},
     "full": {1: 900.0, 4: 900.0, 32: 900.0},
 }
-"""By the number of micro-batches, those of Table 2: how long a case at measured costs takes."""
+"""Estimated seconds of a case at measured costs, by number of micro-batches (those of Table 2)."""
 ROUNDS = {"smoke": 1, "short": 1, "full": 4}
 MOST_MICROBATCHES = 8
 SEED = 1811
 MIB = 2**20
 OPTIMIZER = "sgd"
-"""Without state, so that what differs between schedules is not drowned in what does not."""
+"""An optimizer without state, so that memory which all schedules need does not hide their differences."""
 KEPT = {"never": "kept", "always": "recomputed"}
 SHOWN_WORKERS, SHOWN_MICROBATCHES = 8, 32
-"""Of the frontier: the most that Table 2 has."""
+"""Workers and micro-batches of the frontier plot: the most that Table 2 has."""
 PALETTE = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22",
     "#393b79", "#637939", "#843c39",
@@ -146,7 +146,7 @@ def schedule_of(
     remat: str,
     seconds: Mapping[tuple[int, Kind], float] | None = None,
 ) -> Schedule:
-    """By a name of `NAMES`. The generator has as many graphs as 1F1B; for `seconds` of stages it is
+    """Schedule of a name in `NAMES`. The generator has as many graphs as 1F1B; for `seconds` of stages it is
     the shorter one of whole and of split backwards, and without them that of equal costs.
     """
     if name not in (GENERATED, GENERATED_V):
@@ -177,7 +177,7 @@ class StageCosts:
         return (total[Kind.I] + total[Kind.W]) / total[Kind.B]
 
     def to_data(self) -> dict[str, Any]:
-        """As a record keeps it, in milliseconds."""
+        """The costs as a record keeps them, in milliseconds."""
         return {
             "partition": [[span.start, span.stop] for span in self.partition],
             "ms": {f"{stage}{kind.value}": 1e3 * s for (stage, kind), s in sorted(self.seconds.items())},
@@ -231,7 +231,7 @@ def at_costs(
 
 
 def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]) -> dict[int, StageCosts]:
-    """What the stages of a model of Table 2 take, each kind of action by itself (F, R, B, and I and W instead
+    """Seconds of the stages of a model of Table 2, each kind of action alone (F, R, B, and I and W instead
     of B), with micro-batches of `size` examples, by number of stages; in this process, which uses one core.
     Numbers beyond that of the layers are left out.
     """
@@ -274,7 +274,7 @@ def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]
 
 
 def profiles_of(name: str, profile: str, size: int) -> ModelProfile:
-    """What the memory model needs to know of the layers and of the loss, for a micro-batch of `size`."""
+    """Profile of the layers and the loss for the memory model, for a micro-batch of `size`."""
     from gpipe_bench.pipeline.memory.profile import Profiler
 
     return TABLE2[name][profile].profile(size, Profiler(split_backward=True))
@@ -448,7 +448,7 @@ def _points(record: Record) -> tuple[DataFrame, str, str, str]:
 
 
 def frontier(points: DataFrame) -> DataFrame:
-    """Those that no other one beats in both, the fastest first."""
+    """The points that no other point beats in both time and memory, the fastest first."""
     found = points.sort_values(["time", "memory"])
     return found[found.memory < found.memory.cummin().shift(fill_value=inf)]
 

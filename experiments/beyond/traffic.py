@@ -13,7 +13,7 @@ from gpipe_bench.pipeline.plan.partition import partition
 
 
 class Shape(NamedTuple):
-    """What matters of a model here, by layer; bytes are those of one example in float32."""
+    """Sizes of a model's layers that decide its traffic; bytes are those of one example in float32."""
 
     flops: tuple[int, ...]  # of the forward
     parameters: tuple[int, ...]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the verb's options to its parser."""
     verb.add_argument(
         "engine", metavar="MODULE:ATTRIBUTE", help="your engine, or one by its name, such as torch-gpipe"
     )
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(engine: str, timeout_s: float) -> list[Row]:
-    """What the conformance tests find. ValueError for a name that leads nowhere, and without pytest."""
+    """Results of the conformance tests. ValueError for a name that leads nowhere, and without pytest."""
     try:
         import pytest
     except ImportError as error:
@@ -92,7 +92,7 @@ def _rows(engine: str, timeout_s: float) -> list[Row]:
     from gpipe_bench.experiments.engines.cases import PLACES
 
     class Found:
-        """Where the tests leave what they find; they know it as the plugin "found"."""
+        """The plugin "found", in which the tests leave their results."""
 
         def __init__(self) -> None:
             self.__name__ = "found"

@@ -32,7 +32,7 @@ from gpipe_bench.pipeline.plan.names import suggestion
 
 
 class Verb(NamedTuple):
-    """What the help says of a verb."""
+    """Help of a verb."""
 
     text: str  # what it is for, in the list of verbs
     example: str  # what to type behind the name of the program
@@ -83,7 +83,7 @@ VERBS = {
         "Without --base only the counters are checked. docs/guard.md has a workflow for your CI.",
     ),
 }
-"""In the order of the help."""
+"""Verbs in the order of the help."""
 
 GROUPS = {
     "The paper": ("list", "run", "compare", "report"),
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """What there is and what to type first, in one screen."""
+    """The verbs and the commands to type first, in one screen."""
     name = program()
     first = (
         ("list --machine", "what this machine can run, and what it lacks"),

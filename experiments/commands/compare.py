@@ -42,7 +42,7 @@ LOCAL = "local"
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the verb's options to its parser."""
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
     verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
@@ -175,7 +175,7 @@ def _several(arguments: argparse.Namespace, experiment: Experiment, folders: Map
 def _shown(
     machine: str | None, folder: Path, experiment: Experiment, arguments: Any, problems: list[Problem]
 ) -> Shown:
-    """What the latest records in a folder come to; what can't be read is added to `problems`."""
+    """Results of the latest records in a folder; what can't be read is added to `problems`."""
     name, profile = experiment.name, arguments.profile
     loaded = Store(folder).load(name)
     problems += loaded.problems
@@ -236,7 +236,7 @@ def comparable(shown: Shown) -> Sequence[Comparison]:
 
 
 def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:
-    """What was found, a number each, where the paper has none to set it against."""
+    """Data of each number in the records, for experiments that the paper has no numbers for."""
     fields = ("name", "key", "value", "low", "high", "unit", "provenance", "note")
     for record in records:
         of_record = {"experiment": record.experiment, "profile": record.profile, "case": record.case}

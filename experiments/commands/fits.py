@@ -87,7 +87,7 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
 
 
 def text(model: Model, request: Request, found: Smallest) -> str:
-    """Of workers by their stages and layers: the parts of each one's fullest moment, in GiB."""
+    """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
     again = {"always": "every one recomputed", "never": "nothing recomputed"}
     what = again.get(str(found.remat), f"re-materialization {to_text(found.remat)}")
     title = (

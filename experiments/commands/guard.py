@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the verb's options to its parser."""
     verb.add_argument(
         "--base", metavar="REF", help="time the working tree against where it left this revision"
     )
@@ -137,7 +137,7 @@ def _run(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def own_subject(arguments: argparse.Namespace) -> Subject:
-    """This project's. Raises ValueError where the guard is started elsewhere, and for a wrong revision."""
+    """This project as the subject. Raises ValueError outside its folder, and for a wrong revision."""
     for option in ("path", "build", "number", "higher_is_better", "timeout_s"):
         if getattr(arguments, option):
             raise ValueError(
@@ -169,7 +169,7 @@ def their_subject(arguments: argparse.Namespace) -> Subject:
 
 
 def with_benchmarks(subject: Subject, arguments: argparse.Namespace) -> Subject:
-    """With the names of what is timed, all or those of `--only`. Raises ValueError for an unknown one.
+    """The subject with the names of its benchmarks, all or those of `--only`. ValueError for an unknown one.
 
     What its file needs must be built in the working tree before it can be loaded.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the verb's options to its parser."""
     verb.add_argument(
         "--models", action="store_true", help="instead the model zoo: layers and exact parameters"
     )

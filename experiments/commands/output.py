@@ -23,11 +23,11 @@ DONE, VERDICT_FAILED, BAD_USAGE, CASE_FAILED = 0, 1, 2, 3
 """Exit statuses: of what went as it should and of what the user asked to know."""
 
 IO_FAILED, READER_GONE = 74, 141
-"""What is expected of a program that could not write (sysexits.h), or whose reader left a pipe."""
+"""Exit statuses of a program that could not write (sysexits.h), or whose reader closed the pipe."""
 
 
 def interrupted(number: int) -> int:
-    """What is expected of a program that this signal ended: 130 for the keyboard's."""
+    """Exit status of a program that this signal ended: 130 for an interrupt from the keyboard."""
     return 128 + number
 
 
@@ -88,7 +88,7 @@ def lines_only() -> Iterator[Callable[[bytes], None]]:
 
 
 def tell(arguments: argparse.Namespace, lines: Iterable[object], text: Callable[[], str]) -> None:
-    """What a verb has found: a line of JSON for each of `lines` where `--json` asks for it, else the text."""
+    """Prints a verb's result: a line of JSON for each of `lines` if `--json` asks for it, else the text."""
     if not arguments.json:
         with within(screen_width()):
             say(text())

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MOST_WORKERS, MOST_MICROBATCHES = 16, 6
-"""Of the schedule that is drawn: it repeats itself."""
+"""Largest schedule that is drawn: further micro-batches repeat the pattern."""
 WIDTH = 100
-"""Of an answer."""
+"""Columns of an answer."""
 MOST_LINES = 9
 """Workers whose memory is printed."""
 EVERY_S = 10.0
@@ -39,11 +39,11 @@ WORDS = {
     "never": "nothing", "selective": "all but products", "blocks": "blocks", "always": "stages",
     "except_last": "stages but for the last micro-batch",
 }  # fmt: skip
-"""What is recomputed, as people say it."""
+"""Words for what is recomputed, by kind of re-materialization."""
 TOO_CLOSE = 0.03
 """Steps that differ by less may come in the other order: of 63 that ran, half were off by 1.9 % or more."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Of ways; told apart with any eyes (Okabe and Ito)."""
+"""Colours of the ways; the colour-blind can tell them apart (Okabe and Ito)."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -142,7 +142,7 @@ def _only_bytes(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """On a terminal one line that is written over; elsewhere a line every ten seconds."""
+    """Shows progress: on a terminal in one line that is overwritten, elsewhere a line every ten seconds."""
 
     def __init__(self) -> None:
         self.said_s = time.monotonic()
@@ -288,7 +288,7 @@ def _cut(best: Prediction) -> str:
 
 
 def _schedule(candidate: Candidate) -> str:
-    """Its first few micro-batches, in slots."""
+    """The candidate's schedule in slots, with its first few micro-batches."""
     if not 1 < candidate.num_workers <= MOST_WORKERS:
         return ""
     count = min(candidate.num_microbatches, max(MOST_MICROBATCHES, candidate.num_workers))

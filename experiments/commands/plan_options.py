@@ -142,7 +142,7 @@ def options(verb: argparse.ArgumentParser) -> None:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """What the options ask. Raises ValueError, naming value and remedy."""
+    """The request that the options describe. Raises ValueError, naming value and remedy."""
     check_counts(
         arguments, "accelerators", "batch_size", "hosts", "top", "num_layers", "num_filters", "pp", "tp",
         "num_microbatches", "cards",
@@ -188,7 +188,7 @@ def _link(option: str, name: str | None, device_type: str) -> Link:
 
 
 def memory_bytes(arguments: argparse.Namespace) -> int:
-    """Of one accelerator. `ValueError` for what none has."""
+    """Memory of one accelerator in bytes. Raises ValueError for a size that no accelerator has."""
     if not 2**-20 <= arguments.memory_gib < MOST_GIB:
         raise ValueError(
             f"--memory-gib {arguments.memory_gib:g}: give the GiB of one accelerator, such as 24"

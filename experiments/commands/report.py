@@ -21,7 +21,7 @@ HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the verb's options to its parser."""
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
     verb.add_argument(
         "--with", dest="with_", action="append", default=[], type=Path, metavar="PATH",

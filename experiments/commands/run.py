@@ -38,7 +38,7 @@ OWN_DATA = ("data", "text")
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the verb's options to its parser."""
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument(
         "--profile", choices=PROFILES,
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def usual_options(
     experiment: Experiment, profile: str, device: str = "auto", engine: str | None = None
 ) -> RunOptions:
-    """What a run without further options asks for. ValueError for a device or an engine that there is not."""
+    """Options of a run without further arguments. ValueError for an unknown device or engine."""
     return RunOptions(profile=profile, device=_device(device, experiment), engine=_engine(engine, experiment))
 
 
@@ -229,7 +229,7 @@ def _own_engine(asked: str, experiment: Experiment) -> str:
 def _shown(
     experiment: Experiment, options: RunOptions, store: Store, result: RunResult, show: Reporter
 ) -> Shown:
-    """What is on record for these options, also from earlier runs, and what this run could not write."""
+    """Results on record for these options, also from earlier runs, and those this run could not write."""
     stored = select_records(store.load(experiment.name).records, experiment, options.profile)
     wanted = experiment.relevant(options)
     known = [record for record in stored if record.options == wanted]

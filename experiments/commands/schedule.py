@@ -30,11 +30,11 @@ from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline, svg
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
-"""Of a schedule, and of a picture: more would take minutes and gigabytes, and no terminal shows them."""
+"""Most actions of a schedule, and most slots of a picture: more would take minutes and gigabytes."""
 
 
 def options(verb: argparse.ArgumentParser) -> None:
-    """Of the verb."""
+    """Adds the verb's options to its parser."""
     verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
     verb.add_argument(
         "file", nargs="?", type=Path, metavar="FILE",
@@ -169,7 +169,7 @@ def _read(path: Path, remat: str | None) -> Schedule:
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
-    """What follows from the schedule, as it is printed and as JSON."""
+    """Facts about the schedule, for the text and as JSON."""
     share = schedule.num_workers / schedule.num_stages
     facts = {
         "schedule": schedule.name,

@@ -129,7 +129,7 @@ def frozen(given: Given) -> Said:
 
 
 def adds_up(given: Given) -> Said:
-    """In a third step, and held against its own gradients, right or wrong."""
+    """A step without clearing doubles the gradients of the step before, whether those are right or wrong."""
     _begin(given)
     given.step()
     once = left(given.setup)
@@ -152,7 +152,7 @@ def _begin(given: Given) -> None:
 
 
 def scaled(given: Given) -> Said:
-    """In a third step, and held against its own gradients, right or wrong."""
+    """A scaled loss scales the gradients of the step before, whether those are right or wrong."""
     _begin(given)
     given.step()
     once = left(given.setup)
@@ -238,7 +238,7 @@ def averages(given: Given) -> Said:
 
 
 def masks_again(given: Given) -> Said:
-    """Of each input of a `Noise`, every forward has drawn the same mask; the next step draws others."""
+    """Every forward of an input draws the same mask in a `Noise`; the next step draws others."""
     noises = [(i, layer) for i, layer in enumerate(given.setup.layers) if isinstance(layer, Noise)]
     local = {id(layer) for layer in given.setup.local_layers}
     earlier: dict[int, list[Tensor]] = {}
@@ -259,7 +259,7 @@ def masks_again(given: Given) -> Said:
 
 
 def _counted(step: Step, given: Given) -> Said:
-    """Not of the first step, in which an engine may agree on shapes."""
+    """Checks what ran in a step, except in the first, in which an engine may agree on shapes."""
     if step.number == 1:
         return OK, ""
     try:

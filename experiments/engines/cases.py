@@ -57,7 +57,7 @@ PLACES = {"one process": 1, "two processes": 2}
 
 @dataclass(frozen=True)
 class Row:
-    """What one case found in one place."""
+    """Result of one case in one place."""
 
     place: str
     case: str
@@ -75,7 +75,7 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "norm": lambda: [nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH)],
     "noise": lambda: [Noise(), linear(), Noise()],
 }
-"""What stands between the first layer of a model and the last. It is cut behind its second layer, or behind
+"""Layers between the first of a model and the last. The model is cut behind its second layer, or behind
 each of the first three.
 """
 
@@ -154,12 +154,12 @@ CASES = (
     Case("ragged mini-batch", "2 or 3 examples each, once", "an epoch's last batch hangs or weighs more",
          _HUB + "pytorch/pytorch/issues/126600", ragged=2),
 )  # fmt: skip
-"""In the order in which they are asked: what is refused most comes last and costs no new processes."""
+"""Cases in the order in which they run: those refused most often come last and cost no new processes."""
 GROUPS: tuple[tuple[Case, ...], ...] = (BASE, *((case,) for case in CASES[len(BASE) :]))
 
 
 def faults(rows: Sequence[Row]) -> list[Row]:
-    """What is wrong, the engine's own errors first. An engine that can do nothing at all is wrong, too."""
+    """Rows that are wrong, the engine's errors first. An engine that can do nothing at all is wrong, too."""
     bad = [row for verdict in (BROKEN, FAILED) for row in rows if row.verdict == verdict]
     if not bad and not any(row.verdict == OK for row in rows):
         return [row for row in rows if row.verdict == CANNOT][:1]
@@ -167,7 +167,7 @@ def faults(rows: Sequence[Row]) -> list[Row]:
 
 
 def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = ()) -> list[Row]:
-    """What the cases of these names find in a place, by default all; the first are always asked. ValueError
+    """Rows of the cases of these names in a place, by default of all; the first cases always run. ValueError
     where the name leads to no engine.
     """
     chosen = [
@@ -189,7 +189,7 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
 
 
 def settled(rows: Sequence[Row]) -> list[Row]:
-    """Without the findings that say again what others have said."""
+    """The rows without findings that repeat those of others."""
     if rows[0].verdict == BROKEN:
         rest = [_row(rows[0].place, case, (UNTRIED, "its step is broken")) for case in CASES[len(BASE) :]]
         return [rows[0], *rest]
@@ -215,8 +215,8 @@ def _raised(fault: Fault) -> Said:
 def _told(
     name: str, place: str, chosen: Sequence[int], timeout_s: float
 ) -> tuple[dict[int, dict[int, list[Row]]], int, Fault | None]:
-    """What the processes find in these groups of cases, by group and rank; the last group that one has
-    begun, and what ended them there.
+    """Rows that the processes find in these groups of cases, by group and rank; the last group that a process
+    has begun, and what ended the processes there.
     """
     told: dict[int, dict[int, list[Row]]] = {}
     begun = [chosen[0]]
@@ -237,7 +237,7 @@ def _told(
 
 
 def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
-    """Of each case the worst that any process found; what it says names the process if not all say so."""
+    """For each case, the worst row of any process; its text names the process if not all say the same."""
     joined = []
     for rows in zip(*by_rank, strict=False):  # one without `step` says no more
         bad = [rank for rank, row in enumerate(rows) if row.verdict != OK]
@@ -253,7 +253,7 @@ def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> None:
-    """What each process does: tells `(index, None)` before each of these groups and
+    """Runs in each process: tells `(index, None)` before each of these groups and
     `(index, rows)` after it; `(None, reason)` where the name leads nowhere.
     """
     try:

@@ -31,7 +31,7 @@ SMALL = 1e-3  # a parameter's gradients below this share of its model's largest 
 
 
 class Count(NamedTuple):
-    """What one stage really did in a step."""
+    """Number of forwards and backwards that one stage ran in a step."""
 
     rows: tuple[int, ...]  # examples of each forward
     backwards: int
@@ -55,7 +55,7 @@ def counting(first_layers: Mapping[int, nn.Module]) -> Iterator[Callable[[], dic
             rows[stage].append(num_examples(inputs[0]))
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            # What a layer hands on unchanged may need a gradient also where there is no graph.
+            # A tensor that a layer hands on unchanged may require a gradient even where there is no graph.
             given = {id(tensor) for tensor in tensors_of(inputs[0])}
             own = [t for t in tensors_of(output) if t.is_floating_point() and id(t) not in given]
             if own and own[0].requires_grad:
@@ -81,7 +81,7 @@ def forward_rows(sizes: Sequence[int], remat: str) -> list[int]:
 def check_counts(
     name: str, counted: Mapping[int, Count], setup: Setup, batch: Any
 ) -> tuple[Count, list[int]]:
-    """What each stage did and the sizes of the micro-batches. RuntimeError unless every stage of `counted`
+    """What a stage did and the sizes of the micro-batches. RuntimeError unless every stage of `counted`
     ran backward for each of them, and forward in any order, with the recomputations of the setup.
 
     An engine that can't leave the last micro-batch out under "except_last" may recompute it, too, and a

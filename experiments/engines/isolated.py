@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from gpipe_bench.harness.signals import started, starting
 
 START_S = 180.0
-"""Until all processes have loaded what they need; a busy machine takes long for that."""
+"""Seconds until all processes must have loaded what they need; a busy machine takes long for that."""
 _OTHERS_S = 1.0  # until the others have said why they end: the first to notice need not be the one to blame
 _DUMP_S = 0.3  # until a process that hangs has written where
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-"""What errors say that tell of another process's end."""
+"""Parts of error messages that report the end of another process."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 
 Tell = Callable[[Any], None]
@@ -142,7 +142,7 @@ def _results(
 
 
 def _where(process: Any, folder: Path, rank: int) -> str:
-    """What a process that hangs is doing."""
+    """The place in the code at which a process hangs."""
     try:
         os.kill(process.pid, signal.SIGUSR1)
     except ProcessLookupError:
@@ -183,7 +183,7 @@ def _end_of(process: Any) -> str:
 
 
 def _end(process: Any) -> None:
-    """With all that it has started."""
+    """Ends a process and all processes that it has started."""
     for end in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
         try:
             end()

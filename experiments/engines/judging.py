@@ -28,7 +28,7 @@ ValueError, or has no method for it.
 """
 SKIPPED = (CANNOT, UNTRIED)
 AS_BEFORE = "as before"
-"""Of a case in which a step is wrong as it is in the first cases, which says nothing new."""
+"""Verdict of a case whose step is wrong in the same way as in the first cases."""
 Said = tuple[str, str]
 """A verdict, and what is said."""
 
@@ -77,7 +77,7 @@ def _explained(given: Given, found: Gradients, wanted: Gradients) -> tuple[str, 
 
 
 def _mistakes(given: Given) -> Iterator[tuple[str, Gradients]]:
-    """What an engine may have done, in words, and the gradients that it would have left."""
+    """Mistakes that an engine may have made, in words, with the gradients that each would have left."""
     if given.before:
         batch, target, weights = given.before[-1]
         yield (
@@ -152,7 +152,7 @@ def left(setup: Setup) -> dict[str, Tensor]:
 
 
 def factor_of(found: Gradients, once: Gradients) -> float | None:
-    """What all gradients have been multiplied with, None if it is not one number."""
+    """The factor by which all gradients have been multiplied; None if it is not a single number."""
     mine, theirs = flat(found, once), flat(once, once)
     times = float(mine @ theirs / (theirs @ theirs))
     return times if _close(mine, times * theirs, mine) else None
@@ -166,7 +166,7 @@ def round_norm(gradients: Gradients) -> str:
 
 
 def same(found: Gradients, others: Gradients) -> bool:
-    """Whether these are the others, as closely as a mistake is told from another."""
+    """Whether two sets of gradients are equal, as closely as one mistake is told from another."""
     mine, theirs = flat(found, found), flat(others, found)
     return _close(mine, theirs, theirs)
 

@@ -210,7 +210,7 @@ class TorchRuntime:
                     _load(self.running, rows)
         except (AssertionError, RuntimeError) as error:
             raise ValueError(f"torch does not take this schedule: {error}") from error
-        # It keeps and concatenates all outputs unless told not to.
+        # torch keeps and concatenates all outputs unless told not to.
         known = inspect.signature(self.running.step).parameters
         self._options = {"return_outputs": False} if "return_outputs" in known else {}
 
@@ -236,7 +236,7 @@ class TorchRuntime:
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
     def rows(self, name: str = "torch") -> Schedule:
-        """What torch runs."""
+        """The schedule that torch runs."""
         # A schedule with one stage per process makes its rows only when it is asked.
         order = getattr(self.running, "pipeline_order", None) or self.running._get_pipeline_order()
         rows = (order[rank] for rank in sorted(order))

@@ -30,7 +30,7 @@ LossFn = Callable[[Any, Any], "Tensor"]
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is built from; equal for all engines that are set against each other.
+    """Everything that an engine is built from; equal for all engines that are compared with each other.
 
     `layers` are the whole model's, each mapping a tensor or a tuple of tensors to the same; those of this
     process's stages live on `device` already, and their parameters' dtype is the precision. `partition` holds
@@ -163,7 +163,7 @@ def resolve(name: str) -> EngineFactory:
 
 
 class NoStepError(TypeError):
-    """What a factory returned is no engine. Other than what an engine can't do, no reason to leave it out."""
+    """A factory returned something that is no engine. Unlike a missing ability, no reason to leave it out."""
 
 
 def build(name: str, setup: Setup) -> Engine:

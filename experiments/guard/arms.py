@@ -72,7 +72,7 @@ class Subject:
 def subject_of(
     folder: Path, file: Path | None, command: Command | None, folders: Sequence[str] = (), build: str = ""
 ) -> Subject:
-    """What is measured in a repository, by a file of benchmarks or a command.
+    """The subject to measure in a repository, by a file of benchmarks or a command.
 
     Where no `folders` are given, modules come from the repository's top, and its `src` if there is one.
     Raises ValueError, with the remedy, where nothing can be measured so.
@@ -138,7 +138,7 @@ def arms_of(subject: Subject, base: Path, control: Path | None = None) -> Iterat
 
 
 class Built(NamedTuple):
-    """What came of building a benchmark."""
+    """Result of building a benchmark."""
 
     result: float | None = None  # what its first step returns, where that is a number
     compiled: Sequence[str] = ()  # modules of the revision that git does not bring
@@ -175,8 +175,8 @@ class Arm:
 
 
 def environment_of(tree: Path, folders: Sequence[str]) -> dict[str, str]:
-    """This environment with one thread, no GPU, the packages in `folders` of `tree` first, and nothing
-    written into it.
+    """The environment of a process with one thread, no GPU, the packages in `folders` of `tree` first, and
+    nothing written into `tree`.
     """
     before = os.environ.get("PYTHONPATH")
     modules = _modules(tree, folders)

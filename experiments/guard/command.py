@@ -41,7 +41,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 @dataclass(frozen=True)
 class Command:
-    """What is run, and what of its standard output is the number.
+    """A command line, and which part of its standard output is the number.
 
     Args:
         line: for the shell.
@@ -76,11 +76,11 @@ class Command:
 
     @property
     def name(self) -> str:
-        """Of the benchmark."""
+        """Name of the benchmark: the command line, shortened if it is long."""
         return self.line if len(self.line) <= SHOWN else f"{self.line[: SHOWN - 3]}..."
 
     def numbers(self, said: str) -> list[float]:
-        """Those that count in an output. Raises ValueError where there is none, or one not above 0."""
+        """The numbers of an output that count. Raises ValueError where there is none, or one not above 0."""
         said = _ESCAPES.sub("", said)
         found = re.findall(self.pattern, said, re.MULTILINE) if self.pattern else _NUMBER.findall(said)[-1:]
         if not found:
@@ -105,9 +105,9 @@ class CommandArm:
         self.count = 0
         """Numbers of a run."""
         self.taken_s = 0.0
-        """By the latest run."""
+        """Seconds that the latest run took."""
         self.first = 0.0
-        """Of the first run, as it is compared."""
+        """Number of the first run, in the form that is compared."""
 
     def build(self) -> None:
         """Runs it once, so that files and caches are there for all arms. Raises ValueError as `sample`."""
@@ -115,7 +115,7 @@ class CommandArm:
         self.count, self.first = len(numbers), self._level(numbers)
 
     def sample(self) -> Sample:
-        """Of one run; its `wall_s` is what is compared, larger if worse.
+        """Sample of one run; its `wall_s` is the number that is compared, larger if worse.
 
         Raises ValueError, with the revision, for a run that fails, hangs, or prints no number or more than
         before.

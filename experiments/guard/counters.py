@@ -79,7 +79,7 @@ def counters(case: Case) -> dict[str, Any]:
 
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
-    """What follows from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
+    """Counters that follow from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
     from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
     timeline = replay(schedule, SLOTS)
@@ -95,7 +95,7 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
 
 
 def of_step(case: Case, schedule: Schedule) -> dict[str, Any]:
-    """What the engine does in one training step, counted while it does it."""
+    """Counters of one training step of the engine, taken while the step runs."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 

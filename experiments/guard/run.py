@@ -38,7 +38,7 @@ BUDGET_S = 150.0
 """Seconds for all that is timed, so that a whole run stays within three minutes on a busy machine too."""
 
 FIRST_SHARE = 0.6
-"""Of the time, for the first runs of all benchmarks: what nobody has time to confirm fails nothing."""
+"""Share of the time for the first runs of all benchmarks: a regression that isn't confirmed fails nothing."""
 
 AGAIN_S = 20.0  # a second run is not begun with less than this, which starting processes takes half of
 CALIBRATION_SAMPLES = 4
@@ -59,7 +59,7 @@ contaminated and two runs agree: that the head is slower or, where exact counter
 
 @dataclass
 class Finding:
-    """What the runs of one benchmark have shown, in order."""
+    """Results of all runs of one benchmark, in order."""
 
     benchmark: str
     runs: list[Judgement] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Finding:
 
     @property
     def by_processor_time(self) -> str:
-        """What processor time says in two runs whose wall time told nothing: a regression, beyond what two
+        """Verdict by processor time on two runs whose wall time told nothing: a regression, beyond what two
         processes of the base differ by; "same", where counters say so, too; or "".
         """
         last = list(zip(self.runs, self.cpu_noise, strict=False))[-2:]
@@ -101,13 +101,13 @@ class Finding:
         return bool(self.runs) and not self.failed and self.verdicts[-1] in ("same", "improved")
 
     def level(self, value: float) -> str:
-        """Of a run's base or head, in its unit."""
+        """Text of a run's base or head, in its unit."""
         if self.command is None:
             return f"{1e3 * value:.2f} ms"
         return f"{1 / value if self.command.higher_is_better else value:.6g}"
 
     def conclusion(self) -> str:
-        """Its outcome in a sentence."""
+        """The finding's outcome in a sentence."""
         if self.failed:
             return f"{self.benchmark}: failed: {self.failed}"
         if self.lacking:

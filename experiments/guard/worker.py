@@ -33,7 +33,7 @@ from typing import Any
 
 WARM_UP_STEPS = 3
 LACKING = (ImportError, AttributeError, NameError, TypeError)
-"""What a revision raises that has not what a newer file asks for."""
+"""Errors of a revision that lacks what a newer file of benchmarks asks for."""
 
 Step = Callable[[], Any]
 
@@ -169,7 +169,7 @@ def loaded(file: Path) -> types.ModuleType:
 
 
 def number(value: Any) -> float | None:
-    """What a step returns, such as a loss, where it is a number."""
+    """A step's result, such as a loss, where it is a number; else None."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

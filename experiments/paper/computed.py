@@ -72,7 +72,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def outcome(answers: Sequence[Computed]) -> Outcome:
-    """As a record keeps them."""
+    """Outcome of the answers as a record keeps it."""
     spreads = [
         {"row": each.name, **each.key, **spread.to_data()} for (each, spread) in answers if spread is not None
     ]
@@ -118,7 +118,7 @@ class Size(NamedTuple):
 
 
 def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Size:
-    """Of the model, in float32 and without re-materialization."""
+    """Size of the model, in float32 and without re-materialization."""
     from gpipe_bench.pipeline.memory.profile import Profiler
     from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 

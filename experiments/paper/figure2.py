@@ -242,7 +242,7 @@ def _run_size(key: dict[str, Any]) -> Outcome:
 
 
 def _zoo() -> dict[tuple[str, str], dict[str, Any]]:
-    """By model and size as the paper writes it, what it counts in its text."""
+    """Configurations that the paper counts in its text, by model and by size as the paper writes it."""
     from gpipe_bench.models.zoo import CONFIGURATIONS
 
     return {
@@ -302,7 +302,7 @@ def _sizes(records: Sequence[Record]) -> Iterator[Result]:
 
 
 def _early_over_late(records: Sequence[Record]) -> Iterator[Result]:
-    """What early recomputation makes of the bubble, over all K > 1 and M on record."""
+    """Ratio of the bubble with early recomputation to that with late, over all K > 1 and M on record."""
     ratios: list[float] = []
     for record in of_part(records, "bubble"):
         for each in record.metrics:

@@ -27,7 +27,7 @@ GIB = 2**30
 SHOWN_STAGES = 4
 SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
 MOST_STAGES = 8
-"""Of the paper's Table 2, about which it says that M >= 4K is enough. Bubbles are drawn up to this K; more
+"""Most stages of the paper's Table 2, which says that M >= 4K is enough. Bubbles are drawn up to this K; more
 lines would hide each other."""
 
 
@@ -86,11 +86,11 @@ VARIANTS: dict[str, Variant] = {
     "gpipe-kept": Variant(f"{_EARLY}, last micro-batch kept", gpipe, "except_last", "3(K-1)/(3(M+K-1)+M-1)"),
     "1f1b": Variant("1F1B without re-materialization", one_f_one_b, "never", _FORMULA),
 }
-"""By the name that cases and records use, in the order in which they are shown."""
+"""Variants in the order in which they are shown, by the name that cases and records use."""
 
 
 def tables(records: Sequence[Record]) -> str:
-    """What the figures draw."""
+    """Tables of the values that the figures draw."""
     parts = [
         table(found)
         for part, table in (
@@ -145,7 +145,7 @@ def of_part(records: Sequence[Record], part: str) -> list[Record]:
 
 
 def _value(record: Record | None, name: str, **key: Scalar) -> float:
-    """Not a number where there is none."""
+    """Value of the metric; NaN where there is none."""
     metric = record.metric(name, **key) if record is not None else None
     return nan if metric is None or metric.value is None else metric.value
 

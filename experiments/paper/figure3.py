@@ -172,7 +172,7 @@ def _place(record: Record, name: str) -> views.Place:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """What is behind the numbers, and how far the replay errs."""
+    """Tables of what is behind the numbers, and how far the replay errs."""
     numbers = views.long(records, _place)
     note = (
         f"  naive-k: one micro-batch, nothing recomputed; pipeline-k: M = {NUM_MICROBATCHES} if not said "
@@ -186,7 +186,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def _recomputation(records: Sequence[Record]) -> str:
-    """What re-materialization costs on one device, beside the figure's bar of it."""
+    """Cost of re-materialization on one device, beside the figure's bar for it."""
     lines = []
     for record in of_case(records, part=RECOMPUTATION):
         cells: Mapping[str, Mapping[str, str]] = record.details.get("cells", {})
@@ -200,7 +200,7 @@ def _recomputation(records: Sequence[Record]) -> str:
 
 
 def _steps(numbers: DataFrame) -> DataFrame:
-    """Without the steps that say how far a replay errs, and those of one device alone."""
+    """Drops the steps that only measure the replay's error, and those of one device alone."""
     return numbers if numbers.empty or "part" not in numbers else numbers[numbers.part.isna()]
 
 

@@ -38,7 +38,7 @@ class Setting:
 
     @classmethod
     def of(cls, half: str, name: str, precision: str, attention: str) -> Setting:
-        """That of a column of the table."""
+        """Setting of a column of the table."""
         size = column(half, name)
         return cls(half, size.num_stages, size.is_naive, precision, attention)
 
@@ -95,7 +95,7 @@ class Placement:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest accelerator."""
+        """Peak bytes of the fullest accelerator."""
         return max(stage.peak for stage in self.stages)
 
     @property
@@ -105,7 +105,7 @@ class Placement:
         return sum(stage.optimizer_state - state * stage.parameters for stage in self.stages)
 
     def describe(self) -> dict[str, Any]:
-        """For the record: where the cuts are and what fills each stage, in bytes."""
+        """Facts for the record: where the cuts are and what fills each stage, in bytes."""
         return {
             "num_layers": self.num_layers,
             "num_filters": self.num_filters,
@@ -164,7 +164,7 @@ def place_best(setting: Setting, num_layers: int, num_filters: int) -> Placement
 
 
 class Size(NamedTuple):
-    """Of a model; `num_filters` is 0 for the Transformer."""
+    """Size of a model; `num_filters` is 0 for the Transformer."""
 
     num_parameters: int
     num_layers: int
@@ -195,7 +195,7 @@ def largest_size(
     near = guess[1] // step
 
     def of_depth(depth: int, parameters: int) -> Size | None:
-        """With more than so many parameters."""
+        """The largest size of this depth that fits, if it has more than `parameters` parameters."""
         beaten = last_that(lambda steps: count(depth, steps * step) <= parameters, 1, near)
         steps = last_that(lambda steps: fits(depth, steps * step), 1 + (beaten or 0), near)
         return None if steps is None else Size(count(depth, steps * step), depth, steps * step)
@@ -229,7 +229,7 @@ def largest(setting: Setting) -> Placement:
 
 
 def _nothing_fits(setting: Setting, num_microbatches: int) -> str:
-    """What the smallest model that was tried would need, where, and what would help."""
+    """Text about the smallest model that was tried: what it would need, where, and what would help."""
     layers, filters = max(setting.num_stages - 2, 1), 0
     if setting.half == "amoebanet":
         layers, filters = PAPER_NUM_LAYERS[0], FILTERS_STEP

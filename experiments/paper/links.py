@@ -100,7 +100,7 @@ def estimate_of(paper: Workload) -> Estimate:
 
 
 def shares_of_peak() -> tuple[float, float, float]:
-    """What real programs reach of a device's arithmetic, from the file of unknowns: middle, low and high."""
+    """Share of a device's peak that real programs reach, from the file of unknowns: middle, low and high."""
     low, middle, high = points(load_unknowns().find("table3-amoebanet", "share_of_peak"))
     return float(middle), float(low), float(high)
 

@@ -67,7 +67,7 @@ class Job(NamedTuple):
 
 
 def cases(stages: Iterable[int], microbatches: Iterable[int], options: RunOptions) -> list[Case]:
-    """What only GPUs run: pipelines over as many as there are, all of one model before the next, whose first
+    """Cases for GPUs only: pipelines over as many as there are, all of one model before the next, whose first
     is what its others are relative to; then what a micro-batch's size is worth.
     """
     if options.device != "cuda":
@@ -116,7 +116,7 @@ def pipeline(workload: Workload, key: Mapping[str, Any], engine: str, profile: s
 
 
 def work(job: Job, rounds: int) -> Found:
-    """What one process does: its stage of the model, the engines in turns on it. RuntimeError where one does
+    """Runs in each process: its stage of the model, the engines in turns on it. RuntimeError where one does
     something else than it should.
     """
     from torch import distributed as dist
@@ -201,7 +201,7 @@ def _update_s(layers: Sequence[Any], device: Any) -> float:
 
 
 def numbers(job: Job, times: Times, found: Sequence[Found]) -> Outcome:
-    """What the processes of a case found."""
+    """Outcome of a case from what its processes found."""
     first = found[0].details
     update_s = [each.details["update_s"] for each in found]
     step_s = [each + max(update_s) for each in times["ours"]]

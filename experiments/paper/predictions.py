@@ -26,11 +26,11 @@ from gpipe_bench.harness.verdict import Result
 SCRIPTS = ("amoebanet", "resnet101", "resnet101-accuracy", "unet")
 """torchgpipe's benchmark scripts whose speeds are predicted."""
 COLUMNS = ("naive-1", "pipeline-1", "pipeline-2", "pipeline-4", "pipeline-8")
-"""Of its table of the largest U-Nets."""
+"""Columns of torchgpipe's table of the largest U-Nets."""
 COUNTED = ("imagenet-models", "AmoebaNet-C (6, 228)", "parameters")
 
 SOURCES = {"torchgpipe": "torchgpipe", "memory": "torchgpipe", "activations": "torchgpipe", "count": "paper"}
-"""Whose numbers a part predicts, as in results/paper.csv."""
+"""Source of the numbers that a part predicts, as named in results/paper.csv."""
 NOTES = {
     "torchgpipe": "Predicted for a P40 by its published peaks, with torchgpipe's batches and cuts.",
     "memory": (
@@ -86,7 +86,7 @@ def _memory(column: str) -> Outcome:
 
 
 def _activations(column: str) -> Outcome:
-    """Of torchgpipe's largest AmoebaNets."""
+    """Predicted activation memory of torchgpipe's largest AmoebaNets."""
     from gpipe_bench.experiments.paper.reproduction import torchgpipe_memory
 
     place = ("table1-amoebanet", "peak activation memory", column)

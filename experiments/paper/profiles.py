@@ -187,7 +187,7 @@ def stacked(
 def _amoebanet(
     reading: Reading, num_filters: int, examples: int, num_classes: int, auxiliary_head: bool, pads: bool
 ) -> tuple[tuple[LayerProfile, ...], ...]:
-    """What `stacked` puts together, and the loss."""
+    """Profiles that `stacked` puts together, and the loss's."""
     kinds = _kinds(reading, 1 if examples == 1 else EXAMPLES)
     others = [Label(CLASSES, CLASSES, num_classes)]
     if examples != 1:
@@ -245,7 +245,7 @@ def _kinds(reading: Reading, examples: int) -> _Kinds:
     entry = profiler.chain(list(plain)[:3], reading.boundary(Boundary.of(image)))
     # Only shapes are taken from here on; sides are those of the larger image.
     grown = Relabel((Label(7, SIDE, SIDE_PRIME),)).boundary
-    # What a cell of the next stack returns: half the side, twice the channels, each told by its prime.
+    # A cell of the next stack returns half the side and twice the channels, each told by its prime.
     halved = Relabel((Label(WIDTH_PRIME, 1, 2), Label(SIDE_PRIME, 2, 1))).boundary
     # A strided window pads one row and column, which tells a map's side no more: these are at 224 pixels.
     small = Relabel((Label(SIDE_PRIME, SIDE_PRIME, SIDE),)).boundary

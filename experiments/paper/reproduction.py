@@ -44,7 +44,7 @@ Numbers = dict[Place, float]
 
 ACCELERATORS = {**TPUS, P100_16.name: P100_16}
 MOST_EXAMPLES = 1024
-"""Of the mini-batches that are tried for the fastest."""
+"""Examples of the largest mini-batch that is tried in the search for the fastest."""
 
 
 class Declared:
@@ -108,7 +108,7 @@ def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
 def held_bytes(
     layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
 ) -> int:
-    """What comes and goes in a step of one stage at its peak, without gradients of parameters."""
+    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
     stage = replace(
         stage_bytes(tuple(map(bare, layers)), loss),
         parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
@@ -293,7 +293,7 @@ TORCHGPIPE = {
     "pipeline-1": (18, 416, (24,)), "pipeline-2": (18, 544, (16, 8)), "pipeline-4": (36, 544, (16, 12, 7, 7)),
     "pipeline-8": (72, 512, (23, 16, 11, 6, 6, 5, 5, 6)),
 }  # fmt: skip
-"""Its AmoebaNet-D memory by column: layers, filters and balance, at 128 images in 128 micro-batches."""
+"""torchgpipe's AmoebaNet-D by column: layers, filters and balance, at 128 images in 128 micro-batches."""
 
 
 def torchgpipe_memory(column: str) -> float:
@@ -319,7 +319,7 @@ COMPUTED: dict[str, dict[str, Callable[..., Numbers]]] = {
     "figure3": {"resnet101": figure3, "amoebanet": figure3},
     "table4": {"resnet101": table4},
 }
-"""By experiment and model: what computes it."""
+"""Functions that compute the numbers, by experiment and model."""
 
 
 def run(experiment: str, case: Case) -> Outcome:
@@ -338,7 +338,7 @@ def _metrics(values: Numbers) -> Iterator[Metric]:
 
 
 def unit_of(table: str, row: str) -> str:
-    """Of a computed number."""
+    """Unit of a computed number."""
     if row == "peak activation memory":
         return "bytes"
     if row == "maximum parameters":

@@ -143,7 +143,7 @@ def _in_single_precision(layer: LayerProfile) -> LayerProfile:
 
 @cache
 def gradient_bytes(layer: LayerProfile) -> int:
-    """Of one copy of the gradients of the layer's parameters, padded where its memory is tiled."""
+    """Bytes of one copy of the gradients of the layer's parameters, padded where its memory is tiled."""
     return _in_single_precision(layer).gradient_bytes
 
 
@@ -175,7 +175,7 @@ RULES = {"least variance": "variance", "cumulative share": "cumulative"}
 
 
 def cuts_of(half: str, column: Column, settings: Combination) -> Partition | None:
-    """Where the stages of a column begin; None where one would be empty."""
+    """The layers of a column's stages; None where a stage would be empty."""
     return _cut(
         costs_of(half, column.num_layers, column.num_filters, settings),
         column.num_stages,
@@ -192,7 +192,7 @@ def _cut(costs: tuple[float, ...], num_stages: int, rule: str) -> Partition | No
 
 
 def costs_of(half: str, num_layers: int, num_filters: int, settings: Combination) -> tuple[float, ...]:
-    """What each layer counts for when the model is cut."""
+    """Cost of each layer in the choice of cuts."""
     model = model_of(half, num_layers, num_filters, 2, {**settings, **PLAIN})
     match settings["partition_cost"]:
         case "layers":
@@ -221,7 +221,7 @@ OPERATIONS_SAMPLED_AT = (144, 544, 1040)
 
 @cache
 def _operations_by_kind(half: str, num_filters: int) -> tuple[float, ...]:
-    """Of one layer each, in the order in which a model has them."""
+    """Operations of one layer of each kind, in the order in which a model has them."""
     if half == "transformer":
         return tuple(map(float, _counted_operations(half, 0)))
     samples = zip(*(_counted_operations(half, width) for width in OPERATIONS_SAMPLED_AT), strict=True)
@@ -262,5 +262,5 @@ FIXED: dict[str, Combination] = {
 
 @cache
 def num_parameters(half: str, num_layers: int, num_filters: int) -> int:
-    """Of a model by its size."""
+    """Number of parameters of a model, by its size."""
     return model_of(half, num_layers, num_filters, 2, {**FIXED[half], **PLAIN}).num_parameters

@@ -58,7 +58,7 @@ ROUNDS = {
     "short": {"fixed": 1, "fitted": 2},
     "full": {"fixed": 2, "fitted": 2},
 }
-"""There and back: every configuration takes two turns in a round, and each is a sample."""
+"""Rounds of a case: every configuration takes two turns in a round, and each turn is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (75.0, 95.0), "full": (150.0, 150.0)}
 REAL_ESTIMATES_S = (195.0, 175.0)  # of AmoebaNet-D and Transformer
 MORE = "more micro-batches, more throughput", "the smallest quotient of neighbours in M, K fixed"
@@ -110,7 +110,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
-    """What is run, and facts for the record."""
+    """Configurations that are run, and facts for the record."""
     from gpipe_bench.experiments.paper.timed.fitted import fitted
     from gpipe_bench.experiments.paper.timed.steps import num_devices
 

@@ -183,7 +183,7 @@ def _sentence(
 
 
 def _taken_apart(records: Sequence[Record]) -> DataFrame:
-    """In percent, a column for each step that is taken apart and a row for each part, exact."""
+    """Exact shares in percent: a column for each step that is taken apart and a row for each part."""
     from pandas import DataFrame
 
     return 100 * DataFrame(
@@ -198,7 +198,7 @@ def _taken_apart(records: Sequence[Record]) -> DataFrame:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Where the time goes, and how far the replay errs."""
+    """Tables of where the time goes, and of how far the replay errs."""
     shares = _taken_apart(records)
     scales = {
         record.details["title"]: record.details["scale"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TABLES = {"table4": "breakdown-v5"}
-"""By experiment, the table of the unknowns where it is not called after the experiment and the model."""
+"""Table of the unknowns by experiment, where it is not named after the experiment and the model."""
 HELD = (
     "num_classes", "memory_cap_bytes", "link_bytes_per_s", "link_latency_s", "filters_step", "num_layers",
     "image_size", "sequence_length", "vocab_size", "stage_balance", "d_model", "kept_by",
@@ -31,7 +31,7 @@ HELD = (
 
 
 def settings_of(experiment: str, model: str) -> dict[str, tuple[Value, ...]]:
-    """What is gone through, by setting: the listed values, or both ends and the middle of a range."""
+    """Values that are tried, by setting: the listed ones, or both ends and the middle of a range."""
     unknown = load_unknowns().of(TABLES.get(experiment, f"{experiment}-{model}"))
     searched = ("batch_size",) if experiment in ("figure3", "table4") else ()
     return {
@@ -63,7 +63,7 @@ def sweep(experiment: str, model: str) -> pd.DataFrame:
 
 
 def text(experiment: str, model: str) -> str:
-    """By number: the paper's, the range, the share of settings that meet it, and what moves it most."""
+    """For each number: the paper's, the range, the share of settings that meet it, and what moves it most."""
     frame = sweep(experiment, model)
     cells = {" | ".join(cell.key): cell for cell in load_paper() if cell.source == "paper"}
     lines, met = [], frame.notna()

@@ -35,7 +35,7 @@ from gpipe_bench.harness.verdict import Comparison, Result
 
 COMMAND = "nox -s report"
 FIGURE = "table2", "table2-throughput-fitted"
-"""Of the first screen: an experiment, and its plot."""
+"""The first screen's figure: an experiment, and its plot."""
 
 
 def build(
@@ -151,7 +151,7 @@ def _of_each_machine(several: Sequence[Reading]) -> list[Reading]:
 def _view(
     experiment: Experiment, several: Sequence[Reading], shown: Sequence[Reading], pictures: Sequence[Picture]
 ) -> ExperimentView:
-    """What the first reading says, and how all the machines' records were made."""
+    """View of the first reading's results, and of how all machines' records were made."""
     first = several[0]
     # the same machine's other runs of that profile had other engines
     place = (first.source.folder, first.source.profile)
@@ -305,7 +305,7 @@ def readings(
 
 
 def answers(found: Sequence[Reading]) -> list[Comparison]:
-    """One for each entry that any of the readings reports, from the first that has a number."""
+    """One comparison for each entry of any reading, from the first reading that has a number."""
     chosen: dict[tuple[str, ...], Comparison] = {}
     for reading in found:
         source, compared = reading.source, {cell.key: cell for cell in reading.comparisons}

@@ -16,7 +16,7 @@ has F and B alone, and a micro-batch all of them (`table2-bound` of results/pape
 
 
 def speed(num_stages: int, num_microbatches: int) -> float:
-    """Of even stages over one device, F : R : B = 1 : 1 : 2, a free link, recomputation that starts early."""
+    """Speed of even stages over one device, with F : R : B = 1 : 1 : 2, a free link, early recomputation."""
     idle, work = RECOMPUTED
     return num_microbatches * num_stages * work / (work * num_microbatches + idle * (num_stages - 1))
 
@@ -27,7 +27,7 @@ def idle_share(num_stages: int, num_microbatches: int) -> float:
 
 
 def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...]]:
-    """By table of the paper, the four numbers that sum up what was computed of it."""
+    """For each table of the paper, the four numbers that sum up what was computed of it."""
     lines = []
     for name in reproduced.SECONDS:
         of_tables = reproduced.cells(records.get(name, ()))
@@ -47,7 +47,7 @@ def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...
 
 
 def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
-    """By name, in words; those whose records are missing are left out.
+    """Facts in words, by name; those whose records are missing are left out.
 
     Args:
         records: by experiment, finished or not
@@ -92,7 +92,7 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
 
 
 def _cores(environments: Sequence[Mapping[str, object]]) -> str:
-    """What timed or trained anything."""
+    """Machines that timed or trained anything, in words."""
     cores = sorted({int(str(each.get("cores_logical") or 0)) for each in environments})
     gpus = any(each.get("gpus") for each in environments)
     counts = " or ".join(map(str, cores))

@@ -23,15 +23,15 @@ from gpipe_bench.harness.report.html import data_url
 FOLDER = "figures"
 DOTS_PER_INCH = 150
 FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
-"""What an experiment may stumble over while it draws; that must not cost the page."""
+"""Errors of an experiment's drawing that must not cost the page."""
 
 _TYPES = {".svg": "image/svg+xml", ".png": "image/webp"}
 COLOURS = 32
-"""Of a picture on the page: drawings have few, and a page is sent by mail."""
+"""Colours of a picture on the page: drawings have few, and a page is sent by mail."""
 
 
 def plots_of(experiment: Experiment, records: Sequence[Record]) -> list[Plot]:
-    """What the experiment can draw of the records."""
+    """Plots that the experiment can draw from the records."""
     return experiment.figures(records) if experiment.figures is not None and records else []
 
 

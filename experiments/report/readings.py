@@ -32,7 +32,7 @@ T = TypeVar("T")
 UNREADABLE = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
 )  # fmt: skip
-"""What an experiment may stumble over in records that something else wrote."""
+"""Errors of an experiment that reads records which another program wrote."""
 MOST_LINES = 5  # about records that can't be read
 MOST_SCREEN = 100
 """Lines of tables beside the paper's; half as many of a text without its numbers."""
@@ -47,7 +47,7 @@ def select_records(records: Sequence[Record], experiment: Experiment, profile: s
 
 
 def folder_of(name: str, results: Path, *, is_own: bool = True) -> tuple[Path, str]:
-    """Where the records of an experiment are: the user's `results`, or, where nothing of it is there and no
+    """Folder of an experiment's records: the user's `results`, or, where nothing of it is there and no
     folder was asked for, those that come with the project, with a sentence that says so.
     """
     having = [folder for folder in sorted(REFERENCE.glob("*")) if (folder / f"{name}.jsonl").is_file()]
@@ -81,7 +81,7 @@ def check_engine_is_there(engine: str, records: Iterable[Record]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What some records of one experiment come to, worked out once: whoever shows them reads it here.
+    """Results of some records of one experiment, computed once for all readers.
 
     `comparisons` has one for every entry, and one for every number of the same tables that nobody produced.
     """
@@ -147,7 +147,7 @@ def screen(shown: Shown, whole: str) -> str:
 
 
 def _cut(tables: Sequence[str], most: int) -> str:
-    """As many of the tables as fit into so many lines, and how many lines are left out."""
+    """As many tables as fit into `most` lines, and a line that says how many lines are left out."""
     kept = list(tables[:1])
     for table in tables[1:]:
         if "\n\n".join([*kept, table]).count("\n") > most:
@@ -160,13 +160,13 @@ def _cut(tables: Sequence[str], most: int) -> str:
 def readable(
     name: str, records: Sequence[Record], show: Callable[[Sequence[Record]], T]
 ) -> tuple[T | None, list[str]]:
-    """What `show` makes of the records that it can make something of, and lines about the others.
+    """Result of `show` for the records that it can read, and lines about the others.
 
-    None where it stumbles over all: the mistake may then be the experiment's own. `name` is the experiment's.
+    None where `show` fails on all: the mistake may then be the experiment's own. `name` is the experiment's.
     """
 
     def tried(records: Sequence[Record]) -> tuple[T | None, str]:
-        """What it makes of them, or what it stumbles over."""
+        """Result of `show`, or its error."""
         try:
             return show(records), ""
         except UNREADABLE as error:

@@ -16,7 +16,7 @@ from gpipe_bench.experiments.engines.judging import OK, SKIPPED
 
 @pytest.fixture(scope="session")
 def asked() -> dict[str, dict[str, Row]]:
-    """What was found already, by place and case."""
+    """Results so far, by place and case."""
     return {}
 
 

@@ -51,7 +51,7 @@ class _Words(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstScreen:
-    """What is shown first. `claims` are (claim, paper, ours, how, answer)."""
+    """Question, paragraphs and claims shown first. `claims` are rows of (claim, paper, ours, how, answer)."""
 
     question: str
     paragraphs: tuple[str, ...]
@@ -60,12 +60,12 @@ class FirstScreen:
     CLAIMS = ("claim", "paper", "ours", "how", "answer")
 
     def markdown(self) -> str:
-        """For README and the markdown page."""
+        """Text in markdown, for README and the report's markdown page."""
         claims = Grid(columns=self.CLAIMS, lines=self.claims).markdown()
         return "\n\n".join([*self.paragraphs, claims])
 
     def text(self) -> str:
-        """For a terminal."""
+        """Text for a terminal."""
         lines = []
         for says, paper, ours, how, said in self.claims:
             lines.append(fill(f"{said.upper()}: {says} (paper: {paper})", "  ", "  "))

@@ -48,7 +48,7 @@ class Grid:
     right: frozenset[int] = frozenset()
 
     def text(self) -> str:
-        """For a terminal."""
+        """The table as text for a terminal."""
         title = [self.title, ""] if self.title else []
         parts = [part._laid_out("simple", part.columns, part.lines) for part in self._fitted(_width.get())]
         return "\n".join([*title, "\n\n".join(parts), *self.notes])
@@ -93,7 +93,7 @@ class Grid:
         ]  # fmt: skip
 
     def markdown(self) -> str:
-        """For a markdown page: the title in bold, pipes escaped."""
+        """The table in markdown: the title in bold, pipes escaped."""
         title = [f"**{self.title}**", ""] if self.title else []
         columns, *lines = [[escaped(str(cell)) for cell in line] for line in (self.columns, *self.lines)]
         return "\n".join([*title, self._laid_out("github", columns, lines), *self.notes])

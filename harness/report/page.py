@@ -47,12 +47,12 @@ class TableView:
 
     @property
     def rows(self) -> tuple[Comparison, ...]:
-        """Those of all parts."""
+        """The comparisons of all parts."""
         return tuple(row for part in self.parts for row in part.rows)
 
 
 class Machine(NamedTuple):
-    """Where numbers come from. `facts` are (label, text) of its environment."""
+    """A source of records. `facts` are (label, text) pairs of its environment."""
 
     name: str
     own: bool
@@ -90,12 +90,12 @@ class Page:
 
     @property
     def cells(self) -> tuple[Comparison, ...]:
-        """Those of all tables, without settings and numbers of others."""
+        """The comparisons of all tables, without settings and numbers of others."""
         return tuple(row for table in self.tables for row in table.rows)
 
     @property
     def smoke(self) -> int:
-        """How many numbers are of a smoke run, which only shows that everything runs."""
+        """Number of comparisons from a smoke run, which only shows that everything runs."""
         return sum(cell.profile == "smoke" for cell in self.cells)
 
 

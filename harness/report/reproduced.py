@@ -29,7 +29,7 @@ PART = "reproduction"
 Place = tuple[str, str, str]
 """Table, row and column."""
 KINDS: dict[str, Kind] = {"ratio": "ratios of speeds", "samples/s": "speeds", "GiB": "bytes"}
-"""What is published by its unit."""
+"""Kind of a published number, by its unit."""
 BASELINE = "the paper's own run does not fit under the declared choices"
 CLAIMS = (
     ("AmoebaNet: largest on 8 accelerators over naive-1", "amoebanet", "pipeline-8", "naive-1"),
@@ -63,7 +63,7 @@ def errors() -> dict[Kind, PredictorError]:
 
 
 def error_of(table: str, row: str) -> float:
-    """Of a computed number, as a factor less 1."""
+    """The error of a computed number, as a factor minus 1."""
     known = errors()[_kind(table, row)].error
     return of_quotient(known) if table == "claims" else known
 
@@ -105,7 +105,7 @@ def _spread(metric: Metric, error: float) -> Spread | None:
 
 
 def cells(records: Sequence[Record]) -> dict[tuple[str, str], tuple[list[Cell], list[Cell]]]:
-    """By table of the paper and unit: its results beside ours, and those that are 1 by definition."""
+    """By (table of the paper, unit): cells with the paper's number beside ours, and cells of the value 1."""
     return _by_table(answers(records))
 
 
@@ -248,11 +248,11 @@ SECONDS = {
     "table3": {"amoebanet": 16.0, "transformer": 3.0}, "figure3": {"resnet101": 6.0, "amoebanet": 10.0},
     "table4": {"resnet101": 6.0},
 }  # fmt: skip
-"""By experiment and model, what computing takes."""
+"""Estimated seconds of computing, by experiment and model."""
 
 
 def cases(experiment: str, options: RunOptions) -> list[Case]:
-    """One for each model of the experiment, but of the smoke profile: these are of the paper's size."""
+    """One case per model; none in the smoke profile, since the models have the paper's size."""
     found = {} if options.profile == "smoke" else SECONDS[experiment]
     return [Case({"part": PART, "model": model}, seconds) for model, seconds in found.items()]
 

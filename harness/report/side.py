@@ -60,7 +60,7 @@ class SideBySide:
     differences: Mapping[str, tuple[str, ...]]
 
     def grids(self) -> list[Grid]:
-        """One for each table, and one for what the machines differ in."""
+        """One grid per table of the paper, and one of the differences between the machines."""
         columns = ["", "", "paper", *self.machines, f"{self.machines[-1]} / {self.machines[0]}"]
         lines: dict[str, list[list[str]]] = {}
         for row in self.rows:

@@ -22,7 +22,7 @@ from gpipe_bench.harness.verdict import JUDGED, QUESTIONS, Comparison, Verdict
 
 Answer = Literal["agrees", "follows", "differs", "no test", "not judged", "not run"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
-"""In the order of counts."""
+"""Answers in the order in which counts list them."""
 WORDS: Mapping[Verdict, Answer] = {
     "reproduced": "agrees", "identity": "follows", "undecided": "no test", "above": "differs",
     "below": "differs", "not judged": "not judged", "not comparable": "no test", "not run": "not run",
@@ -67,7 +67,7 @@ ASKED: Mapping[str, str] = {"as published": "computed from the paper's descripti
 """The two questions in words that need no explanation."""
 
 Key = tuple[str, str, str, str, str]
-"""Of a comparison."""
+"""Identifies a comparison."""
 
 _ABSENT = "-"
 _FEW = 3
@@ -77,7 +77,7 @@ _DIGITS = 5
 
 
 def part_of(cell: Comparison) -> Part:
-    """Where the cell is shown."""
+    """The part of the report that shows the cell."""
     return cell.question if cell.source == "paper" else "others' numbers"
 
 
@@ -95,7 +95,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """Its name and what is asked."""
+        """The table's name and the question that it answers."""
         return f"{self.name}, {ASKED.get(self.part, self.part)}"
 
     @property
@@ -126,7 +126,7 @@ class Table:
 
     @property
     def counts(self) -> str:
-        """Its answers in words, see `counts_text`."""
+        """The table's answers, counted in words by `counts_text`."""
         return counts_text(self.rows)
 
 
@@ -264,11 +264,11 @@ def _found(rows: Sequence[Comparison], always: Sequence[str], other: Sequence[st
     return [what for what in LINES if what in (*always, *having)]
 
 
-# What stands in an entry; nothing where there is nothing to say -------------------------------------------
+# Text of an entry's columns; empty where there is nothing to say -----------------------------------------
 
 
 def paper_text(entry: Comparison) -> str:
-    """As printed, with the corrected value where an erratum gives one."""
+    """The paper's value as printed, with the corrected value where an erratum gives one."""
     return entry.paper_text if entry.printed else ""
 
 

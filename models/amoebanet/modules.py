@@ -88,7 +88,7 @@ class BatchNorm2d(nn.BatchNorm2d):
             self.num_batches_tracked.add_(1)
             share = 1.0 / int(self.num_batches_tracked) if share is None else share
         share = 0.0 if share is None else share
-        # As torch's own update, this one is not to be seen by graphs that are alive: those of batches before
+        # As in torch, live autograd graphs must not see this update: the graphs of earlier batches
         # have saved the averages, which no backward in training reads.
         self.running_mean.data.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.data.mul_(1.0 - share)

@@ -28,7 +28,7 @@ MOVED_STRIDES = ("second reduction cell", "last normal cell")
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What distinguishes the published forms of AmoebaNet.
+    """Settings in which the published forms of AmoebaNet differ.
 
     Args:
         stem_filters: channels of the stem's convolution; None means D / 4.

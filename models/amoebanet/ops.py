@@ -18,7 +18,7 @@ from gpipe_bench.models.amoebanet.modules import BatchNorm2d, DropPath, SameConv
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What all operations of one network share.
+    """Settings that all operations of one network share.
 
     Args:
         padding: `"same"` or `"symmetric"`, see above.

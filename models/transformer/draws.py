@@ -35,7 +35,7 @@ WHOLE = Division()
 
 
 def draws_of(shard: int | None, like: Tensor) -> AbstractContextManager[None]:
-    """In here draws on the device of `like` come from a stream of part `shard`; None changes nothing."""
+    """Within it, draws on the device of `like` come from the stream of part `shard`; None changes nothing."""
     return _NO_OTHER if shard is None else _stream(shard, like)
 
 

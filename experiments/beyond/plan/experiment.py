@@ -56,7 +56,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return published_steps.run()
 
 
-# What was predicted beside what was measured, what that comes to, and what was asked of it
+# Comparison of predictions with measurements, its summary, and the rules that it should meet
 
 
 class Rule(NamedTuple):
@@ -113,7 +113,7 @@ def ran(records: Sequence[Record]) -> DataFrame:
 
 
 def choices(ran: DataFrame) -> DataFrame:
-    """Of each model: Spearman's rank correlation of what was predicted with what was measured (0 where all
+    """For each model: Spearman's rank correlation of what was predicted with what was measured (0 where all
     are equal), and the regret, how much longer the one predicted to be the fastest took than the fastest.
     """
     models = ran.groupby("model", sort=False)

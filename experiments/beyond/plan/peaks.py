@@ -87,7 +87,7 @@ def ways(planned: Planned, number: int) -> list[Candidate]:
 
 
 def peaks_of(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[int, ...]]:
-    """What `predict` says of each, of every worker; its seconds are of no interest here."""
+    """Peak bytes of every worker as `predict` gives them for each candidate; its seconds are not used."""
     from gpipe_bench.planner.measured import profiles_of
 
     layers = planned.subject.build()[0]
@@ -107,7 +107,7 @@ def peaks_of(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[in
 
 
 def count(planned: Planned, candidates: Sequence[Candidate], *, share_memory: bool = True) -> list[int]:
-    """What one process does: the most bytes that lived in it in the second step of each candidate, whose
+    """Runs in each process: the most bytes that lived in it in the second step of each candidate, whose
     messages go through memory that processes share, or through gloo.
     """
     import torch

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PART, SWEEPS, STEP = "published steps", "published sweeps", "step"
 PATH = PUBLISHED / "published-steps.toml"
 SECONDS = 130.0
-"""That each of the two cases takes, about."""
+"""Approximate seconds of each of the two cases."""
 HOST = 8
 """Accelerators of a host, in all of them."""
 INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
@@ -45,7 +45,7 @@ upper end over its lower end: fixed before any of them was predicted."""
 def request_of(
     device_type: str, link: str, between: str, cards: int = HOST, per_host: int = HOST, **asked: Any
 ) -> Request:
-    """As `plan` is asked, with so many network cards per host."""
+    """The request that `plan` would make, with `cards` network cards per host."""
     far = link_named(between, device_type) if between else None
     near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // per_host)
     return Request(link=near, between=far, hosts=hosts, cards=cards, device_type=device_type, **asked)
@@ -94,13 +94,13 @@ class Step:
 
     @property
     def measured_s(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         if self.step_s:
             return self.step_s
         return self.batch_size * int(self.model().inputs.tensors[0].shape[1]) / self.accelerators / self.speed
 
     def model(self) -> Model:
-        """On the meta device, with the attention that it had."""
+        """The model on the meta device, with the attention that the published step used."""
         from gpipe_bench.models import SHAPES
         from gpipe_bench.planner.model import built
 
@@ -131,13 +131,13 @@ class Step:
 
 @cache
 def steps() -> tuple[Step, ...]:
-    """Of the file."""
+    """The steps in results/published-steps.toml."""
     return tuple(Step(**row) for row in tomllib.loads(PATH.read_text(encoding="utf-8"))["step"])
 
 
 @cache
 def sweeps() -> dict[str, tuple[Step, ...]]:
-    """Of the file: ways of one cluster, by the sweep's name."""
+    """The sweeps in results/published-steps.toml: ways of one cluster, by the sweep's name."""
     found = {}
     for row in tomllib.loads(PATH.read_text(encoding="utf-8")).get("sweep", ()):
         common = {key: value for key, value in row.items() if key != "ways"}
@@ -146,7 +146,7 @@ def sweeps() -> dict[str, tuple[Step, ...]]:
 
 
 def way_of(step: Step) -> str:
-    """What tells it from the others of a sweep: `pp 2 dp 4 tp 1 M 8 a100`."""
+    """Name of a step within its sweep: `pp 2 dp 4 tp 1 M 8 a100`."""
     return f"pp {step.pp} dp {step.dp * step.fsdp} tp {step.tp} M {step.num_microbatches} {step.device}"
 
 

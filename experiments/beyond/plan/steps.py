@@ -67,7 +67,7 @@ class Planned:
 
     @property
     def subject(self) -> Subject:
-        """What its processes build."""
+        """The model that the case's processes build."""
         from gpipe_bench.planner.model import Subject
 
         return Subject(self.model, None if ":" in self.model else self.options)
@@ -155,7 +155,7 @@ def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
 
 
 def work(planned: Planned, seed: int, device: str) -> Found:
-    """What one process does: time the layers, plan, and only then run what the plan has ranked."""
+    """Runs in each process: times the layers, plans, and only then runs what the plan has ranked."""
     import torch
 
     from gpipe_bench.pipeline.clock import conditions
@@ -238,7 +238,7 @@ class _Run:
 
 
 def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, Any]:
-    """What a `Pipeline` is given of the processes: a pipeline over all of them, or a replica or a share in
+    """Arguments of `Pipeline` about processes: a pipeline over all of them, or a replica or a share in
     each; all must call.
     """
     from torch import distributed as dist
@@ -255,7 +255,7 @@ def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, An
 
 
 def request_of(costs: Costs, planned: Planned) -> Request:
-    """What was asked of the plan."""
+    """The request that the plan answered."""
     return Request(
         accelerators=NUM_WORKERS, memory_bytes=MEMORY_BYTES, batch_size=planned.batch_size,
         link=costs.link or FREE, optimizer=planned.optimizer,
@@ -272,8 +272,8 @@ def ranked(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Predi
 
 
 def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Candidate]:
-    """What the search of `plan` lays out where it may choose among `WAYS` and `REPLICATED` alone, each with
-    its best cut: of as many accelerators as there are processes, with every number of micro-batches in
+    """Candidates that the search of `plan` finds among `WAYS` and `REPLICATED` alone, each with
+    its best cut: for as many accelerators as there are processes, with every number of micro-batches in
     `numbers`, of which replicas have their shares, for sizes that there are costs of. Equal ones once.
     """
     from gpipe_bench.planner.search import Search  # imports torch
@@ -312,7 +312,7 @@ def replicated(
 def to_run(
     ranking: Sequence[Prediction], chosen: int = CHOSEN, others: int = OTHERS
 ) -> list[tuple[int, Prediction]]:
-    """Those that are run, with their places in the ranking from 0: the first ones, and others evenly from
+    """Candidates to run, with their places in the ranking from 0: the first ones, and others evenly from
     the rest, the last one among them.
     """
     places = list(range(min(chosen, len(ranking))))
@@ -327,7 +327,7 @@ def to_run(
 def with_replicas(
     chosen: Sequence[tuple[int, Prediction]], ranking: Sequence[Prediction]
 ) -> list[tuple[int, Prediction]]:
-    """Those, and the best one of replicas, and of each level of shares, where none is among them."""
+    """`chosen`, and the best candidate of replicas and of each level of shares that is missing in it."""
     kinds = {each.candidate.fsdp_level for _, each in chosen if each.candidate.replicas > 1}
     found = list(chosen)
     for place, each in enumerate(ranking):
@@ -348,7 +348,7 @@ def title(candidate: Candidate) -> str:
 
 
 def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
-    """What the processes of a case found, as numbers."""
+    """Numbers from what the processes of a case found."""
     first = found[0].details
     costs, ranking = first["costs"], first["ranking"]
     request, clock = request_of(costs, planned), slowest([each.times for each in found])

@@ -28,7 +28,7 @@ from gpipe_bench.pipeline.stage.layers import run_plain
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """What an asynchronous training of more than K mini-batches did. `staleness` and the rest have an entry
+    """Result of an asynchronous training of more than K mini-batches. `staleness` and the rest have an entry
     per stage.
     """
 

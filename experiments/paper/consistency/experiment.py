@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MODELS = ("images", "text")
 SECONDS = {"images": 32.0, "text": 13.0}
-"""Of a training, while another one runs beside it."""
+"""Seconds of a training while another one runs beside it."""
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -84,7 +84,7 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
 
 
 def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
-    """At the recipe's rate, and divided by K, where a single stage shows what the slower rate alone does."""
+    """Cases at the recipe's rate, and at it over K, where one stage shows the slower rate's effect alone."""
     if smoke and model == "images":
         return []
 
@@ -189,7 +189,7 @@ def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
 
 
 def _differences(trained: Trained, reference: Trained) -> list[Metric]:
-    """Of the weights, and of everything that is kept, running statistics included."""
+    """Differences of the weights, and of everything that is kept, running statistics included."""
     from gpipe_bench.experiments.paper.consistency.training import is_statistic
 
     largest = squares = total = 0.0
@@ -226,8 +226,8 @@ def _measured(name: str, value: float, unit: str) -> Metric:
 
 
 def _details(task: Task, subject: Subject, curve: tuple[tuple[int, float, float], ...]) -> dict[str, Any]:
-    """What tables, figures and verdicts need beside the numbers. A diverged training's numbers are left out
-    of the curve, not written as what JSON has no word for.
+    """Facts that tables, figures and verdicts need beside the numbers. A diverged training's numbers are left
+    out of the curve, since JSON has no word for them.
     """
     return {
         "metric": task.metric,

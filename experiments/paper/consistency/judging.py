@@ -73,7 +73,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> int:
-        """Of each number of stages."""
+        """Number of runs for each number of stages."""
         return len(next(iter(self.stages.values())))
 
 
@@ -170,7 +170,7 @@ def welch(scores: Sequence[float], others: Sequence[float]) -> tuple[float, floa
 
 
 def select(records: Sequence[Record], part: str, model: str) -> list[Record]:
-    """Of the trainings under the present protocol."""
+    """Records of the trainings under the present protocol."""
     return of_case(records, part=part, model=model, protocol=load_protocol().digest)
 
 
@@ -195,7 +195,7 @@ def _suffices(score: float, record: Record, what: str) -> bool:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the protocol's test says of one number of stages.
+    """Finding of the protocol's test for one number of stages.
 
     `distance` is that of the means, in standard deviations of one run, with the interval of the true one;
     `word` the judge's: "reproduced", "undecided", "above", or with a `reason` "not comparable", "not run".

@@ -64,7 +64,7 @@ class ImageRecipe:
     num_microbatches: int = 16
 
     def learning_rate(self, step: int, steps_per_epoch: int) -> float:
-        """Of step number `step`, counted from 0."""
+        """Learning rate of step number `step`, counted from 0."""
         initial = self.learning_rate_per_example * self.batch_size
         warmup_steps = self.warmup_epochs * steps_per_epoch
         if step < warmup_steps:
@@ -142,7 +142,7 @@ SMALL_SAMPLE = 1797
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained, in a form that travels to another process."""
+    """Description of a training, in a form that travels to another process."""
 
     model: str
     recipe: ImageRecipe | TextRecipe

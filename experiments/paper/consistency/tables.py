@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
 ANSWERS = {"reproduced": "agrees", "undecided": "no test", "above": "differs"}
-"""By the protocol's word."""
+"""Answers, by the protocol's word."""
 FEWEST = 6
 """Runs for which an interval carries a per cent; of fewer stand the smallest and the largest."""
 WHY = {
@@ -51,7 +51,7 @@ WHY = {
 
 
 def tables(records: Sequence[Record]) -> str:
-    """What was trained, model by model."""
+    """Tables of the trainings, model by model."""
     parts: list[str] = []
     for model in TITLES:
         parts += [_evidence(records, model), _microbatches(records, model), _asynchronous(records, model)]
@@ -59,7 +59,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def _table(title: str, headers: str, lines: list[list[str]], *notes: str) -> str:
-    """Nothing without lines; `headers` are separated by bars."""
+    """A table as text, empty without lines; `headers` are separated by bars."""
     wrapped = [fill(note) for note in notes if note]
     return Grid(title=title, columns=headers.split("|"), lines=lines, notes=wrapped).text() if lines else ""
 
@@ -77,7 +77,7 @@ def _points(model: str, *differences: float) -> tuple[str, ...]:
 
 
 def spreads(records: Sequence[Record], model: str) -> dict[int, float]:
-    """By K, how widely its runs with seeds of their own spread, in standard deviations of the sequential."""
+    """For each K, the spread of runs with their own seeds, in standard deviations of the sequential runs."""
     found = baseline(records, model)
     if found is None or not found.deviation:
         return {}
@@ -100,7 +100,7 @@ def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
 
 
 def _evidence(records: Sequence[Record], model: str) -> str:
-    """Of one model: the sequential runs, (a) every K's with their own seeds, (b) with the same seed."""
+    """Table of one model: the sequential runs, (a) every K's with their own seeds, (b) with the same seed."""
     found, protocol = baseline(records, model), load_protocol()
     if found is None:
         return ""
@@ -169,7 +169,7 @@ def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -
 
 
 def _unequal(records: Sequence[Record], model: str) -> str:
-    """What the protocol's test assumes and the records show otherwise."""
+    """Text about an assumption of the protocol's test that the records contradict."""
     found, ratios = baseline(records, model), spreads(records, model)
     if found is None or not ratios:
         return ""
@@ -194,7 +194,7 @@ def _unequal(records: Sequence[Record], model: str) -> str:
 
 
 def _microbatches(records: Sequence[Record], model: str) -> str:
-    """What may differ: the same seed at other numbers of micro-batches."""
+    """Table of runs that may differ: the same seed at other numbers of micro-batches."""
     lines, digests = [], {}
     for record in select(records, "micro-batches", model):
         if record.status == "done":
@@ -223,7 +223,7 @@ def _microbatches(records: Sequence[Record], model: str) -> str:
 
 
 def _asynchronous(records: Sequence[Record], model: str) -> str:
-    """Beside GPipe's training from the same seed, which is the same at any K."""
+    """Table of asynchronous trainings beside GPipe's from the same seed, which is the same at any K."""
     lines = []
     for name, record in _beside_each_other(records, model):
         loss, values = record.details["curve"][-1][1], {each.name: each.value for each in record.metrics}
@@ -322,7 +322,7 @@ def _draw_scores(axes: Axes, records: Sequence[Record], model: str) -> None:
 
 
 def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
-    """What a training says as it goes on: GPipe's, and asynchronous ones. Of accuracies the share that is
+    """Draws the curves of GPipe's training and of asynchronous ones. Of accuracies it draws the share that is
     wrong, so that what is nearly right can be told apart.
     """
     import seaborn

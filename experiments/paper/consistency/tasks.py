@@ -280,7 +280,7 @@ def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit
 
 
 def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Tensor]]:
-    """For training a random box, flip and colours; else the central 87.5 % of both sides."""
+    """For training a random box, flip and colours; for evaluation the central 87.5 % of both sides."""
     from torchvision import transforms as T
 
     end = [T.ToTensor(), T.Normalize(3 * [0.5], 3 * [0.5])]
@@ -352,7 +352,7 @@ class TextTask:
         inputs = held_out_tokens[: count * recipe.seq_len].view(count, -1)
         targets = held_out_tokens[1 : count * recipe.seq_len + 1].view(count, -1)
         self.held_out_examples = inputs, targets
-        # What the model must undercut: the one that knows each token's frequency in training, with one added
+        # The model must undercut one that knows each token's frequency in training, with one added
         # to every count.
         frequencies = torch.bincount(self.train_tokens, minlength=recipe.vocab_size).double() + 1
         surprise = -(frequencies / frequencies.sum()).log()

@@ -39,7 +39,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training ended with. `curve` holds (steps done, mean training loss since the last, score)."""
+    """Result of a training. `curve` holds (steps done, mean training loss since the last, score)."""
 
     curve: tuple[tuple[int, float, float], ...]
     weights: dict[str, Tensor]  # parameters and buffers

@@ -50,16 +50,16 @@ Shape = tuple[tuple[int, ...], int, bool]
 RULES = {"least variance": "variance", "cumulative share": "cumulative"}
 """Rules of results/unknowns.toml by their names in pipeline/plan/partition.py."""
 CUT_EXAMPLES, CUT_SHARE = 8, 0.374
-"""Of a micro-batch by whose seconds stages are cut, and the middle of the allowed shares of the peak."""
+"""Examples of the micro-batch whose seconds decide the cuts, and the middle of the allowed shares of peak."""
 ROWS, LANES = 8, 128
-"""Of a tile of a TPU's memory; its matrix unit takes as many rows at once."""
+"""Rows and lanes of a tile of a TPU's memory; its matrix unit takes as many rows at once."""
 
 Tiles = Literal["images", "sequences"] | None
 """Which two dimensions of a tensor are kept in tiles: examples and channels, or the last two; None: dense."""
 
 
 class Seconds(NamedTuple):
-    """Of one layer on one micro-batch, for each of some shares of the peak."""
+    """Seconds of one layer on one micro-batch, for each of several shares of the peak."""
 
     forward: Array
     backward: Array
@@ -67,7 +67,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step is made of, ready to be laid out."""
+    """Everything that one step is made of, ready to be laid out."""
 
     schedule: Schedule
     times: Mapping[tuple[int, Kind], float]
@@ -81,7 +81,7 @@ class Step:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Where the time of all accelerators goes, in shares of it."""
+        """Shares of the time of all accelerators, by what they spend it on."""
         found = breakdown(self.schedule, self.times, self.link, **self.beside).shares
         return {part: float(share) for part, share in found.items()}
 
@@ -112,25 +112,25 @@ class FullSize:
         return [sum(_flops(each, examples) for each in layer.forward) for layer in self.layers]
 
     def sent_bytes(self, layer: int, examples: int, activation_format: str) -> int:
-        """What a cut behind a layer sends forward: distinct tensors."""
+        """Bytes that a cut behind a layer sends forward, for distinct tensors."""
         outputs = _shapes(self.layers[layer].outputs)
         return sum(num_bytes(each, examples, activation_format) for each in outputs)
 
     def returned_bytes(self, layer: int, examples: int, activation_format: str) -> int:
-        """What a cut behind a layer sends back."""
+        """Bytes that a cut behind a layer sends back."""
         outputs = _shapes(self.layers[layer].outputs)
         return sum(num_bytes(each, examples, activation_format) for each in outputs if each[2])
 
     def seconds(
         self, accelerator: Accelerator, activation_format: str, examples: int, shares_of_peak: Sequence[float]
     ) -> tuple[Seconds, ...]:
-        """Of every layer on a micro-batch. ValueError for a share that is none."""
+        """Seconds of every layer on a micro-batch. ValueError for an invalid share."""
         return _seconds(self, accelerator, activation_format, examples, tuple(shares_of_peak))
 
     def cut(
         self, cost: str, rule: str, num_stages: int, accelerator: Accelerator = TPU_V2
     ) -> Partition | None:
-        """Its layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
+        """The layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
 
         Seconds are those of `accelerator`: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE`
         of the peak.
@@ -186,7 +186,7 @@ class FullSize:
         )
 
     def profiles(self, activation_format: str, examples: int) -> tuple[LayerProfile, ...]:
-        """Of all layers, and of the loss as the last. A single example, and formats of 16 bits other than
+        """Profiles of all layers, and of the loss as the last. One example, and formats of 16 bits other than
         bfloat16, are taken as what scaling gives, though kernels may take other paths there.
         """
         return _profiles(self, activation_format, examples)
@@ -260,7 +260,7 @@ def _flops(operation: Operation, examples: int, unit: int = 0) -> int:
 
 
 def product_flops(product: Sequence[int], examples: int, unit: int = 0) -> int:
-    """Of a noted product: how many, rows, inner dimension, columns."""
+    """Operations of a product, which is noted as count, rows, inner dimension and columns."""
     count, rows, inner, columns = (scaled(length, examples) for length in product)
     if unit:
         rows, inner, columns = padded(rows, ROWS), padded(inner, unit), padded(columns, unit)
@@ -268,7 +268,7 @@ def product_flops(product: Sequence[int], examples: int, unit: int = 0) -> int:
 
 
 def num_bytes(tensor: Shape, examples: int, activation_format: str, tiles: Tiles = None) -> int:
-    """Of a noted tensor; only what grows with the examples is an activation and has their format."""
+    """Bytes of a tensor; only what grows with the examples is an activation and has their format."""
     lengths, itemsize, is_floating = tensor
     if is_floating and activation_format != "float32" and any(each % EXAMPLES == 0 for each in lengths):
         itemsize = 2
@@ -333,7 +333,7 @@ SIZES = {
     "table3": {"amoebanet": (18, 128), "transformer": (24,)},
     "figure3": {"amoebanet": (12, 512), "resnet101": ()},  # four normal cells in each of three stacks
 }
-"""By experiment and model, the size that the paper has: layers and filters, or layers."""
+"""The paper's sizes by experiment and model: layers and filters, or layers."""
 
 
 @cache

@@ -38,7 +38,7 @@ from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P40
 
 LIKE = "table3-amoebanet"
-"""Whose share of the peak and link are taken: that of GPUs without a fast link, too."""
+"""Table whose share of the peak and link are used: those of GPUs without a fast link, too."""
 LINK = ("share_of_peak", "link_bytes_per_s", "link_latency_s")
 
 Cell = tuple[str, str, str]
@@ -122,7 +122,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
         _unet("pipeline-2", (104, 137), 512, 32),
     ),
 }
-"""By model and script; the first of each is what the ratios are relative to."""
+"""Configurations by model and script; ratios are relative to the first of each."""
 
 TITLES = {
     "amoebanet": "AmoebaNet-D (18, 256) on P40s",
@@ -246,7 +246,7 @@ def _taken(layers: Sequence[nn.Module]) -> int:
 
 
 def _without(entering: Boundary, num_skips: int) -> Boundary:
-    """What enters a stage without the skips that only pass through: those behind the first so many."""
+    """The tensors that enter a stage, without the skips that only pass through: those after `num_skips`."""
     count = 1 + num_skips
     if not entering.is_tuple:
         return entering

@@ -75,8 +75,8 @@ def cases(options: RunOptions) -> list[Case]:
 
 
 def _on_a_gpu() -> list[Case]:
-    """What says most first: the model without GPipe beside the same with it, of which the paper's factors of
-    25 and 3.8 are made.
+    """Cases on a GPU, the most telling first: the model without GPipe beside the same with it. Their ratios
+    are the paper's factors of 25 and 3.8.
     """
     every = [(half, each) for half, columns in COLUMNS.items() for each in columns]
     of_one = [(half, each) for half, each in every if each.num_stages == 1]

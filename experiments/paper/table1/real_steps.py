@@ -95,7 +95,7 @@ class MadeUp(InProcess):
 
 @dataclass(frozen=True)
 class Part:
-    """What is needed to run one stage of a placement."""
+    """Everything that is needed to run one stage of a placement."""
 
     index: int
     layers: range
@@ -125,7 +125,7 @@ class Peak(NamedTuple):
 
 
 class Storages:
-    """On a CPU: the storages of tensors, from their birth to their death.
+    """Counter on a CPU: the storages of tensors, from their birth to their death.
 
     `counting` is what the step runs in, `peak` the most since `reset`.
     """
@@ -145,7 +145,7 @@ class Storages:
 
 
 class Allocator:
-    """On an accelerator: what its allocator has given out, beyond what it had when this was made.
+    """Counter on an accelerator: what its allocator has given out, beyond what it had when this was made.
 
     Libraries take workspaces of tens of MiB when they are first used, which belong to no stage; so they are
     used once before counting begins, by the thread of the forward and by that of the backward.
@@ -331,7 +331,7 @@ def under_cap(setting: Setting, placement: Placement, *, until_full: bool = Fals
 
 
 def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Metric, ...]:
-    """Of the fullest stage, as it was measured and modelled; no measured one where a stage found no room."""
+    """Peaks of the fullest stage, measured and modelled; no measured one where a stage found no room."""
 
     def most(name: str) -> int | None:
         known = [stage[name] for stage in stages]

@@ -26,7 +26,7 @@ PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations"
 
 
 def tables(records: Sequence[Record]) -> str:
-    """What the paper does not print: what fills the accelerators, the largest models, what ran."""
+    """Tables that the paper does not print: what fills the accelerators, the largest models, what ran."""
     parts: list[str] = []
     for half in HALVES:
         for attention in dict.fromkeys(
@@ -52,7 +52,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
-    """What fills the accelerators with the paper's models."""
+    """Table of what fills the accelerators with the paper's models."""
     found = {
         column: record
         for column in COLUMNS[half]
@@ -216,7 +216,7 @@ def _devices(records: Sequence[Record]) -> str:
 
 
 def _ran_out(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Where and at what the first stage without room ended; the record has all that torch says of it."""
+    """Text about the first stage that ran out of memory; the record has all that torch says of it."""
     stage = next(stage for stage in stages if stage["ran_out"])
     said = ". ".join(stage["ran_out"].split(". ")[:2])
     return f"stage {stage['stage']} held {_gib(stage['at_most'])}; {said}"
@@ -248,7 +248,7 @@ def _largest_on_a_gpu(records: Sequence[Record]) -> str:
 
 WHOSE = ("paper", "computed under the declared choices", "this engine")
 MOVING = ("boundary", "activations", "transients")
-"""What is no parameter, gradient or state of the optimizer."""
+"""Parts of the memory other than parameters, gradients and the optimizer's state."""
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
@@ -297,7 +297,7 @@ def _largest_here(records: Sequence[Record], half: str) -> list[float | None]:
 
 
 def _moving_here(records: Sequence[Record], half: str, unit: str) -> list[float | None]:
-    """What comes and goes in a step, at the paper's number of micro-batches."""
+    """Memory that comes and goes in a step, at the paper's number of micro-batches."""
     heights: list[float | None] = []
     for column in COLUMNS[half]:
         record = find(records, part="paper", half=half, column=column.name, attention=JUDGED_ATTENTION[half])

@@ -39,7 +39,7 @@ the step may move either way."""
 
 
 def of_steps(records: Sequence[Record]) -> list[Record]:
-    """Those of a table whose cases have no parts but what they are of: its steps."""
+    """Records of a table's steps: their cases have no `part`."""
     return [record for record in records if "part" not in record.case]
 
 
@@ -85,7 +85,7 @@ def least(
     speed: Callable[[Record, str], Metric | None],
     quotient: Callable[[float, float], float],
 ) -> tuple[str, list[str], Metric] | None:
-    """Of pairs of configurations of a model, those with the least quotient of speeds, and the quotient."""
+    """The pair of a model's configurations with the least quotient of speeds, and the quotient."""
     found = [
         (model, names, metric)
         for model, *names in pairs
@@ -169,7 +169,7 @@ def cut_again(
     formula: Callable[..., float],
     number: Callable[[Mapping[str, Any]], float] = itemgetter("steps_per_s"),
 ) -> str:
-    """What a number would be after stages are cut again on paper, as the paper may have cut its own: it is
+    """A number as it would be after stages are cut again on paper, as the paper may have cut its own: it is
     computed, stands in a note and widens nothing. Empty where the record does not say.
 
     Args:
@@ -200,7 +200,7 @@ def cut_again(
 
 
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:
-    """Where the logarithm of measured over replayed seconds of another step of this model will lie.
+    """Interval of the logarithm of measured over replayed seconds of another step of this model.
 
     Every step that ran for real counts, at whatever number of micro-batches, so the range covers both how
     steps scatter and how the replay fits another schedule. None below two steps.
@@ -220,7 +220,7 @@ def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] 
 
 
 def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
-    """Where one more draw lies, at 95 %, of a normal distribution of which these are known. Of few it is
+    """95 % interval of one more draw from the normal distribution of these errors. With few errors it is
     wide, as it should be.
 
     Raises ValueError below two errors.

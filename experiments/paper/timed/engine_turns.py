@@ -80,7 +80,7 @@ class Job(NamedTuple):
 
 
 def work(job: Job, rounds: int) -> Found:
-    """What one process does for a case. RuntimeError where an engine does something else than it should."""
+    """Runs in each process of a case. RuntimeError where an engine does something else than it should."""
     layers, batch, target, loss = trained(job)
     layers_s = _seconds(job, layers, loss)
     setups = {name: setup_of(job, layers, layers_s, name) for name in job.engines}
@@ -89,8 +89,8 @@ def work(job: Job, rounds: int) -> Found:
     first = next(iter(job.engines))
     ours = engines[first]
     assert isinstance(ours, Ours)
-    # Of all layers, since engines may have other stages here. A plain model of layers that wait would wait
-    # for all stages in turn.
+    # The reference needs all layers, since engines may have other stages here. Layers that wait would wait
+    # for all stages in turn, so they have no reference.
     whole = replace(setups[first], group=None)
     expected = {} if job.model == "waiting" else reference(whole, batch, target, loss)
 
@@ -125,7 +125,7 @@ def work(job: Job, rounds: int) -> Found:
 
 
 def details_of(job: Job, found: Sequence[Found]) -> dict[str, Any]:
-    """For a record: who took part, what each really did in every process, how the model was cut, and the mean
+    """Facts for a record: the engines, what each really did in every process, the model's cuts, and the mean
     of each action in our latest step.
     """
     first = found[0].details
@@ -166,7 +166,7 @@ def without(job: Job, names: Sequence[str]) -> Job:
 
 
 def fault_in(job: Job, name: str) -> Fault | None:
-    """What is wrong with an engine, found out in processes of its own."""
+    """An engine's fault, if it has one, found out in processes of its own."""
     try:
         run_isolated(tried, job.num_processes, job, name, timeout_s=TRIAL_S)
     except IsolatedError as error:
@@ -177,7 +177,7 @@ def fault_in(job: Job, name: str) -> Fault | None:
 def taken(
     job: Job, rounds: int, own: Sequence[str], estimate_s: float
 ) -> tuple[list[Found], dict[str, Fault]]:
-    """What the processes of a case found, and what went wrong with the user's `own` engines: where a run with
+    """Findings of a case's processes, and the faults of the user's `own` engines: where a run with
     all of them fails, each is run beside the control alone, and the others once more without those that fail.
     """
     if not own:
@@ -221,7 +221,7 @@ def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
 
 
 def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], name: str) -> Setup:
-    """What a variant is built from in this process: as many stages as the case has, or as its engine is made
+    """Setup of a variant in this process: as many stages as the case has, or as its engine is made
     for.
     """
     engine, remat = job.engines[name]
@@ -233,7 +233,7 @@ def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], n
 
 
 def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[float]:
-    """By which the layers are cut."""
+    """Seconds or equal weights of the layers, by which they are cut."""
     if not job.cut_by_time:
         return [1.0] * len(layers)
     count, (_, remat) = PARTITION_MICROBATCHES, next(iter(job.engines.values()))
@@ -287,7 +287,7 @@ def mean_actions_s(timeline: Timeline) -> dict[str, float]:
     return {f"{stage}{kind.value}": mean(samples) for (stage, kind), samples in found.items()}
 
 
-# What an engine's own cost is measured against
+# Baselines for an engine's own cost
 
 
 class _MicroBatches:
@@ -329,8 +329,8 @@ def is_idle(engine: object) -> bool:
 
 
 class Bare(_MicroBatches):
-    """This process's layers alone: the same micro-batches and recomputations, but no engine and no messages.
-    Where they are one stage of several, what it would receive is made up, and so are its gradients.
+    """Runs this process's layers alone: the same micro-batches and recomputations, no engine, no messages.
+    Where they are one stage of several, that stage's inputs and gradients are made up.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -381,7 +381,7 @@ _METHODS = {
     "forward": Kind.F, "recompute": Kind.R, "backward": Kind.B, "backward_inputs": Kind.I,
     "backward_weights": Kind.W,
 }  # fmt: skip
-"""Of a stage: what takes an action."""
+"""Methods of a stage, with the kind of action that each runs."""
 
 
 @contextmanager

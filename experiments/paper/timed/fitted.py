@@ -20,7 +20,7 @@ LARGEST_MICROBATCH = 32
 def fitted(
     workload: Workload, cells: Iterable[tuple[int, int]]
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
-    """What is run for cells of K and M, and facts for the record. Cells of as many stages and examples are
+    """Configurations for cells of K and M, and facts for the record. Cells with equal stages and examples are
     laid out from one configuration.
     """
     counts: dict[tuple[int, int], tuple[int, ...]] = {}

@@ -47,7 +47,7 @@ STAGES = (2, 4, 8)
 CONTROL_WIDTH = {"cpu": 256, "accelerator": 8192}
 
 Seconds = dict[Kind, float]
-"""Of a forward without a graph, of one with it (a recomputation), and of a backward."""
+"""Seconds of a forward without a graph, of one with it (a recomputation), and of a backward."""
 
 
 def alone(
@@ -202,7 +202,7 @@ class _Taken:
 
 
 def cases(model: str) -> list[Case]:
-    """One for each size, so that what is done stays done when a run is cut."""
+    """One case per size, so that finished sizes stay finished when a run is cut."""
     return [Case({"part": PART, "model": model, "examples": size}, 10.0 + size / 2) for size in SIZES]
 
 

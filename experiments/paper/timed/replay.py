@@ -71,7 +71,7 @@ class TimedActions:
         )
 
     def times(self, link: Link) -> dict[str, Any]:
-        """What a replay of the program is given."""
+        """Arguments of a replay of the program."""
         return {
             "action_s": self.medians_s(),
             "link": link,
@@ -82,7 +82,7 @@ class TimedActions:
         }
 
     def to_data(self) -> dict[str, Any]:
-        """As a record keeps it; action times in milliseconds, medians and extremes."""
+        """The actions as a record keeps them; times in milliseconds, medians and extremes."""
         return {
             "partition": [[span.start, span.stop] for span in self.partition],
             "num_microbatches": self.num_microbatches,
@@ -105,7 +105,7 @@ class TimedActions:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> TimedActions:
-        """What `to_data` wrote; each (stage, kind) has its median as the only sample."""
+        """The actions that `to_data` wrote; each (stage, kind) has its median as the only sample."""
         return cls(
             tuple(range(start, stop) for start, stop in data["partition"]),
             data["num_microbatches"],
@@ -136,7 +136,7 @@ def balanced(timed: TimedActions, num_microbatches: int | None = None) -> Timeli
 
 
 def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> Breakdown:
-    """Where the device-seconds of the laid-out step go; the parts add up to exactly 1."""
+    """Shares of the laid-out step's device-seconds, by what they are spent on; they add up to exactly 1."""
     return breakdown(timed.program(num_microbatches), **timed.times(link))
 
 
@@ -190,12 +190,12 @@ def same_share(link: Link, slower: float, larger: float) -> Link:
 # The cuts that the paper may have made
 
 AS_MEASURED = "measured seconds"
-"""What the steps on record were cut by, beside the costs and rules that the paper may have cut by."""
+"""Setting of the cuts by which the steps on record ran, beside those that the paper may have used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Of one model: by setting and number of stages the layers of each stage, as far as the setting's rule
+    """Cuts of one model: by setting and number of stages the layers of each stage, if the setting's rule
     leaves none without layers; by layer the parameters, and the bytes of one example over a cut behind it.
 
     The first setting is the middle, as the rule of the predictions has it for a list of words.

@@ -35,7 +35,7 @@ Rates = Sequence[tuple[Mapping[str, Scalar], Sequence[float]]]
 
 @dataclass
 class Steps:
-    """What one process found for one configuration. `turns` is empty where the engine keeps no timeline or
+    """Findings of one process for one configuration. `turns` is empty where the engine keeps no timeline or
     cannot run all stages in a process, `real_s` where it was not run for real; `why` says why.
     """
 
@@ -50,7 +50,7 @@ class Steps:
 
 
 class Found(NamedTuple):
-    """What one process found."""
+    """Findings of one process."""
 
     steps: tuple[Steps, ...]  # in the order of the configurations
     layers_s: dict[int, tuple[float, ...]]
@@ -152,7 +152,7 @@ def conditions_of(found: Sequence[Found]) -> dict[str, Any]:
 
 
 def link_of(found: Sequence[Found], device: str) -> Link:
-    """What joins the stages: this machine's memory, whose bandwidth was measured; between GPUs what was
+    """Link between the stages: this machine's memory, whose bandwidth was measured; between GPUs what was
     measured there, or a preset where there is one alone.
     """
     if device == "cuda":

@@ -43,11 +43,11 @@ CALIBRATION_STEPS = 2
 
 Sign = Literal[">=", "<="]
 Steps = Mapping[str, Callable[[], object] | None]
-"""By variant: one training step, or None in a process that has no part in it."""
+"""One training step of each variant, or None in a process that has no part in it."""
 
 
 class Found(NamedTuple):
-    """What one process of a case found: seconds per step by variant, two samples per round; what the process
+    """Findings of one process of a case: seconds per step by variant, two samples per round; what the process
     used meanwhile and how it was set up; and what else there is to tell.
     """
 
@@ -60,7 +60,7 @@ class Found(NamedTuple):
 def take_turns(
     steps: Steps, layers: Sequence[nn.Module], num_rounds: int, seed: int, device: torch.device | None = None
 ) -> Found:
-    """In each process of a case: times all variants, which train the same `layers` on `device`, by default
+    """Runs in each process of a case: times all variants, which train the same `layers` on `device`, or on
     the CPU.
 
     All processes must call; each begins every turn with the others and keeps its own times, of which the
@@ -136,7 +136,7 @@ def side_by_side(
 
 
 def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) -> list[Metric]:
-    """What the numbers of a case can be trusted for: the control's ratios, and what else ran meanwhile."""
+    """Metrics that tell how far a case can be trusted: the control's ratios, and what else ran meanwhile."""
     return [
         from_samples("control", ratios, "ratio", note=note),
         Metric(
@@ -147,7 +147,7 @@ def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) ->
 
 
 def facts_of(found: Sequence[Found]) -> dict[str, Any]:
-    """For a record's details: how the processes were set up."""
+    """Facts for a record's details: how the processes were set up."""
     return {name: [each.conditions[name] for each in found] for name in ("pinned_cores", "threads")}
 
 
@@ -167,7 +167,7 @@ def lacks_gpus(device: str, count: int) -> str:
     return f"needs {count} GPUs; torch sees {found}" if found < count else ""
 
 
-# What may be said of the numbers
+# Judgements about the numbers
 
 
 def void_by(control: Metric | None) -> str:
@@ -178,7 +178,7 @@ def void_by(control: Metric | None) -> str:
 
 
 def void_of(metrics: Sequence[Metric]) -> dict[str, str]:
-    """For a record's details: `void`, why none of its numbers may be judged, where the control says so."""
+    """Facts for a record's details: `void`, why its numbers may not be judged, where the control says so."""
     void = void_by(next(metric for metric in metrics if metric.name == "control"))
     return {"void": void} if void else {}
 
@@ -198,7 +198,7 @@ def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
 
 
 def trust_of(record: Record) -> list[str]:
-    """What its numbers can be trusted for: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
+    """How far a record can be trusted: `control 1.000 [0.990, 1.010]`, `used by others 0.012`."""
     found = [record.metric(name) for name in ("control", "used by others")]
     return [f"{each.name} {measured(each)}" for each in found if each is not None]
 

@@ -45,7 +45,7 @@ MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
 ALONE, SHARED = "all stages in one process", "one stage per process"
 REAL_STAGES = 2
 REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
-"""There and back, two steps each."""
+"""Rounds of steps that run for real: two turns each, there and back, of two steps."""
 PINGS = 20
 BULK_BYTES = 2**26  # of a transfer that measures the bandwidth: half a millisecond over NVLink
 TRANSFERS = 5
@@ -160,7 +160,7 @@ def work(job: Job) -> Found:
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
-    """What the allocator of an accelerator has given out at most in this process, and what it took from the
+    """The most bytes that an accelerator's allocator has given out in this process, and what it took from the
     device for that; nothing for a CPU.
     """
     if not devices.is_accelerator(device):
@@ -173,7 +173,7 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
 
 class Training:
-    """What all configurations of a case train in this process, each on its own mini-batch."""
+    """The model that all configurations of a case train in this process, each on its own mini-batch."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.device = job, devices.current(job.device)
@@ -358,7 +358,7 @@ def layer_seconds(
 
 
 def mean_over_processes(found: Sequence[float]) -> tuple[float, ...]:
-    """Of numbers that every process has found; all must call."""
+    """Means of numbers that every process has found; all processes must call."""
     seconds = torch.tensor(found, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(seconds)
@@ -366,7 +366,7 @@ def mean_over_processes(found: Sequence[float]) -> tuple[float, ...]:
     return tuple(seconds.tolist())
 
 
-# What joins the processes of a pipeline: between the GPUs of a machine it may be NVLink, a switch or the
+# Link between the processes of a pipeline: between the GPUs of a machine it may be NVLink, a switch or the
 # host's memory, which differ by a factor of thirty, and nothing else says which.
 
 

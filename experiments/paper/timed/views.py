@@ -57,7 +57,7 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
 
 
 _COLUMNS = ("record", "title", "scale", "cell", "K", "M", "N", "why", "batch", "metric", "value", "text", "n")
-"""Of a table without a row."""
+"""Columns of a table without rows."""
 
 
 def _numbers(

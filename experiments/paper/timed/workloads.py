@@ -26,7 +26,7 @@ PROFILES = {
     "short": "models scaled to two cores, with the paper's numbers of layers",
     "full": "the paper's models, for GPUs",
 }
-"""What the profiles of a timed table do."""
+"""Descriptions of a timed table's profiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,19 +90,19 @@ class Workload:
         return loss_fn(self.model, **self.options)
 
     def profile(self, microbatch_size: int, profiler: Profiler) -> ModelProfile:
-        """What the memory model knows of the layers and the loss; nothing is allocated."""
+        """Profile of the layers and the loss for the memory model; nothing is allocated."""
         from gpipe_bench.pipeline.memory.boundary import Boundary
 
         inputs, target = (Boundary.of(each) for each in self.example(microbatch_size, "meta"))
         return profiler.model(self.build("meta"), self.loss(), inputs, target)
 
     def facts(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """Facts of the workload for a record."""
         return {"title": self.title, "scale": self.scale, "options": dict(self.options)}
 
 
 def materialized(layer: Layers, device: torch.device) -> Layers:
-    """What is on the meta device, with real memory on this one and harmless values in it."""
+    """Moves a layer from the meta device to real memory on `device`, with harmless values in it."""
     import torch
 
     layer.to_empty(device=device)
@@ -146,7 +146,7 @@ class Job(NamedTuple):
     seed: int = SEED
 
     def facts(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """Facts of the job for a record."""
         return {**self.workload.facts(), "engine": self.engine, "rounds": self.rounds}
 
 
@@ -155,7 +155,7 @@ CUTS_ESTIMATE_S = 8.0
 
 
 def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
-    """One for each model, whose steps say how far the replay errs; `estimates_s` are of the short profile on
+    """One case per model, whose steps say how far the replay errs; `estimates_s` are of the short profile on
     two cores.
     """
     smoke = options.profile == "smoke"
@@ -190,7 +190,7 @@ def _transformer(
 
 
 def _sizes(title: str, model: str, **of_profile: tuple[Any, ...]) -> Sizes:
-    """Of each profile the options, the mini-batch and, where they matter, scale and cap."""
+    """Workload of each profile, from its options, its mini-batch and, where they matter, scale and cap."""
     return {profile: Workload(title, model, *given) for profile, given in of_profile.items()}
 
 

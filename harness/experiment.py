@@ -62,7 +62,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """`K=2 M=4`."""
+        """The case's key in words: `K=2 M=4`."""
         return label(self.key)
 
 

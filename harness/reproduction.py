@@ -197,7 +197,7 @@ class Cell(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the paper's."""
+        """Our number over the paper's."""
         return None if self.ours is None else self.ours / self.paper
 
     @property

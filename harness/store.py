@@ -158,7 +158,7 @@ class Store:
         return Loaded(tuple(records), tuple(problems))
 
     def experiments(self) -> list[str]:
-        """Names of those that it has records of."""
+        """Names of the experiments that the store has records of."""
         if not self.root.is_file():
             return sorted(path.stem for path in self.root.glob("*.jsonl"))
         names = set()

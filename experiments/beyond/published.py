@@ -131,7 +131,7 @@ def load_rows() -> tuple[Row, ...]:
 
 
 def laid_out(schedule: Schedule, times_ms: dict[Kind, float], link: Link) -> Timeline:
-    """Replayed with times of a worker's whole share of the model."""
+    """The schedule replayed with times of a worker's whole share of the model."""
     share = schedule.num_workers / schedule.num_stages
     return replay(schedule, {kind: share * ms for kind, ms in times_ms.items()}, link)
 

@@ -160,7 +160,7 @@ def schedule_of(
 
 
 def in_slots(schedule: Schedule) -> Timeline:
-    """Replayed in slots of a worker's whole share."""
+    """The schedule replayed in slots of a worker's whole share."""
     return laid_out(schedule, dict(SLOTS), FREE)
 
 

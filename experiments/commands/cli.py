@@ -183,7 +183,7 @@ def parser(called: Container[str] = VERBS) -> argparse.ArgumentParser:
 
 
 def complain(message: str, status: int = BAD_USAGE) -> int:
-    """One line on standard error; returns the status."""
+    """Prints one line on standard error; returns the status."""
     with contextlib.suppress(OSError):  # the exit status says it too
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return status

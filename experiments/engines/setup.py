@@ -70,7 +70,7 @@ class Setup:
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """Number of stages, K."""
         return len(self.partition)
 
     @property

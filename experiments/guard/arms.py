@@ -162,7 +162,7 @@ class Arm:
         return names
 
     def build(self, benchmark: str) -> Built:
-        """Builds it and takes its first steps."""
+        """Builds the benchmark and takes its first steps."""
         return Built(**self._ask(BUILD_S, do="build", benchmark=benchmark))
 
     def sample(self, benchmark: str, repeats: int) -> Sample:

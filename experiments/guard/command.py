@@ -103,7 +103,7 @@ class CommandArm:
         before = os.environ.get("PYTHONPATH")
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (modules, before)))}
         self.count = 0
-        """Numbers of a run."""
+        """How many numbers a run has."""
         self.taken_s = 0.0
         """Seconds that the latest run took."""
         self.first = 0.0

@@ -136,7 +136,7 @@ class Finding:
         return "; ".join([f"{self.benchmark}: {what}", *self.notes, *late])
 
     def as_data(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """All of the result as plain data."""
         runs = [
             {**asdict(run), "noise_floor": run.noise_floor, "smallest_detectable": run.smallest_detectable}
             for run in self.runs
@@ -272,7 +272,7 @@ def table(findings: Sequence[Finding]) -> Grid:
 
 
 def show(change: Change) -> str:
-    """`+1.2% [-0.3, +2.9]`"""
+    """The change in percent with its interval: `+1.2% [-0.3, +2.9]`"""
     return f"{change.value:+.1%} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
 
 

@@ -78,7 +78,7 @@ class Arm:
         return {"names": {name: (inspect.getdoc(build) or name).splitlines()[0] for name, build in found}}
 
     def build(self, benchmark: str) -> dict[str, Any]:
-        """Builds it and warms up."""
+        """Builds the benchmark and warms up."""
         step = self._functions[benchmark]()
         if not callable(step):
             raise ValueError(

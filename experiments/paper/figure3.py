@@ -56,7 +56,7 @@ BARS = {
     views.PAPER: "#0173b2", "torchgpipe": "#949494", views.COMPUTED: "#d9d9d9", views.OURS: "#029e73",
     views.RAN: "#de8f05",
 }  # fmt: skip
-"""Colour by whose a number is; the same in every panel."""
+"""Colours by source of a number; the same in every panel."""
 
 
 def cases(options: RunOptions) -> list[Case]:

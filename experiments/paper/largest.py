@@ -26,7 +26,7 @@ FILTERS_STEP = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """All but the size of the model."""
+    """Everything about a model's run except the model's size."""
 
     half: str
     num_stages: int

@@ -44,7 +44,7 @@ def answer(cell: Comparison) -> Answer:
 
 
 def reason_text(cell: Comparison) -> str:
-    """Why it is that word."""
+    """Why the answer is that word."""
     if not _is_too_uncertain(cell):
         return cell.reason
     error, most = reproduced.error_of(cell.table, cell.row), load_reproduction().error.no_test_above
@@ -273,12 +273,12 @@ def paper_text(entry: Comparison) -> str:
 
 
 def ours_text(entry: Comparison) -> str:
-    """`3.819 GB`."""
+    """Our number: `3.819 GB`."""
     return "" if entry.ours is None else show(entry.ours, entry.unit)
 
 
 def ours_with_interval(entry: Comparison) -> str:
-    """`0.752 [0.739, 0.765]`."""
+    """Our number with its interval: `0.752 [0.739, 0.765]`."""
     return "" if entry.ours is None else show_with_interval(entry.ours, entry.low, entry.high, entry.unit)
 
 
@@ -290,7 +290,7 @@ def ours_with_error(entry: Comparison) -> str:
 
 
 def interval_text(entry: Comparison) -> str:
-    """`[3.6, 3.7]`, in the number's unit."""
+    """The interval of our number, in its unit: `[3.6, 3.7]`."""
     if entry.low is None or entry.high is None:
         return ""
     return show_interval(entry.low, entry.high, entry.unit)

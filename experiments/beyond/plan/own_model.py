@@ -82,5 +82,5 @@ class _Transposed(nn.Module):
 
 class _Mean(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
-        """Over the places."""
+        """Mean over the places."""
         return value.mean(1)

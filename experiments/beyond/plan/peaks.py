@@ -64,7 +64,7 @@ def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
 
 
 def _candidate(layers: int, name: str, per_worker: int, remat: str, number: int) -> Candidate:
-    """Cut evenly."""
+    """A candidate whose layers are cut evenly."""
     stages = per_worker * NUM_WORKERS
     return Candidate(
         cut=partition([1.0] * layers, stages), schedule=name, num_microbatches=number,

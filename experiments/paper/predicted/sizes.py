@@ -104,7 +104,7 @@ class FullSize:
 
     @property
     def parameters(self) -> tuple[int, ...]:
-        """How many each layer has."""
+        """Number of parameters of each layer."""
         return _noted(self)[1]
 
     def flops(self, examples: int) -> list[int]:

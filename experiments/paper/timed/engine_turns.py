@@ -405,7 +405,7 @@ def _slow(method: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def wait_until(end_s: float) -> None:
-    """Returns when `time.perf_counter` is there."""
+    """Returns when `time.perf_counter` has reached `end_s`."""
     left_s = end_s - time.perf_counter()
     if left_s > _LATE_S:
         time.sleep(left_s - _LATE_S)

@@ -142,7 +142,7 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
 
 
 def conditions_of(found: Sequence[Found]) -> dict[str, Any]:
-    """Under what the processes of a case ran."""
+    """Conditions under which the processes of a case ran."""
     return {
         "processes": len(found),
         "conditions": [each.conditions for each in found],

@@ -20,8 +20,8 @@ GROUPS = {
     "help": lambda name: name.endswith("--help"),
     "list": lambda name: name.startswith("list --json"),
     "schedule": lambda name: name.startswith(tuple(f"schedule {each} " for each in SCHEDULES)),
-    "plans": lambda name: name.startswith("plan ") and "--help" not in name,
-    "sizes": lambda name: name.startswith("size ") and "--help" not in name,
+    "plans": lambda name: name.startswith("plan ") and not {"--help", "--bytes"} & {*name.split()},
+    "sizes": lambda name: name.startswith("plan ") and "--bytes" in name,
     "report": lambda name: name.startswith("report") and "--help" not in name,
 } | {
     experiment: lambda name, which=experiment: name.split()[1:2] == [which] and "--results" in name

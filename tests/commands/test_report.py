@@ -456,7 +456,8 @@ def test_every_number_of_the_first_screen_is_of_a_record(page, tmp_path):
         r'^  """(.*?)"""', text, re.M | re.S
     )
     without = [re.sub(r"\{[^}]*\}", "", each) for each in spelled]
-    assert {*re.findall(r"\d[\d.,]*", " ".join(without))} <= {"1,", "2,", "4", "8"}, "numbers of stages"
+    known = {"1,", "2,", "4", "8", "32"}
+    assert {*re.findall(r"\d[\d.,]*", " ".join(without))} <= known, "numbers of stages and micro-batches"
     printed = {cell.printed for cell in load_paper()}
     for each in re.findall(r'^paper = "(.*)"$', text, re.M):
         for number in re.findall(r"\d[\d.]*", re.sub(r"\{[^}]*\}", "", each)):

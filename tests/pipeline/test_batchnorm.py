@@ -7,9 +7,8 @@ import copy
 import pytest
 import torch
 from covering import pairwise
-from tiny_models import mlp_batch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as run_again_in_the_backward
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.named import SCHEDULES
@@ -127,91 +126,6 @@ def test_a_forward_in_training_mode_counts_as_one_mini_batch() -> None:
     assert_same(averages(pipeline), wanted)
 
 
-class Single(nn.Module):
-    """To float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.float()
-
-
-def mixed() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.BatchNorm2d(3, momentum=0.1).double(), nn.BatchNorm2d(3, momentum=0.5).double(), Single(),
-        nn.Flatten(), nn.BatchNorm1d(48, momentum=0.3), nn.Linear(48, 5), nn.BatchNorm1d(5, momentum=None),
-    )  # fmt: skip
-
-
-def test_modules_of_several_precisions_and_momenta_share_a_stage() -> None:
-    batches = [images(7, seed) for seed in range(2)]
-    wanted = expected(mixed(), batches, 3)
-    pipeline = Pipeline(mixed(), num_stages=1, num_microbatches=3)
-    for batch in batches:
-        pipeline.step(batch, None, square)
-    found = averages(pipeline)
-    assert {buffer.dtype for buffer in found.values()} == {torch.float32, torch.float64, torch.int64}
-    torch.testing.assert_close(found, wanted)
-
-
-def test_a_module_that_once_saw_nonsense_starts_afresh_in_the_next_step() -> None:
-    pipeline = Pipeline(norms(), num_stages=1, num_microbatches=2)
-    pipeline.step(images(6) * float("nan"), None, square)
-    for name, buffer in pipeline.named_buffers():
-        buffer.fill_(1) if name.endswith("var") else buffer.zero_()
-    pipeline.step(images(6), None, square)
-    assert_same(averages(pipeline), expected(norms(), [images(6)], 2))
-
-
-def test_large_means_cancel_nothing() -> None:
-    """Sums of squares would lose a variance of 1 beside a mean of 1e6 in float32."""
-    torch.manual_seed(0)
-    batch = 1e6 + torch.randn(4096, 2)
-    pipeline = Pipeline([nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 1)], num_stages=1, num_microbatches=16)
-    pipeline.step(batch, None, square)
-    torch.testing.assert_close(
-        pipeline.get_submodule("0").running_var, batch.double().var(0).float(), rtol=5e-2, atol=0.0
-    )
-
-
-def test_one_module_twice_in_a_layer() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2, momentum=1.0).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x) + self.norm(3 * x)
-
-    torch.manual_seed(0)
-    batch = torch.randn(8, 2, dtype=torch.float64)
-    pipeline = Pipeline([Twice()], num_stages=1, num_microbatches=2)
-    pipeline.step(batch, None, square)
-    both = torch.cat([batch, 3 * batch])
-    torch.testing.assert_close(pipeline.get_submodule("0.norm").running_var, both.var(0), **TOLERANCE)
-
-
-class InPlace(nn.BatchNorm2d):
-    """Moves its averages by ordinary in-place operations, as a subclass may."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.running_mean.lerp_(inputs.mean((0, 2, 3)), self.momentum)
-            self.running_var.lerp_(inputs.var((0, 2, 3)), self.momentum)
-        return nn.functional.batch_norm(inputs, None, None, self.weight, self.bias, training=True)
-
-
-@pytest.mark.parametrize("remat", REMAT_MODES)
-def test_a_module_that_moves_averages_in_place_leaves_its_neighbours_graphs_alone(remat: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), InPlace(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten()
-    ).double()
-    wanted = expected(copy.deepcopy(model), [images(4)], 2)
-    Pipeline(model, num_stages=1, num_microbatches=2, remat=remat).step(images(4), None, square)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, wanted[name], **TOLERANCE)
-
-
 def test_a_failed_step_leaves_neither_statistics_nor_changed_modules() -> None:
     model, untouched = norms(), norms()
     pipelines = [Pipeline(each, num_stages=2, num_microbatches=2) for each in (model, untouched)]
@@ -234,42 +148,69 @@ def test_a_failed_step_leaves_neither_statistics_nor_changed_modules() -> None:
     assert int(model[0].num_batches_tracked) == 3
 
 
-def test_half_precision_averages_follow_too() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averages_are_in_the_precision_of_the_layer_and_large_means_cancel_nothing(
+    dtype: torch.dtype,
+) -> None:
+    """Sums of squares would lose a variance of 1 beside a mean of 1e6 in float32."""
     torch.manual_seed(0)
-    pipeline = Pipeline(
-        [nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 1)], num_stages=1, num_microbatches=2
-    ).bfloat16()
-    batch = torch.randn(64, 2).bfloat16()
+    batch = (torch.randn(4096, 2) + (1e6 if dtype == torch.float32 else 0)).to(dtype)
+    layers = [nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 1)]
+    pipeline = Pipeline(layers, num_stages=1, num_microbatches=16).to(dtype)
     pipeline.step(batch, None, square)
-    norm = pipeline.get_submodule("0")
-    assert norm.running_var.dtype == torch.bfloat16
-    torch.testing.assert_close(norm.running_var.float(), batch.float().var(0), rtol=2e-2, atol=0.0)
+    found = pipeline.get_submodule("0").running_var
+    torch.testing.assert_close(found, batch.double().var(0).to(dtype), rtol=5e-2, atol=0.0)
 
 
-def test_norms_without_statistics_are_taken() -> None:
-    with pytest.raises(ValueError, match="track_running_stats=False"):
-        Pipeline([nn.InstanceNorm2d(3, track_running_stats=True)], num_stages=1, num_microbatches=1)
-    layers = [nn.InstanceNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False)]
-    Pipeline(layers, num_stages=1, num_microbatches=1)
+class Twice(nn.Module):
+    """One norm twice, and one of another type and momentum; the whole runs again in the backward."""
 
-
-class Checkpointed(nn.Sequential):
-    """A layer that recomputes itself inside the backward, as models with checkpoints of their own do."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2, momentum=1.0).double()
+        self.single = nn.BatchNorm1d(2, momentum=None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_again_in_the_backward(super().forward, x, use_reentrant=False)
+        return checkpoint(self.do, x, use_reentrant=False)
+
+    def do(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(x) + self.norm(3 * x) + self.single(x.float()).double())
 
 
 @pytest.mark.parametrize("remat", REMAT_MODES)
-def test_averages_do_not_see_what_a_layer_recomputes_itself(remat: str) -> None:
-    buffers = []
-    for kind in (nn.Sequential, Checkpointed):
-        torch.manual_seed(0)
-        # The recomputation stops at the last tensor that is needed, so something has to follow the norm.
-        layers = [kind(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()).double() for _ in range(2)]
-        pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, remat=remat)
-        pipeline.step(*mlp_batch(7), mse_loss)
-        buffers.append(dict(pipeline.named_buffers()))
-    assert len(buffers[0]) == 6
-    for name, buffer in buffers[0].items():
-        assert torch.equal(buffers[1][name], buffer), name
+def test_norms_used_twice_of_several_precisions_and_checkpointed(remat: str) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(8, 2, dtype=torch.float64)
+    pipeline = Pipeline([Twice()], num_stages=1, num_microbatches=2, remat=remat)
+    pipeline.step(batch, None, square)
+    found = dict(pipeline.named_buffers())
+    torch.testing.assert_close(found["0.norm.running_var"], torch.cat([batch, 3 * batch]).var(0), **TOLERANCE)
+    torch.testing.assert_close(found["0.single.running_var"], batch.float().var(0))
+    assert int(found["0.single.num_batches_tracked"]) == 1
+
+
+class InPlace(nn.BatchNorm2d):
+    """Moves its averages by ordinary in-place operations, as a subclass may."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.running_mean.lerp_(inputs.mean((0, 2, 3)), self.momentum)
+            self.running_var.lerp_(inputs.var((0, 2, 3)), self.momentum)
+        return nn.functional.batch_norm(inputs, None, None, self.weight, self.bias, training=True)
+
+
+def test_a_module_that_moves_averages_in_place_leaves_its_neighbours_graphs_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), InPlace(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten()
+    ).double()
+    wanted = expected(copy.deepcopy(model), [images(4)], 2)
+    Pipeline(model, num_stages=1, num_microbatches=2, remat="always").step(images(4), None, square)
+    assert_same(averages(model), wanted)
+
+
+def test_norms_without_statistics_are_taken_and_instance_norms_with_them_refused() -> None:
+    with pytest.raises(ValueError, match="track_running_stats=False"):
+        Pipeline([nn.InstanceNorm2d(3, track_running_stats=True)], num_stages=1, num_microbatches=1)
+    layers = [nn.InstanceNorm2d(3), nn.BatchNorm2d(3, track_running_stats=False)]
+    assert len(Pipeline(layers, num_stages=1, num_microbatches=1).stages) == 1

@@ -1,118 +1,36 @@
-"""The loop and its surroundings: order, errors, thread-local state, the user's interface."""
+"""The loop and its surroundings: order, errors, what a stage keeps and for how long, thread-local state,
+scaled gradients, and the user's interface.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
+import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from covering import pairwise
 from tiny_models import everything, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import (
-    NAMED,
-    SLOTS,
-    Action,
-    ActionError,
-    InProcess,
-    Kind,
-    Pipeline,
-    named,
-    replay,
-)
+from gpipe_bench.pipeline import Action, ActionError, InProcess, Kind, Pipeline, Schedule
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import dependencies, execution_order
-from gpipe_bench.pipeline.step import prepare
+from gpipe_bench.pipeline.plan.schedule import execution_order
 
 mse_loss = nn.functional.mse_loss
 
 
-def observed(pipeline: Pipeline, batch_size: int = 8) -> list[Action]:
-    """The actions of one step, in the order in which they were taken."""
-    taken: list[Action] = []
-
-    @contextlib.contextmanager
-    def observe(action: Action) -> Iterator[None]:
-        taken.append(action)
-        yield
-
-    pipeline.step(*mlp_batch(batch_size), mse_loss, observe=observe)
-    return taken
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize(
+    ("schedule", "remat"), pairwise(tuple(SCHEDULES), REMAT_MODES, keep=[("1f1b", "always")])
+)
 def test_actions_are_taken_in_the_schedules_order(schedule: str, remat: str) -> None:
     pipeline = Pipeline(seeded(mlp), num_stages=4, num_microbatches=4, schedule=schedule, remat=remat)
-    assert observed(pipeline) == list(execution_order(pipeline.schedule))
-    assert sorted(e.action for e in pipeline.timeline.events) == sorted(pipeline.schedule)
-
-
-@pytest.mark.parametrize("make", SCHEDULES.values())
-@pytest.mark.parametrize("remat", REMAT_MODES)
-def test_devices_that_work_side_by_side_are_served_as_they_become_free(make, remat: str) -> None:
-    """From one thread, so an action that could start early must not be issued behind one that has to wait."""
-    schedule = make(3, 4, remat=remat)
-    stages = {k: SimpleNamespace(device=torch.device("cuda", k)) for k in range(3)}
-    order = [step.action for step in prepare(schedule, stages)]
-    start_s = {event.action: event.start_s for event in replay(schedule, SLOTS).events}
-    assert [start_s[action] for action in order] == sorted(start_s.values())
-    position = {action: i for i, action in enumerate(order)}
-    assert sorted(order) == sorted(schedule)
-    for action, needs in dependencies(schedule).items():
-        assert all(position[need] < position[action] for need in needs)
-
-
-def test_gradients_arrive_in_reverse_order_of_the_micro_batches() -> None:
-    """Seen from inside the layers, by what distinguishes the micro-batches, not from the schedule."""
-    seen: list[tuple[int, float]] = []
-
-    class Spy(nn.Module):
-        def __init__(self, stage: int) -> None:
-            super().__init__()
-            self.stage, self.weight = stage, nn.Parameter(torch.ones((), dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * self.weight
-            if torch.is_grad_enabled():
-                key = float(x.detach()[0, 0])
-                y.register_hook(lambda gradient: seen.append((self.stage, key)))
-            return y
-
-    batch = torch.arange(1.0, 7.0, dtype=torch.float64).view(3, 2)
-    Pipeline([Spy(0), Spy(1)], num_stages=2, num_microbatches=3, remat="always").step(
-        batch, None, lambda output, target: output.mean()
-    )
-    assert [key for stage, key in seen if stage == 1] == [5.0, 3.0, 1.0]
-    assert [key for stage, key in seen if stage == 0] == [5.0, 3.0, 1.0]
-    assert [stage for stage, _ in seen] == [1, 0, 1, 0, 1, 0]
-
-
-class Told(InProcess):
-    """Notes after how many actions the loss was told."""
-
-    def __init__(self, taken: list[Action]) -> None:
-        super().__init__()
-        self.taken, self.after = taken, -1
-
-    def send_loss(self, loss: Tensor) -> None:
-        self.after = len(self.taken)
-        super().send_loss(loss)
-
-
-@pytest.mark.parametrize("name", sorted(NAMED))
-def test_the_loss_is_told_after_the_last_forward(name: str) -> None:
-    """Whatever the worker of the last stage has still to do then."""
     taken: list[Action] = []
-    schedule = named(name, 2, 4)
-    told = Told(taken)
-    pipeline = Pipeline(
-        seeded(mlp), num_stages=schedule.num_stages, num_microbatches=4, schedule=schedule, transport=told
-    )
 
     @contextlib.contextmanager
     def observe(action: Action) -> Iterator[None]:
@@ -120,8 +38,11 @@ def test_the_loss_is_told_after_the_last_forward(name: str) -> None:
         yield
 
     pipeline.step(*mlp_batch(8), mse_loss, observe=observe)
-    last = max(i for i, a in enumerate(taken) if (a.stage, a.kind) == (schedule.num_stages - 1, Kind.F))
-    assert told.after == last + 1 < len(taken)
+    assert taken == list(execution_order(pipeline.schedule))
+    assert sorted(event.action for event in pipeline.timeline.events) == sorted(pipeline.schedule)
+
+
+# Errors
 
 
 class Fuse(nn.Module):
@@ -156,51 +77,180 @@ def test_an_exception_names_its_action_and_keeps_its_traceback(kind: Kind, actio
     pipeline.step(batch, target, mse_loss)
     pipeline.zero_grad()
     fuse.blow, fuse.calls = kind, 0
-    with pytest.raises(
-        ActionError, match=f"action {action} failed: ZeroDivisionError: the fuse has blown"
-    ) as caught:
+    words = f"action {action} failed: ZeroDivisionError: the fuse has blown"
+    with pytest.raises(ActionError, match=words) as caught:
         pipeline.step(batch, target, mse_loss)
     assert str(caught.value.action) == action
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert "raise ZeroDivisionError" in "".join(traceback.format_exception(caught.value))
 
-    # The next step starts clean.
-    fuse.blow = None
-    pipeline.zero_grad()
-    pipeline.num_steps = 0
-    pipeline.step(batch, target, mse_loss)
-    again = [p.grad.clone() for p in pipeline.parameters()]
-    pipeline.zero_grad()
-    pipeline.step(batch, target, mse_loss)
-    assert all(torch.equal(a, p.grad) for a, p in zip(again, pipeline.parameters(), strict=True))
 
-
-def test_an_interrupted_step_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
+def test_an_interrupted_step_leaves_nothing_behind(error: type[BaseException]) -> None:
     """Ctrl-C in the middle of a step: the exception passes, and the next step is like any other."""
-    layers = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)))
-    pipeline = Pipeline(layers, num_stages=3, num_microbatches=4)
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    pipeline = Pipeline(seeded(build), num_stages=3, num_microbatches=4)
     calls = iter(range(1000))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         if next(calls) == 2:
-            raise KeyboardInterrupt
+            raise error
         return mse_loss(output, target)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises((KeyboardInterrupt, ActionError)):
         pipeline.step(*mlp_batch(8), loss_fn)
     pipeline.zero_grad()
     pipeline.step(*mlp_batch(8), loss_fn)
-    other = Pipeline(
-        seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))),
-        num_stages=1,
-        num_microbatches=4,
-    )
+    other = Pipeline(seeded(build), num_stages=1, num_microbatches=4)
     other.step(*mlp_batch(8), mse_loss)
     for name, value in other.state_dict().items():
         assert torch.equal(pipeline.state_dict()[name], value), name
-    assert all(
-        torch.equal(a.grad, b.grad) for a, b in zip(pipeline.parameters(), other.parameters(), strict=True)
-    )
+    for ours, wanted in zip(pipeline.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, wanted.grad)
+
+
+def test_a_loss_must_be_one_number() -> None:
+    pipeline = Pipeline([nn.Linear(6, 6).double()], num_stages=1, num_microbatches=2)
+    batch, target = mlp_batch(4)
+    for wrong in (lambda output, target: output - target, lambda output, target: 1.0):
+        with pytest.raises(RuntimeError, match="action 0F0 failed: ValueError: loss_fn returned"):
+            pipeline.step(batch, target, wrong)
+    loss = pipeline.step(batch, target, lambda output, target: mse_loss(output, target).reshape(1, 1))
+    assert loss.shape == ()
+    with pytest.raises(ValueError, match="loss_fn is None; give a function"):
+        pipeline.step(batch, target, None)  # type: ignore[arg-type]
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    pipeline = Pipeline([nn.Linear(6, 6).double().requires_grad_(False)], num_stages=1, num_microbatches=2)
+    with pytest.raises(RuntimeError, match="action 0B1 failed: RuntimeError: the loss"):
+        pipeline.step(*mlp_batch(4), mse_loss)
+
+
+class Wrong(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"x": x, "then": [print]}
+
+
+def test_what_is_no_tensor_and_no_constant_cannot_cross_a_boundary() -> None:
+    pipeline = Pipeline([Wrong(), nn.Linear(6, 6).double()], num_stages=2, num_microbatches=1)
+    words = r"0F0 failed: TypeError: the output of layer 0 \(Wrong\).* is of type dict and holds a builtin"
+    with pytest.raises(RuntimeError, match=words):
+        pipeline.step(*mlp_batch(4), mse_loss)
+
+
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"num_microbatches": 2.5}, {"num_microbatches": True}, {"num_stages": 1.0}, {"devices": ["cuda:99"]},
+    {"devices": "gpu"}, {"mesh": "pp"}, {"group": "g"}, {"timeout_s": -1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ARGUMENTS, ids=str)
+def test_arguments_of_another_kind_are_named(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=name) as caught:
+        Pipeline([nn.Linear(2, 2)], **{"num_stages": 1, "num_microbatches": 2, **wrong})
+    assert repr(value[0] if isinstance(value, list) else value) in str(caught.value)
+
+
+# What a stage keeps, and how often it runs
+
+
+class Saved(torch.autograd.Function):
+    """The identity, saving a tensor of its own for the backward, whose lifetime is the graph's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, registry: list[weakref.ref[Tensor]] | None) -> Tensor:
+        memory = torch.ones(1)
+        if registry is not None:
+            registry.append(weakref.ref(memory))
+        ctx.memory = memory
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.memory, None
+
+
+class Watched(nn.Module):
+    """A linear layer that counts its calls and watches its inputs and graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.inputs: list[weakref.ref[Tensor]] = []
+        self.graphs: list[weakref.ref[Tensor]] = []
+        self.calls: list[bool] = []  # with a graph or without
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(torch.is_grad_enabled())
+        self.inputs.append(weakref.ref(x))
+        return Saved.apply(self.linear(x), self.graphs if torch.is_grad_enabled() else None)
+
+
+def alive(references: list[weakref.ref[Tensor]]) -> int:
+    return sum(reference() is not None for reference in references)
+
+
+def held_after(schedule: Schedule, stage: int, action: Action) -> int:
+    """Graphs that the schedule says are alive on a stage once it has taken `action`."""
+    count = 0
+    for done in schedule.actions[stage]:
+        count += done.kind is (Kind.R if schedule.recomputes(done.microbatch, stage) else Kind.F)
+        count -= done.kind is Kind.B
+        if done == action:
+            return count
+    raise AssertionError(f"{action} is not on stage {stage}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), pairwise(tuple(SCHEDULES), REMAT_MODES, keep=[("gpipe", "except_last")])
+)
+def test_graphs_alive_and_forwards_run(schedule: str, remat: str) -> None:
+    """A graph lives from its F or R to its B; under re-materialization each forward is without one, and
+    exactly one recomputation follows. The first step makes no forward more, on no made-up data.
+    """
+    layers = [Watched().double() for _ in range(3)]
+    pipeline = Pipeline(
+        layers, num_stages=3, num_microbatches=5, schedule=schedule, remat=remat,
+        transport=InProcess(copy=True),
+    )  # fmt: skip
+
+    @contextlib.contextmanager
+    def observe(action: Action) -> Iterator[None]:
+        yield
+        assert alive(layers[action.stage].graphs) == held_after(pipeline.schedule, action.stage, action)
+
+    again = {"never": 0, "always": 5, "except_last": 4}[remat]
+    for step in range(2):
+        pipeline.step(*mlp_batch(10), mse_loss, **({"observe": observe} if step else {}))
+        for layer in layers:
+            assert alive(layer.inputs) == alive(layer.graphs) == 0
+            assert len(layer.calls) == 5 + again
+            if step:  # the first one finds out what needs a gradient
+                assert layer.calls.count(False) == again
+            for seen in (layer.inputs, layer.graphs, layer.calls):
+                seen.clear()
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_nothing_on_a_gpu() -> None:
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.1)) for _ in range(4)]
+    pipeline = Pipeline(layers, num_stages=4, num_microbatches=4, devices="cuda")
+    batch, target = (t.float().cuda() for t in mlp_batch(16))
+    pipeline.step(batch, target, mse_loss)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pipeline.step(batch, target, mse_loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pipeline.timeline.makespan_s > 0
+
+
+# Thread-local state
 
 
 class State(nn.Module):
@@ -212,14 +262,10 @@ class State(nn.Module):
         self.seen: list[tuple[bool, torch.dtype, bool, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(
-            (
-                torch.is_autocast_enabled("cpu"),
-                torch.get_default_dtype(),
-                torch.is_inference_mode_enabled(),
-                torch.are_deterministic_algorithms_enabled(),
-            )
-        )
+        self.seen.append((
+            torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+        ))  # fmt: skip
         return x @ self.weight
 
 
@@ -237,35 +283,74 @@ def test_thread_local_state_reaches_the_stages() -> None:
         torch.set_default_dtype(torch.float32)
     with torch.inference_mode():
         pipeline(batch)
-    for layer in layers:
-        assert (
-            layer.seen == [(True, torch.float64, False, True)] * 4 + [(False, torch.float32, True, False)] * 2
-        )
+    wanted = [(True, torch.float64, False, True)] * 4 + [(False, torch.float32, True, False)] * 2
+    assert [layer.seen for layer in layers] == [wanted, wanted]
 
 
-def test_bfloat16_weights() -> None:
-    batch, target = mlp_batch(8, dtype=torch.bfloat16)
-    gradients = []
-    for num_stages in (1, 4):
-        pipeline = Pipeline(seeded(mlp, torch.bfloat16), num_stages=num_stages, num_microbatches=4)
-        pipeline.step(batch, target, mse_loss)
-        gradients.append([p.grad for p in pipeline.parameters()])
-    assert all(a.dtype == torch.bfloat16 and torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+# Scaled gradients: they are scaled and the loss is not; over several processes see `tree_cases`
 
 
-def test_copies_belong_to_their_receiver() -> None:
-    """Each stage owns its copy of every boundary tensor, made while the receiver is being charged."""
-    receivers: list[int] = []
+def half_model() -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))
 
-    @contextlib.contextmanager
-    def observe_transfer(stage: int) -> Iterator[None]:
-        receivers.append(stage)
-        yield
 
-    transport = InProcess(copy=True, observe_transfer=observe_transfer)
-    pipeline = Pipeline(seeded(mlp), num_stages=3, num_microbatches=2, transport=transport)
-    pipeline.step(*mlp_batch(4), mse_loss)
-    assert receivers == [1, 2, 1, 2, 1, 0, 1, 0]
+def scaled_batch(step: int) -> tuple[Tensor, Tensor]:
+    """The second one makes infinite gradients."""
+    batch, target = mlp_batch(4, dtype=torch.float32, seed=step)
+    return batch, target * 1e38 if step == 1 else target
+
+
+def train_scaled(model: nn.Module, scaler: torch.amp.GradScaler, dtype: torch.dtype) -> list[float]:
+    """As torch's documentation does; the scale after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scales = []
+    for step in range(4):
+        batch, target = scaled_batch(step)
+        if isinstance(model, Pipeline):
+            twin = copy.deepcopy(model)
+            with torch.autocast("cpu", dtype=dtype):
+                loss = model.step(batch, target, lambda y, t: mse_loss(y.float(), t), scaler=scaler)
+                assert torch.equal(loss, twin.step(batch, target, lambda y, t: mse_loss(y.float(), t)))
+        else:
+            for x, y in zip(batch.split(2), target.split(2), strict=True):
+                with torch.autocast("cpu", dtype=dtype):
+                    loss = mse_loss(model(x).float(), y) / 2
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize(("dtype", "own"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_a_scaler_works_as_with_the_plain_model(dtype: torch.dtype, own: bool) -> None:
+    options = {"init_scale": 2.0**10, "growth_interval": 2}
+    plain, layers = (seeded(half_model, torch.float32) for _ in range(2))
+    assert train_scaled(plain, torch.amp.GradScaler("cpu", **options), dtype) == [1024, 512, 512, 1024]
+    pipeline = Pipeline(layers, num_stages=3, num_microbatches=2)
+    scaler = pipeline.scaler(**options) if own else torch.amp.GradScaler("cpu", **options)
+    assert train_scaled(pipeline, scaler, dtype) == [1024, 512, 512, 1024]
+    for one, other in zip(pipeline.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+
+
+def test_a_scaler_that_is_switched_off_changes_nothing() -> None:
+    pipeline = Pipeline(seeded(half_model), num_stages=2, num_microbatches=2)
+    twin = copy.deepcopy(pipeline)
+    scaler = pipeline.scaler(enabled=False)
+    loss = pipeline.step(*mlp_batch(4), mse_loss, scaler=scaler)
+    assert torch.equal(loss, twin.step(*mlp_batch(4), mse_loss))
+    for one, other in zip(pipeline.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    scaler.step(torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    scaler.step(None)
+    scaler.update()
+
+
+# The user's interface
 
 
 def test_state_dict_has_the_plain_models_keys() -> None:
@@ -283,12 +368,6 @@ def test_state_dict_has_the_plain_models_keys() -> None:
     pipeline.load_state_dict(named.state_dict())
 
 
-def test_one_batch_normalization_may_stand_twice_in_a_stage() -> None:
-    norm = nn.BatchNorm1d(6)
-    pipeline = Pipeline([nn.Linear(6, 6), norm, nn.Linear(6, 6), norm], num_stages=1, num_microbatches=2)
-    assert sum(parameter is norm.weight for parameter in pipeline.parameters()) == 1
-
-
 @pytest.mark.parametrize("cost", [None, "parameters", "auto", [1.0] * 8])
 def test_ways_to_balance(cost: object) -> None:
     layers = [nn.Linear(64, 64) for _ in range(6)] + [nn.ReLU(), nn.ReLU()]
@@ -298,93 +377,23 @@ def test_ways_to_balance(cost: object) -> None:
     assert [len(span) for span in pipeline.partition] == wanted
 
 
-def test_a_partition_may_be_given() -> None:
+def test_a_partition_and_a_number_of_workers_may_be_given() -> None:
     for partition in ([1, 3, 2], [range(1), range(1, 4), range(4, 6)]):
         pipeline = Pipeline([nn.Linear(4, 4) for _ in range(6)], partition=partition, num_microbatches=1)
         assert pipeline.partition == (range(1), range(1, 4), range(4, 6))
-
-
-def test_interleaving_shares_the_stages_among_the_workers() -> None:
     pipeline = Pipeline(mlp(), num_stages=6, num_microbatches=3, schedule="interleaved", num_workers=2)
     assert pipeline.schedule.placement == (0, 1, 0, 1, 0, 1)
 
 
-def test_two_pipelines_over_one_model_share_its_weights() -> None:
-    model = seeded(mlp)
-    first = Pipeline(model, num_stages=2, num_microbatches=2)
-    second = Pipeline(model, num_stages=4, num_microbatches=4)
-    first.step(*mlp_batch(4), mse_loss)
-    before = [p.grad.clone() for p in model.parameters()]
-    second.step(*mlp_batch(4), mse_loss)
-    assert any(not torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
-
-
-class Watcher(torch.autograd.Function):
-    """The identity; its backward notes whether autocast is on."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, seen: list[bool]) -> Tensor:
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.seen.append(torch.is_autocast_enabled("cpu"))
-        return gradient, None
-
-
-class Watched(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(6, 6)
-        self.seen: list[bool] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Watcher.apply(super().forward(x), self.seen)
-
-
-@pytest.mark.parametrize("remat", REMAT_MODES)
-def test_autocast_is_over_when_the_backward_runs(remat: str) -> None:
-    """Torch's rule: the context around the forward chooses the precisions, the backward repeats them."""
-    layers = [Watched(), Watched()]
-    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, remat=remat)
-    batch, _ = mlp_batch(4, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        pipeline.step(batch, None, lambda output, target: output.float().square().mean())
-    assert [layer.seen for layer in layers] == [[False, False]] * 2
-
-
-class Strides(nn.Module):
-    """A convolution that notes the strides of what comes in with a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 1)
-        self.seen: set[tuple[int, ...]] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.seen.add(x.stride())
-        return self.conv(x)
-
-
-class ChannelsLast(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("remat", REMAT_MODES)
-def test_strides_of_single_examples_survive_a_boundary(remat: str) -> None:
-    """Dimensions of length 1 have strides too, and kernels choose layouts by them."""
-    seen = []
-    for num_stages in (1, 2):
-        torch.manual_seed(0)
-        last = Strides()
-        layers = [nn.Sequential(nn.Conv2d(2, 4, 1), ChannelsLast()), last]
-        pipeline = Pipeline(
-            layers, num_stages=num_stages, num_microbatches=2, remat=remat, transport=InProcess(copy=True)
-        )
-        for _ in range(2):
-            pipeline.step(torch.randn(2, 2, 3, 1), None, lambda output, target: output.square().mean())
-        seen.append(last.seen)
-    assert len(seen[0]) == 1
-    assert seen[1] == seen[0]
+def test_replaced_parameters_are_the_ones_trained() -> None:
+    """`load_state_dict(assign=True)` puts new parameters in place of those the stage was built with."""
+    layers = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    pipeline = Pipeline(layers, num_stages=2, num_microbatches=2)
+    state = {name: value.clone().requires_grad_() for name, value in layers.state_dict().items()}
+    pipeline.load_state_dict(state, assign=True)
+    layers[0].requires_grad_(False)
+    pipeline.step(*mlp_batch(4), mse_loss)
+    assert layers[0].weight.grad is None
+    layers[0].requires_grad_(True)
+    pipeline.step(*mlp_batch(4), mse_loss)
+    assert layers[0].weight.grad is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from split_cases import CASES, Call
 from test_models_registry import SMALL
-from test_stage import Saved
+from test_engine import Saved
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode

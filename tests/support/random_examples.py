@@ -1,4 +1,4 @@
-"""The random examples of `property_cases` and `joined_cases`, each right or not, over processes and in one.
+"""The random examples of `joined_cases`, each right or not, over processes and in one.
 
     PYTHONPATH=. python tests/support/random_examples.py joined --examples 500 --seed 1
 
@@ -12,12 +12,11 @@ import sys
 import time
 
 import joined_cases
-import property_cases
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import launch
 
-KINDS = {"property": property_cases.Example, "joined": joined_cases.Example}
+KINDS = {"joined": joined_cases.Example}
 NUM_PROCESSES = 3
 
 

@@ -15,7 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from gpipe_bench.pipeline import Pipeline, run_plain
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.stage.layers import Generators, may_draw, mix, stream_key
+from gpipe_bench.pipeline.stage.layers import mix, stream_key
+
+mse_loss = nn.functional.mse_loss
 
 
 class Mask(nn.Module):
@@ -31,33 +33,13 @@ class Mask(nn.Module):
         return x + noise
 
 
-def masks(
-    num_stages: int,
-    num_microbatches: int,
-    schedule: str = "gpipe",
-    remat: str = "always",
-    seed: int = 0,
-    steps: int = 1,
-) -> list[list[Tensor]]:
-    """Everything each of four random layers drew."""
+def masks(num_stages: int, *, seed: int = 0, steps: int = 1, **options: str) -> list[list[float]]:
+    """The first number of everything that each of four random layers drew, of four micro-batches."""
     layers = [layer for _ in range(4) for layer in (Mask(), nn.Linear(6, 6).double())]
-    pipeline = Pipeline(
-        layers,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        remat=remat,
-        seed=seed,
-        cost=[1] * 8,
-    )
-    batch, target = mlp_batch(8)
+    pipeline = Pipeline(layers, num_stages=num_stages, num_microbatches=4, seed=seed, cost=[1] * 8, **options)
     for _ in range(steps):
-        pipeline.step(batch, target, nn.functional.mse_loss)
-    return [layer.drawn for layer in layers if isinstance(layer, Mask)]
-
-
-def distinct(drawn: list[Tensor]) -> set[float]:
-    return {float(noise[0, 0]) for noise in drawn}
+        pipeline.step(*mlp_batch(8), mse_loss)
+    return [[float(noise[0, 0]) for noise in layer.drawn] for layer in layers if isinstance(layer, Mask)]
 
 
 @pytest.mark.parametrize(
@@ -65,61 +47,46 @@ def distinct(drawn: list[Tensor]) -> set[float]:
 )
 def test_masks_depend_on_layer_and_micro_batch_alone(schedule: str, remat: str, num_stages: int) -> None:
     torch.manual_seed(num_stages)  # the state of the default generator is of no importance
-    wanted = masks(1, 4, remat="never")
-    for layer, reference in zip(masks(num_stages, 4, schedule, remat), wanted, strict=True):
-        forwards = {"never": 4, "always": 8, "except_last": 7}[remat]
-        assert len(layer) == forwards
-        assert distinct(layer) == distinct(reference)
-        assert len(distinct(layer)) == 4
+    wanted = masks(1, remat="never")
+    for layer, reference in zip(masks(num_stages, schedule=schedule, remat=remat), wanted, strict=True):
+        assert len(layer) == {"never": 4, "always": 8, "except_last": 7}[remat]
+        assert set(layer) == set(reference)
+        assert len(set(layer)) == 4
 
 
 def test_every_layer_micro_batch_step_and_seed_has_its_own_stream() -> None:
-    draws = masks(2, 4, remat="never", steps=3) + masks(2, 4, remat="never", steps=3, seed=1)
-    values = [float(noise[0, 0]) for layer in draws for noise in layer]
+    draws = masks(2, remat="never", steps=3) + masks(2, remat="never", steps=3, seed=1)
+    values = [value for layer in draws for value in layer]
     assert len(set(values)) == len(values) == 2 * 4 * 4 * 3
 
 
-def test_the_plain_model_can_be_given_the_same_draws() -> None:
-    layers = [Mask(), nn.Linear(6, 6).double(), Mask()]
-    batch, _ = mlp_batch(3)
-    run_plain(layers, batch, seed=5, step=2, microbatch=1)
-    generators = Generators(torch.device("cpu"))
-    for index in (0, 2):
-        generators.seed(stream_key(5, 2, index, 1))
-        assert torch.equal(layers[index].drawn[0], torch.rand_like(batch))
+def test_keys_are_well_mixed() -> None:
+    """No collision in the 32 bits that the CPU generator uses; every bit is set about half of the time."""
+    keys = [stream_key(*counters) for counters in itertools.product(range(4), range(8), range(10), range(10))]
+    assert len({key & 0xFFFFFFFF for key in keys}) == len(keys) == 3200
+    for bit in range(64):
+        assert 0.45 < sum(key >> bit & 1 for key in keys) / len(keys) < 0.55
+    assert mix(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 from state 0
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(3)
+        raise RuntimeError("broken")
 
 
 def test_the_users_generator_is_left_alone() -> None:
+    """By steps, forwards, a loss that draws, the plain model, and after an error."""
     batch, target = mlp_batch(8)
     pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=4)
     torch.manual_seed(3)
     wanted = torch.rand(4)
     torch.manual_seed(3)
-    pipeline.step(batch, target, nn.functional.mse_loss)
-    pipeline(batch)
-    run_plain(seeded(mlp).eval(), batch, seed=0, step=0, microbatch=0)
-    torch.manual_seed(3)
-    run_plain(mlp(), batch.float(), seed=0, step=0, microbatch=0)
-    pipeline.step(
-        batch, target, lambda output, wanted: nn.functional.mse_loss(torch.dropout(output, 0.5, True), wanted)
-    )
-    torch.manual_seed(3)
-    pipeline(batch)
-    assert torch.equal(torch.rand(4), wanted)
-
-
-def test_the_users_generator_is_given_back_after_an_error() -> None:
-    class Broken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch.rand(3)
-            raise RuntimeError("broken")
-
-    torch.manual_seed(3)
-    wanted = torch.rand(4)
-    torch.manual_seed(3)
-    pipeline = Pipeline([Broken()], num_stages=1, num_microbatches=1)
+    pipeline.step(batch, target, lambda y, t: mse_loss(torch.dropout(y, 0.5, True), t))
+    pipeline.eval()(batch)
+    run_plain(pipeline.children(), batch, seed=0, step=0, microbatch=0)
     with pytest.raises(RuntimeError, match="broken"):
-        pipeline(torch.zeros(1))
+        Pipeline([Broken()], num_stages=1, num_microbatches=1)(torch.zeros(1))
     assert torch.equal(torch.rand(4), wanted)
 
 
@@ -129,52 +96,33 @@ def test_a_loss_may_draw_too() -> None:
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         seen.append(float(torch.rand(())))
-        return nn.functional.mse_loss(output, target)
+        return mse_loss(output, target)
 
-    batch, target = mlp_batch(4)
-    Pipeline(seeded(mlp), num_stages=2, num_microbatches=2).step(batch, target, loss_fn)
+    Pipeline(seeded(mlp), num_stages=2, num_microbatches=2).step(*mlp_batch(4), loss_fn)
     assert len(seen) == 4
     assert len(set(seen)) == 2
 
 
-def test_evaluation_between_steps_does_not_change_the_training() -> None:
+def test_forwards_draw_from_streams_of_their_own_and_change_no_training() -> None:
+    """In training mode too, a forward is another sample of the masks than the steps are trained with."""
     batch, target = mlp_batch(4)
-    gradients = []
+    gradients, samples = [], []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        samples.append(output.detach().clone())
+        return mse_loss(output, target)
+
     for evaluate in (False, True):
-        pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=2)
+        pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=1, remat="never")
+        samples.clear()
         for _ in range(2):
-            pipeline.step(batch, target, nn.functional.mse_loss)
+            pipeline.step(batch, target, loss_fn)
             if evaluate:
-                pipeline(batch)
+                samples.append(pipeline(batch))
         gradients.append([p.grad for p in pipeline.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_keys_are_well_mixed() -> None:
-    """No collision in the 32 bits that the CPU generator uses; every bit is set about half of the time."""
-    keys = [stream_key(*counters) for counters in itertools.product(range(4), range(8), range(10), range(10))]
-    assert len({key & 0xFFFFFFFF for key in keys}) == len(keys) == 3200
-    for bit in range(64):
-        share = sum(key >> bit & 1 for key in keys) / len(keys)
-        assert 0.45 < share < 0.55
-    assert mix(0) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 from state 0
-
-
-@pytest.mark.parametrize(
-    ("layer", "draws"),
-    [
-        (nn.Linear(2, 2), False),
-        (nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), nn.ReLU(), nn.MaxPool2d(2)), False),
-        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
-        (nn.Dropout(0.0), True),
-        (nn.MultiheadAttention(4, 2), True),
-        (nn.LSTM(2, 2), True),
-        (nn.RReLU(), True),
-        (Mask(), True),
-    ],
-)
-def test_which_layers_may_draw(layer: nn.Module, draws: bool) -> None:
-    assert may_draw(layer) == draws
+    assert len(samples) == 4
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(samples, 2))
 
 
 class Last(nn.Module):
@@ -212,26 +160,28 @@ def test_who_begins_to_draw_later_draws_the_same_in_the_recomputation(late: str)
             handles.append(LATE[late](layers))
 
     try:
-        assert_trains_as_plain(
-            build, lambda step: mlp_batch(8), nn.functional.mse_loss, 4, num_steps=2, between=begin,
-            num_stages=2, remat="always",
+        pipeline, _ = assert_trains_as_plain(
+            build, lambda step: mlp_batch(8), mse_loss, 4, num_steps=2, between=begin, num_stages=2,
+            remat="always",
         )  # fmt: skip
     finally:
         for handle in handles:
             if hasattr(handle, "remove"):
                 handle.remove()
+    assert pipeline.num_steps == 2
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
 
 
 def test_a_forward_in_training_mode_warns_once_of_layers_that_draw() -> None:
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(x, 0.5, self.training)
-
     batch, target = mlp_batch(4)
     pipeline = Pipeline([nn.Linear(6, 6).double(), Own()], num_stages=2, num_microbatches=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pipeline.step(batch, target, nn.functional.mse_loss)
+        pipeline.step(batch, target, mse_loss)
         pipeline.eval()(batch)
         pipeline.train()
     with pytest.warns(UserWarning, match=r"layer 1 \(Own\) drew.*pipeline.eval\(\) before") as caught:
@@ -240,22 +190,3 @@ def test_a_forward_in_training_mode_warns_once_of_layers_that_draw() -> None:
         warnings.simplefilter("error")
         pipeline(batch)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_forwards_draw_from_streams_of_their_own() -> None:
-    """In training mode too, a forward is another sample of the masks than the steps are trained with."""
-    batch, _ = mlp_batch(4)
-    outputs: list[Tensor] = []
-
-    def loss_fn(output: Tensor, target: None) -> Tensor:
-        outputs.append(output.detach().clone())
-        return output.square().mean()
-
-    pipeline = Pipeline(seeded(mlp), num_stages=2, num_microbatches=1, remat="never")
-    pipeline.step(batch, None, loss_fn)
-    forwards = [pipeline(batch), pipeline(batch)]
-    samples = [*outputs, *forwards]
-    assert len(samples) == 3
-    for i in range(3):
-        for j in range(i):
-            assert not torch.equal(samples[i], samples[j])

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import assert_trains_as_plain, mlp_batch
 from torch import Tensor, nn
+from torch.utils import _pytree
 from tree_models import Anything, Masked, Mode, Output, Pair, State
 
 from gpipe_bench.pipeline import Pipeline
@@ -31,7 +32,6 @@ from gpipe_bench.pipeline.stage.trees import (
 
 mse_loss = nn.functional.mse_loss
 
-
 TREES: dict[str, Any] = {
     "dict": {"b": Tensor, "a": None, 3: 1.5},
     "nested": {"a": [Tensor, (Tensor, {"b": True})], "c": ()},
@@ -42,24 +42,13 @@ TREES: dict[str, Any] = {
     "dataclass": State(Tensor, Tensor, [None]),  # type: ignore[arg-type]
     "output": Output(first=Tensor, second=[Tensor, b"bytes"]),
     "constants": [
-        Tensor,
-        1,
-        1.0,
-        True,
-        1j,
-        torch.int8,
-        torch.Size([2, 3]),
-        slice(1, None),
-        ...,
-        float("inf"),
+        Tensor, 1, 1.0, True, 1j, torch.int8, torch.Size([2, 3]), slice(1, None), ..., float("inf"),
     ],
-}
+}  # fmt: skip
 
 
 def with_tensors(tree: Any) -> Any:
     """The tree with a tensor of its own wherever the class stands."""
-    from torch.utils import _pytree
-
     leaves, spec = _pytree.tree_flatten(tree, lambda node: isinstance(node, torch.Size))
     found = [torch.randn(4, 2) if leaf is Tensor else leaf for leaf in leaves]
     return _pytree.tree_unflatten(found, spec)
@@ -111,106 +100,78 @@ def test_numbers_are_of_one_kind_and_flags_are_not() -> None:
     assert kind(n=None) != kind(n="a") != kind(n="b")
 
 
-def test_what_cannot_travel_is_named() -> None:
-    @dataclass
-    class Unknown:
-        tensor: Tensor
+def test_a_repeated_tensor_travels_once() -> None:
+    a, b = torch.zeros(2), torch.ones(2)
+    tensors, structure = flatten((a, b, a))
+    assert [t is wanted for t, wanted in zip(tensors, (a, b), strict=True)] == [True, True]
+    back = unflatten(tensors, structure)
+    assert back[0] is back[2] is a
+    assert back[1] is b
+    assert flatten(a) == ((a,), None)
+    assert unflatten((a,), None) is a
+    assert isinstance(unflatten(*flatten((a,))), tuple)
 
+
+@dataclass
+class Unknown:
+    tensor: Tensor
+
+
+def test_what_cannot_travel_or_be_joined_again_is_named() -> None:
+    x = torch.zeros(2, 2)
     for tree, words in (
-        ([torch.zeros(1), {1, 2}], "list and holds a set"),
-        (Unknown(torch.zeros(1)), r"Unknown.*register_dataclass\(Unknown\)"),
-    ):
+        ([x, {1, 2}], "list and holds a set"), (Unknown(x), r"Unknown.*register_dataclass\(Unknown\)"),
+    ):  # fmt: skip
         with pytest.raises(TypeError, match=f"the output is of type {words}"):
             flatten(tree)
-
-
-def test_outputs_that_differ_cannot_be_merged() -> None:
-    x = torch.zeros(2, 2)
     for one, other in (({"a": x, "n": 1}, {"a": x, "n": 2}), ({"a": x}, {"b": x}), ((x, x), (x, x + 1))):
         with pytest.raises(ValueError, match="the outputs of two micro-batches,"):
             merge([one, other])
+    with pytest.raises(ValueError, match="output holds a tensor without dimensions;"):
+        merge([torch.tensor(1.0), torch.tensor(2.0)])
 
 
-def test_a_batch_is_split_along_its_tensors() -> None:
+def test_a_batch_is_split_into_views_along_its_tensors() -> None:
     x, ids = torch.arange(14).view(7, 2), torch.arange(7)
     parts = split({"x": x, "same": x, "ids": [ids, "text"], "n": 3}, 3)
     assert [len(part["x"]) for part in parts] == [3, 2, 2]
     assert all(part["same"] is part["x"] and part["ids"][1:] == ["text"] and part["n"] == 3 for part in parts)
     assert parts[1]["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(merge(parts)["x"], x)
     with pytest.raises(ValueError, match="the tensors of the mini-batch have"):
         split({"x": x, "y": ids[1:]}, 2)
-
-
-def test_a_flag_may_decide_what_needs_a_gradient() -> None:
-    class Maybe(nn.Linear):
-        def forward(self, tree: dict[str, Any]) -> dict[str, Any]:
-            hidden = super().forward(tree["x"])
-            return {"x": hidden, "y": hidden.detach() if tree["detach"] else hidden * 2}
-
-    class Sum(nn.Linear):
-        def forward(self, tree: dict[str, Any]) -> Tensor:
-            return super().forward(tree["x"] + tree["y"].square())
-
-    def data(step: int) -> tuple[Any, Tensor]:
-        x, target = mlp_batch(4, seed=step)
-        return {"x": x, "detach": step == 1}, target
-
-    build = lambda: nn.Sequential(Maybe(6, 6), Sum(6, 6))  # noqa: E731
-    assert_trains_as_plain(build, data, mse_loss, 2, num_steps=3, num_stages=2)
-
-
-def test_a_tensor_and_a_tuple_of_tensors_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(*arguments: Any) -> None:
-        raise AssertionError("the long way")
-
-    monkeypatch.setattr("gpipe_bench.pipeline.stage.trees.take_apart", look)
-    x = torch.zeros(4, 2)
-    for tree in (x, (x, x), (x,)):
-        flatten(tree)
-        merge(split(tree, 2))
-    with pytest.raises(AssertionError, match="the long way"):
-        flatten([x])
-
-
-# Micro-batches
 
 
 @given(batch_size=st.integers(1, 60), data=st.data())
 def test_sizes_are_even_and_complete(batch_size: int, data: st.DataObject) -> None:
     num_microbatches = data.draw(st.integers(1, batch_size))
     found = sizes(batch_size, num_microbatches)
-    assert len(found) == num_microbatches
-    assert sum(found) == batch_size
+    assert (len(found), sum(found)) == (num_microbatches, batch_size)
     assert max(found) - min(found) <= 1
     assert list(found) == [len(part) for part in torch.zeros(batch_size).tensor_split(num_microbatches)]
 
 
-def test_split_gives_views_and_merge_undoes_it() -> None:
-    batch = (torch.arange(14).view(7, 2), torch.arange(7))
-    parts = split(batch, 3)
-    assert [len(image) for image, _ in parts] == [3, 2, 2]
-    assert parts[1][0].untyped_storage().data_ptr() == batch[0].untyped_storage().data_ptr()
-    for merged, whole in zip(merge(parts), batch, strict=True):
-        assert torch.equal(merged, whole)
-    assert torch.equal(merge(split(batch[0], 4)), batch[0])
+class Maybe(nn.Linear):
+    """A flag decides what needs a gradient."""
+
+    def forward(self, tree: dict[str, Any]) -> dict[str, Any]:
+        hidden = super().forward(tree["x"])
+        return {"x": hidden, "y": hidden.detach() if tree["detach"] else hidden * 2}
 
 
-def test_an_output_without_examples_cannot_be_merged() -> None:
-    with pytest.raises(ValueError, match="output holds a tensor without dimensions;"):
-        merge([torch.tensor(1.0), torch.tensor(2.0)])
+class Sum(nn.Linear):
+    def forward(self, tree: dict[str, Any]) -> Tensor:
+        return super().forward(tree["x"] + tree["y"].square())
 
 
-def test_a_repeated_tensor_travels_once() -> None:
-    a, b = torch.zeros(2), torch.ones(2)
-    tensors, structure = flatten((a, b, a))
-    assert [t is wanted for t, wanted in zip(tensors, (a, b), strict=True)] == [True, True]
-    back = unflatten(tensors, structure)
-    assert back[0] is a
-    assert back[1] is b
-    assert back[2] is a
-    assert flatten(a) == ((a,), None)
-    assert unflatten((a,), None) is a
-    assert isinstance(unflatten(*flatten((a,))), tuple)
+def test_a_flag_may_decide_what_needs_a_gradient() -> None:
+    def data(step: int) -> tuple[Any, Tensor]:
+        x, target = mlp_batch(4, seed=step)
+        return {"x": x, "detach": step == 1}, target
+
+    build = lambda: nn.Sequential(Maybe(6, 6), Sum(6, 6))  # noqa: E731
+    pipeline, _ = assert_trains_as_plain(build, data, mse_loss, 2, num_steps=3, num_stages=2)
+    assert pipeline.num_steps == 3
 
 
 # Keyword arguments that the layers share in a step
@@ -229,18 +190,22 @@ def test_names_that_nobody_takes_and_tensors_that_need_a_gradient_are_refused() 
         pipeline.step(batch, target, mse_loss)
 
 
-def test_a_layer_that_changes_what_is_shared_is_refused() -> None:
-    class Greedy(nn.Linear):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return super().forward(x * mask.mul_(0.5))
+class Greedy(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x * mask.mul_(0.5))
 
-    for remat, why in {
-        "never": "place, which all layers and micro-batches",
-        "always": "has changed since, such as an object, a list, a tensor of shared",
-    }.items():
-        pipeline = Pipeline([Greedy(6, 6).double()], num_stages=1, num_microbatches=2, remat=remat)
-        with pytest.raises(RuntimeError, match=why):
-            pipeline.step(*mlp_batch(4), mse_loss, shared={"mask": torch.ones(6)})
+
+@pytest.mark.parametrize(
+    ("remat", "why"),
+    [
+        ("never", "place, which all layers and micro-batches"),
+        ("always", "has changed since, such as an object, a list, a tensor of shared"),
+    ],
+)
+def test_a_layer_that_changes_what_is_shared_is_refused(remat: str, why: str) -> None:
+    pipeline = Pipeline([Greedy(6, 6).double()], num_stages=1, num_microbatches=2, remat=remat)
+    with pytest.raises(RuntimeError, match=why):
+        pipeline.step(*mlp_batch(4), mse_loss, shared={"mask": torch.ones(6)})
 
 
 def test_torchs_own_layers_take_keywords() -> None:
@@ -250,6 +215,5 @@ def test_torchs_own_layers_take_keywords() -> None:
     assert Keywords.of(Anything(1, 1)).any_name
     pipeline = Pipeline([encoder, nn.Linear(6, 6)], num_stages=2, num_microbatches=2)
     x, mask = torch.randn(4, 5, 6), nn.Transformer.generate_square_subsequent_mask(5)
-    torch.testing.assert_close(
-        pipeline(x, shared={"src_mask": mask}), pipeline.get_submodule("1")(encoder(x, src_mask=mask))
-    )
+    wanted = pipeline.get_submodule("1")(encoder(x, src_mask=mask))
+    torch.testing.assert_close(pipeline(x, shared={"src_mask": mask}), wanted)

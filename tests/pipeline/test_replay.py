@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from work_done import lines_run
 
+from gpipe_bench.experiments.drawing import gantt
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline import (
     FREE,
     LINKS,
     SLOTS,
     Action,
+    Event,
     Kind,
     Link,
     Schedule,
@@ -25,11 +25,12 @@ from gpipe_bench.pipeline import (
     naive,
     one_f_one_b,
     replay,
-    validate,
 )
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import dependencies, execution_order, transfers
+from gpipe_bench.planner.breakdown import breakdown
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))
@@ -80,11 +81,10 @@ def steps(draw: st.DrawFn) -> tuple[Schedule, dict[str, object]]:
     return schedule, costs
 
 
-def links(shares_directions: bool = False):
-    return st.builds(
-        lambda latency, bandwidth: Link("drawn", latency, bandwidth, shares_directions),
-        st.integers(0, 5), st.fractions(Fraction(1, 4), 4, max_denominator=4),
-    )  # fmt: skip
+LINK = st.builds(
+    lambda latency, bandwidth: Link("drawn", latency, bandwidth),
+    st.integers(0, 5), st.fractions(Fraction(1, 4), 4, max_denominator=4),
+)  # fmt: skip
 
 
 # Closed forms ----------------------------------------------------------------------------------------------
@@ -157,27 +157,6 @@ def test_speed_ups_that_balanced_stages_allow() -> None:
         assert float(speed_up) == pytest.approx(cell.value, abs=max(cell.rounding, 1e-12))
 
 
-# num_stages, num_microbatches, F, B, W, message (ms), bubble rate of 1F1B as published
-ZERO_BUBBLE = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985),
-    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251),
-    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646),
-    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches", "f", "b", "w", "message", "rate"), ZERO_BUBBLE)
-def test_published_bubble_rates_of_1f1b(num_stages, num_microbatches, f, b, w, message, rate) -> None:
-    """From the times that the authors of Zero Bubble Pipeline Parallelism profiled on A100s."""
-    schedule = one_f_one_b(num_stages, num_microbatches)
-    timeline = replay(schedule, {Kind.F: f, Kind.B: b + w}, Link("profiled", latency_s=message))
-    assert round(timeline.bubble, 4) == rate
-
-
 # The rules --------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +186,7 @@ def expected_starts(schedule: Schedule, link: Link, costs) -> dict[Action, float
 
 
 @settings(max_examples=30)
-@given(steps(), links())
+@given(steps(), LINK)
 def test_every_start_is_the_earliest_that_the_rules_allow(step, link) -> None:
     schedule, costs = step
     costs["early_recompute"] = True  # in the order in which the oracle walks, a gradient may come after its R
@@ -218,55 +197,7 @@ def test_every_start_is_the_earliest_that_the_rules_allow(step, link) -> None:
 
 
 @settings(max_examples=30)
-@given(steps(), st.booleans().flatmap(links))
-def test_nothing_starts_before_what_it_needs(step, link) -> None:
-    schedule, costs = step
-    timeline = replay(schedule, link=link, **costs)
-    event = {each.action: each for each in timeline.events}
-    assert sorted(event) == sorted(schedule)
-    assert [e.start_s for e in timeline.events] == sorted(e.start_s for e in timeline.events)
-    for stage, row in enumerate(schedule.actions):
-        assert [e.action for e in timeline.of_stage(stage)] == list(row)
-        assert event[row[0]].start_s >= costs["setup_s"][stage]
-        for earlier, later in pairwise(row):
-            assert event[earlier].end_s <= event[later].start_s
-    for action, needs in dependencies(schedule).items():
-        assert all(event[need].end_s <= event[action].start_s for need in needs)
-    for action, each in event.items():
-        assert each.duration_s == costs["action_s"][action.stage, action.kind, action.microbatch]
-    messages = {message.name: message for message in timeline.messages}
-    assert len(messages) == len(timeline.messages) == len(transfers(schedule))
-    for transfer in transfers(schedule):
-        message = messages[f"{transfer.source}->{transfer.target.stage}"]
-        assert event[transfer.source].end_s <= message.start_s
-        assert message.end_s <= event[transfer.target].start_s
-        backwards = transfer.target.stage < transfer.source.stage
-        size = costs["gradient_bytes" if backwards else "activation_bytes"][
-            min(transfer.source.stage, transfer.target.stage)
-        ]
-        assert message.duration_s == link.occupied_s(size) + link.latency_s
-        if transfer.target.kind is Kind.B and not costs["early_recompute"]:
-            again = Action(transfer.target.stage, Kind.R, transfer.target.microbatch)
-            assert again not in event or message.end_s <= event[again].start_s
-
-
-@settings(max_examples=30)
-@given(steps(), st.booleans().flatmap(links))
-def test_messages_of_a_queue_do_not_overlap(step, link) -> None:
-    schedule, costs = step
-    timeline = replay(schedule, link=link, **costs)
-    queues: dict[object, list[tuple[float, float]]] = {}
-    for message in timeline.messages:
-        ends = (message.stage, int(message.name.partition("->")[2]))
-        queue = min(ends) if link.shares_directions else ends
-        queues.setdefault(queue, []).append((message.start_s, message.end_s - link.latency_s))
-    for times in queues.values():
-        for (_, left), (entered, _) in pairwise(sorted(times)):
-            assert left <= entered
-
-
-@settings(max_examples=30)
-@given(steps(), links(), st.integers(0, 3), st.fractions(Fraction(1, 4), 1, max_denominator=4))
+@given(steps(), LINK, st.integers(0, 3), st.fractions(Fraction(1, 4), 1, max_denominator=4))
 def test_a_slower_link_never_makes_a_step_faster(step, link, more_latency, less_bandwidth) -> None:
     schedule, costs = step
     slower = Link("slower", link.latency_s + more_latency, link.bandwidth_bytes_per_s * less_bandwidth)
@@ -278,7 +209,7 @@ def test_a_slower_link_never_makes_a_step_faster(step, link, more_latency, less_
 
 
 @settings(max_examples=30)
-@given(steps(), st.booleans().flatmap(links))
+@given(steps(), LINK)
 def test_no_step_is_shorter_than_its_bounds(step, link) -> None:
     """The longest chain of dependencies, and the work of the busiest stage."""
     schedule, costs = step
@@ -372,30 +303,81 @@ def test_links_are_checked_and_say_where_they_come_from() -> None:
     assert LINKS["ethernet-1g"].occupied_s(125e6) == 1
 
 
-# Size and export --------------------------------------------------------------------------------------------
-
-
-def test_an_action_costs_the_same_however_large_the_pipeline() -> None:
-    """Over a link with queues, with 4 micro-batches for each stage: the paper's largest has 128 stages."""
-    times = {Kind.F: 0.01, Kind.R: 0.01, Kind.B: 0.02}
-
-    def lines_per_action(num_stages: int) -> float:
-        schedule = gpipe(num_stages, 4 * num_stages)
-        link, sizes = LINKS["pcie3-host"], [1e6] * (num_stages - 1)
-        lines = lines_run(
-            lambda: replay(schedule, times, link, activation_bytes=sizes), "gpipe_bench.pipeline"
-        )
-        return lines / (3 * 4 * num_stages**2)
-
-    small, large = lines_per_action(8), lines_per_action(32)
-    assert 3 < large < 1.1 * small
-    assert large < 80
-
-
 def test_the_largest_pipeline_of_the_paper_can_be_replayed() -> None:
     times = {Kind.F: 0.01, Kind.R: 0.01, Kind.B: 0.02}
     timeline = replay(gpipe(128, 512), times, LINKS["pcie3-host"], activation_bytes=[1e6] * 127)
     assert len(timeline.events) == 128 * 512 * 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "most"),
+    [
+        (gpipe(3, 5, remat="never"), 0, 5),
+        (gpipe(3, 5, remat="always"), 0, 1),
+        (gpipe(3, 5, remat="except_last"), 1, 1),
+        (one_f_one_b(3, 5, remat="never"), 0, 3),
+        (one_f_one_b(3, 5, remat="never"), 2, 1),
+    ],
+)
+def test_live_activations(schedule, stage: int, most: int) -> None:
+    live = replay(schedule, SLOTS).live_activations(stage)
+    assert max(count for _, count in live) == most
+    assert live[-1][1] == 0
+
+
+# Portals where a schedule is laid out in time and drawn
+
+
+SKIP = Edge(0, 0, 3, ("skip",))
+WIRE = Link("wire", latency_s=1, bandwidth_bytes_per_s=1)
+
+
+def test_a_portal_takes_the_link_between_its_workers_alone() -> None:
+    """By hand, K = 4, M = 1, actions of a second, no other bytes: three hops of a second of latency and four
+    forwards are 7 s; the portal leaves at 1, takes 20 s and a second of latency.
+    """
+    ones = dict.fromkeys("FRBIW", 1)
+    action_s = {kind: ones[kind.value] for kind in SLOTS}
+    free = replay(gpipe(4, 1, "never"), action_s, WIRE, activation_bytes=[0] * 3)
+    step = replay(gpipe(4, 1, "never"), action_s, WIRE, activation_bytes=[0] * 3, portals={SKIP: (20, 30)})
+    starts = {str(event.action): event.start_s for event in step.events}
+    assert {str(event.action): event.start_s for event in free.events}["3F0"] == 6
+    assert starts["3F0"] == 1 + 20 + 1
+    assert starts["2B0"] == starts["3B0"] + 1 + 1  # the gradient of the portal holds up nobody between
+    assert starts["0B0"] == starts["3B0"] + 1 + 30 + 1
+    assert {span.name for span in step.messages} >= {"0F0->3", "3B0->0"}
+
+
+def test_between_neighbours_a_portal_goes_before_the_output() -> None:
+    action_s = dict.fromkeys(SLOTS, 1)
+    step = replay(
+        gpipe(2, 1, "never"), action_s, WIRE, activation_bytes=[5], portals={Edge(0, 0, 1, ("a",)): (7, 0)}
+    )
+    assert [(s.start_s, s.end_s) for s in step.messages if s.name == "0F0->1"] == [(1, 9), (8, 14)]
+
+
+def test_the_time_of_portals_is_communication() -> None:
+    schedule, sizes = one_f_one_b(4, 6), {"activation_bytes": [0] * 3}
+    slow = Link("slow", bandwidth_bytes_per_s=Fraction(1, 3))  # type: ignore[arg-type]
+    without = breakdown(schedule, SLOTS, slow, **sizes)
+    found = breakdown(schedule, SLOTS, slow, portals={SKIP: (4, 4)}, **sizes)
+    assert without.seconds["communication"] == 0
+    assert found.seconds["communication"] > 0
+    assert sum(found.shares.values()) == 1
+
+
+# Timelines: what is read off them, and how they are exported
+
+
+def test_events_are_ordered_and_start_at_zero() -> None:
+    late, early = Event(Action.parse("1F0"), 12.0, 13.0), Event(Action.parse("0F0"), 10.0, 11.5)
+    timeline = Timeline.of([late, early], 2)
+    assert [str(e.action) for e in timeline.events] == ["0F0", "1F0"]
+    assert timeline.events[0].start_s == 0.0
+    assert (timeline.makespan_s, timeline.busy_s(0)) == (3.0, 1.5)
+    assert timeline.bubble == pytest.approx(1 - 2.5 / 6)
+    empty = Timeline.of([], 2)
+    assert (empty.makespan_s, empty.bubble) == (0.0, 0.0)
 
 
 def test_a_timeline_is_exported_and_read_back() -> None:
@@ -404,11 +386,25 @@ def test_a_timeline_is_exported_and_read_back() -> None:
         schedule, {kind: slots / 1000 for kind, slots in SLOTS.items()}, LINKS["pcie3-host"],
         activation_bytes=[1e6, 2e6], setup_s=[0.001, 0, 0], update_s=[0.002, 0.001, 0.003],
     )  # fmt: skip
-    validate(schedule)
     assert Timeline.from_data(json.loads(json.dumps(timeline.to_data()))) == timeline
-    trace = json.loads(json.dumps(timeline.to_chrome()))["traceEvents"]
-    boxes = [row for row in trace if row["ph"] == "X"]
+    trace = json.loads(json.dumps(timeline.to_chrome()))
+    assert trace["otherData"] == {"provenance": "replayed", "link": "pcie3-host"}
+    events = trace["traceEvents"]
+    boxes = [row for row in events if row["ph"] == "X"]
     assert {row["name"] for row in boxes if row["cat"] != "work"} == {str(action) for action in schedule}
     assert [row["name"] for row in boxes if row["cat"] == "work"] == ["setup", "update", "update", "update"]
+    backward = next(row for row in boxes if row["name"] == "1I1")
+    assert (backward["tid"], backward["cat"], backward["dur"]) == (1, Kind.I.name, pytest.approx(1000))
     assert max(row["ts"] + row["dur"] for row in boxes) == pytest.approx(timeline.makespan_s * 1e6)
-    assert sum(row["ph"] == "b" for row in trace) == sum(row["ph"] == "e" for row in trace) == 8
+    assert sum(row["ph"] == "b" for row in events) == sum(row["ph"] == "e" for row in events) == 8
+
+
+def test_gantt_chart() -> None:
+    timeline = replay(gpipe(3, 4, remat="except_last"), SLOTS)
+    figure = gantt(timeline, "three stages")
+    (axes,) = figure.axes
+    boxes = [collection.get_paths()[0].get_extents() for collection in axes.collections]
+    wanted_ms = [(event.start_s * 1e3, event.end_s * 1e3) for event in timeline.events]
+    for box, edges_ms in zip(boxes, wanted_ms, strict=True):
+        assert (box.x0, box.x1) == pytest.approx(edges_ms)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "recompute", "backward"]

@@ -1,29 +1,36 @@
-"""Schedules are data: what they contain, in which order, what follows from them, and what is refused."""
+"""Schedules are data: what they contain, in which order, what follows from them, what they recompute, and
+what is refused.
+"""
 
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_schedules import random_remat
 
 from gpipe_bench.pipeline import (
+    NAMED,
     SLOTS,
     Action,
     Kind,
     Schedule,
     draw,
     from_csv,
+    generate,
     gpipe,
     naive,
+    named,
     one_f_one_b,
     replay,
     to_csv,
     validate,
 )
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
 from gpipe_bench.pipeline.plan.schedule import Transfer, dependencies, execution_order
 
 
@@ -50,13 +57,18 @@ def test_rows_as_in_the_paper() -> None:
     assert row(one_f_one_b(3, 4), 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     assert row(one_f_one_b(3, 4), 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
     assert row(one_f_one_b(3, 1), 0) == "0F0 0B0"
+    by_stage = gpipe(3, 3, remat=("always", "never", "except_last"))
+    assert row(by_stage, 1) == "1F0 1F1 1F2 1B2 1B1 1B0"
+    assert row(by_stage, 2) == "2F0 2F1 2F2 2B2 2R1 2B1 2R0 2B0"
+    assert row(one_f_one_b(2, 3, remat=("except_last", "never")), 0) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0B2"
+    assert row(named("zb-h1", 2, 1, remat=("always", "never")), 0) == "0F0 0R0 0I0 0W0"
 
 
 def test_drawing() -> None:
-    assert draw(replay(gpipe(3, 3, remat="except_last"), SLOTS)).splitlines() == [
-        "stage 0 | F0 F1 F2 .  .  .  .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
+    assert draw(replay(gpipe(3, 3, remat=("always", "except_last", "never")), SLOTS)).splitlines() == [
+        "stage 0 | F0 F1 F2 R2 .  .  .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
         "stage 1 | .  F0 F1 F2 .  .  .  B2 B2 R1 B1 B1 R0 B0 B0",
-        "stage 2 | .  .  F0 F1 F2 B2 B2 R1 B1 B1 R0 B0 B0",
+        "stage 2 | .  .  F0 F1 F2 B2 B2 B1 B1 B0 B0",
     ]
     assert draw(replay(gpipe(2, 1, remat="never"), {**SLOTS, Kind.F: 2})).splitlines() == [
         "stage 0 | F0 F0 .  .  .  .  B0 B0",
@@ -64,40 +76,31 @@ def test_drawing() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "num_microbatches", "late", "early", "kept"),
-    [
-        (2, 1, 8, 7, 6),
-        (2, 4, 20, 19, 18),
-        (4, 4, 28, 25, 24),
-        (4, 16, 76, 73, 72),
-        (8, 8, 60, 53, 52),
-        (8, 32, 156, 149, 148),
-    ],
-)
-def test_length_of_a_step_in_slots(
-    num_stages: int, num_microbatches: int, late: int, early: int, kept: int
-) -> None:
-    """Recomputing before the gradient arrives saves K - 1 forwards, keeping the last micro-batch 1."""
-    assert replay(gpipe(num_stages, num_microbatches, remat="always"), SLOTS).makespan_s == early
-    assert replay(gpipe(num_stages, num_microbatches, remat="except_last"), SLOTS).makespan_s == kept
-    # An engine that recomputes inside the backward takes R and B as one action, after the gradient is there.
-    both = {**SLOTS, Kind.B: SLOTS[Kind.R] + SLOTS[Kind.B]}
-    inside = replay(gpipe(num_stages, num_microbatches, remat="never"), both)
-    assert inside.makespan_s == late
-
-
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-@given(num_stages=st.integers(1, 8), num_microbatches=st.integers(1, 16))
-def test_bubble_is_the_papers(make, num_stages: int, num_microbatches: int) -> None:
-    timeline = replay(make(num_stages, num_microbatches, remat="never"), SLOTS)
-    assert timeline.bubble == pytest.approx((num_stages - 1) / (num_microbatches + num_stages - 1))
-
-
 def test_one_worker_consumes_before_it_produces_again() -> None:
     assert " ".join(map(str, execution_order(gpipe(3, 2, remat="except_last")))) == (
         "0F0 1F0 2F0 0F1 1F1 2F1 2B1 1B1 0B1 2R0 2B0 1R0 1B0 0R0 0B0"
     )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_worker_holds_one_recomputed_micro_batch_at_a_time(name: str) -> None:
+    """Between R and its B nothing else is recomputed, whatever other stages could go on with."""
+    for num_stages, num_microbatches in itertools.product(range(1, 6), repeat=2):
+        recomputed: Action | None = None
+        for action in execution_order(SCHEDULES[name](num_stages, num_microbatches, remat="always")):
+            if action.kind is Kind.R:
+                assert recomputed is None, f"{recomputed} is not used up before {action}"
+                recomputed = action
+            elif action.kind is Kind.B:
+                assert recomputed == Action(action.stage, Kind.R, action.microbatch)
+                recomputed = None
+
+
+def test_a_recomputation_needs_nothing_but_its_forward() -> None:
+    """It starts before the gradient arrives, on whatever stage."""
+    for action, needs in dependencies(gpipe(3, 4, remat="always")).items():
+        if action.kind is Kind.R:
+            assert needs == (Action(action.stage, Kind.F, action.microbatch),)
 
 
 @given(schedules())
@@ -118,11 +121,7 @@ def test_text_form_of_an_action() -> None:
     assert str(Transfer(Action.parse("0F1"), Action.parse("1F1"))) == "0F1->1F1"
 
 
-@given(schedules())
-def test_a_table_without_words_says_what_is_recomputed(schedule: Schedule) -> None:
-    recognised = from_csv(to_csv(schedule))
-    assert recognised.actions == schedule.actions
-    validate(recognised)
+# Files, and what cannot be executed
 
 
 def written(*rows: str, remat: str = "never") -> Schedule:
@@ -133,14 +132,6 @@ def test_a_split_backward_is_valid() -> None:
     split = written("0F0 0F1 0I1 0I0 0W1 0W0", "1F0 1F1 1I1 1I0 1W1 1W0")
     validate(split)
     assert split.in_flight(0) == 2
-    # The gradient leaves before the weights' half: 8 stages, 8 micro-batches, last one kept.
-    rows = []
-    for s in range(8):
-        row = [f"{s}F{m}" for m in range(8)]
-        for m in reversed(range(8)):
-            row += ([f"{s}R{m}"] if m < 7 else []) + [f"{s}I{m}", f"{s}W{m}"]
-        rows.append(" ".join(row))
-    assert replay(written(*rows, remat="except_last"), SLOTS).makespan_s == 45
 
 
 @pytest.mark.parametrize(
@@ -162,22 +153,55 @@ def test_what_cannot_be_executed_says_why(rows: str, why: str) -> None:
         validate(written(*rows.split("|")))
 
 
-def test_a_recomputation_needs_nothing_but_its_forward() -> None:
-    """It starts before the gradient arrives, on whatever stage."""
-    for action, needs in dependencies(gpipe(3, 4, remat="always")).items():
-        if action.kind is Kind.R:
-            assert needs == (Action(action.stage, Kind.F, action.microbatch),)
+def test_a_file_that_recomputes_other_micro_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"micro-batches 1 of 2 are recomputed; a stage recomputes all"):
+        from_csv("0F0,0F1,0R1,0B1,0B0")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_one_worker_holds_one_recomputed_micro_batch_at_a_time(name: str) -> None:
-    """Between R and its B nothing else is recomputed, whatever other stages could go on with."""
-    for num_stages, num_microbatches in itertools.product(range(1, 6), repeat=2):
-        recomputed: Action | None = None
-        for action in execution_order(SCHEDULES[name](num_stages, num_microbatches, remat="always")):
-            if action.kind is Kind.R:
-                assert recomputed is None, f"{recomputed} is not used up before {action}"
-                recomputed = action
-            elif action.kind is Kind.B:
-                assert recomputed == Action(action.stage, Kind.R, action.microbatch)
-                recomputed = None
+# What is recomputed: one choice, or one per stage
+
+
+@st.composite
+def remats(draw: st.DrawFn) -> tuple[Remat, int, int]:
+    """A choice with its numbers of stages and micro-batches."""
+    num_stages, num_microbatches = draw(st.tuples(st.integers(1, 5), st.integers(1, 7)))
+    generator = random.Random(draw(st.integers(0, 10**6)))
+    return random_remat(generator, num_stages), num_stages, num_microbatches
+
+
+@settings(max_examples=25)
+@given(remats(), st.booleans())
+def test_what_is_asked_for_is_recomputed_and_written_to_files(
+    of: tuple[Remat, int, int], split: bool
+) -> None:
+    """By named and generated schedules, the latter with times for a recomputation only where there is one."""
+    remat, num_stages, num_microbatches = of
+    again = of_stages(remat, num_stages, num_microbatches)
+    kinds = (Kind.F, Kind.I, Kind.W) if split else (Kind.F, Kind.B)
+    times = {(s, kind): 1.0 + s for s in range(num_stages) for kind in kinds}
+    times |= {(s, Kind.R): 1.0 for s in range(num_stages) if again[s]}
+    made = [generate(tuple(range(num_stages)), num_microbatches, times, remat=remat, split=split)]
+    for name, (_, per_worker) in NAMED.items():
+        per_worker = per_worker or 1
+        if num_stages % per_worker == 0:
+            workers = num_stages // per_worker
+            made.append(named(name, workers, num_microbatches, remat=remat, stages_per_worker=per_worker))
+    for schedule in made:
+        validate(schedule)
+        assert schedule.recomputed == again
+        found = {(a.stage, a.microbatch) for a in schedule if a.kind is Kind.R}
+        assert found == {(s, m) for s in range(num_stages) for m in again[s]}
+        if schedule.name == "gpipe":
+            read = from_csv(to_csv(schedule), "gpipe")
+            assert (read.recomputed, read.actions) == (schedule.recomputed, schedule.actions)
+    wanted = one_f_one_b(num_stages, num_microbatches, remat=remat)
+    text = to_text(wanted.remat)
+    assert one_f_one_b(num_stages, num_microbatches, remat=from_text(text)) == wanted
+
+
+@pytest.mark.parametrize("remat", REMAT_MODES)
+@pytest.mark.parametrize("name", NAMED)
+def test_the_same_choice_for_each_stage_is_that_choice_for_all(name: str, remat: str) -> None:
+    one = named(name, 2, 3, remat=remat)
+    assert named(name, 2, 3, remat=[remat] * one.num_stages) == one
+    assert one.remat == remat

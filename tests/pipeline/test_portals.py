@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from collections import Counter
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from covering import pairwise
-from own_models import FAMILIES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,11 +23,9 @@ from gpipe_bench.pipeline import (
     PortalSequential,
     Profiler,
     Stash,
-    layers_of,
     named,
 )
-from gpipe_bench.pipeline.memory.profile import layer_costs
-from gpipe_bench.pipeline.plan.edges import Edge, messages_of, rings_of
+from gpipe_bench.pipeline.plan.edges import Edge, messages_of
 from gpipe_bench.pipeline.plan.portals import Declared, edges_of
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 
@@ -113,7 +109,8 @@ def _assert_as_plain(name: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "num_stages", "schedule", "remat", "options"),
     [
-        *((*row, {}) for row in pairwise(tuple(BUILT), (1, 2, 4), ("gpipe", "1f1b", SPLIT), REMAT_MODES)),
+        *((*row, {}) for row in pairwise(tuple(BUILT), (2, 4), tuple(NAMED), REMAT_MODES)),
+        ("unet", 1, "gpipe", "always", {}),
         ("around a cut", 3, "1f1b", "always", {}),
         ("around a cut", 6, "1f1b", "always", {}),
         ("encoder", 12, "1f1b", "always", {}),
@@ -125,52 +122,6 @@ def test_gradients_and_outputs_are_the_plain_models(
     name: str, num_stages: int, schedule: str, remat: str, options: dict[str, Any]
 ) -> None:
     _assert_as_plain(name, num_stages=num_stages, schedule=schedule, remat=remat, **options)
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_every_named_schedule_with_devices_of_their_own(name: str) -> None:
-    """Several stages per worker, V-shaped placements and split backwards among them."""
-    for remat in ("never", "always"):
-        schedule = named(name, 2, 4, remat=remat)
-        transport = InProcess(devices=[torch.device("cpu")] * schedule.num_stages)
-        _assert_as_plain(
-            "encoder",
-            num_stages=schedule.num_stages,
-            num_microbatches=4,
-            schedule=schedule,
-            transport=transport,
-        )
-
-
-def test_the_unet_is_the_same_with_its_skips_as_portals_or_in_the_tuple() -> None:
-    model, (inputs, target) = _unet(dropout=0.3), _images()
-    in_tuple = MODELS["unet"](**{**UNET, "dropout": 0.3}).double()
-    in_tuple.load_state_dict(model.state_dict())
-    found = []
-    for each in (model, in_tuple):
-        pipeline = Pipeline(each, num_stages=3, num_microbatches=2)
-        pipeline.step(inputs, target, nn.functional.mse_loss)
-        found.append(_gradients(pipeline))
-    assert list(found[0]) == list(found[1])
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_weights_are_bit_equal_over_the_number_of_stages(schedule: str) -> None:
-    weights = []
-    for num_stages in (1, 2, 4):
-        model, (inputs, target) = _unet(dropout=0.2), _images()
-        pipeline = Pipeline(
-            model.float(), num_stages=num_stages, num_microbatches=4, schedule=schedule, remat="always"
-        )
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(5):
-            pipeline.step(inputs.float(), target.float(), nn.functional.mse_loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append(pipeline.state_dict())
-    for other in weights[1:]:
-        assert all(torch.equal(other[name], value) for name, value in weights[0].items())
 
 
 class _Counting(InProcess):
@@ -190,29 +141,21 @@ class _Counting(InProcess):
         super().send_back(edge, microbatch, gradients)
 
 
+class Narrow(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1].sum(dim=1, keepdim=True)
+
+
 def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:
-    class Widen(nn.Linear):
-        stashes = ("wide",)
-
-        def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
-            wide = super().forward(value)
-            return value, wide
-
-    class Narrow(nn.Module):
-        pops = ("wide",)
-
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] + pair[1].sum(dim=1, keepdim=True)
-
-    layers = [Widen(2, 100), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), Narrow()]
+    layers = [Stash("wide", nn.Linear(2, 100)), nn.Linear(100, 2), nn.Linear(2, 2), Pop("wide", Narrow())]
     counting = _Counting()
     pipeline = Pipeline(
-        layers, num_stages=5, num_microbatches=2, cost=[1.0] * 5, remat="always", transport=counting
+        layers, num_stages=4, num_microbatches=2, cost=[1.0] * 4, remat="always", transport=counting
     )
     pipeline.step(torch.randn(6, 2), torch.randn(6, 2), nn.functional.mse_loss)
     wide, thin = 6 * 100 * 4, 6 * 2 * 4
     # Once forward to the last stage, once back to the first; recomputing sends nothing.
-    assert counting.received == {1: thin, 2: thin, 3: thin, 4: thin + wide, 0: wide}
+    assert counting.received == {1: wide, 2: thin, 3: thin + wide, 0: wide}
 
 
 def test_the_messages_follow_from_the_declarations_the_cuts_and_the_schedule() -> None:
@@ -226,27 +169,6 @@ def test_the_messages_follow_from_the_declarations_the_cuts_and_the_schedule() -
     ]  # fmt: skip
     split = messages_of(named(SPLIT, 3, 2, remat="never"), edges[0], back=True)
     assert [f"{message.source} {message.target}" for message in split] == ["2I0 0I0", "2I1 0I1"]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", SPLIT])
-def test_a_receive_has_a_buffer_before_its_stage_needs_the_portal(name: str) -> None:
-    """Nobody waits for a portal to leave, so this is all that could stop a schedule."""
-    schedule = named(name, 4, 6, remat="never" if name == SPLIT else "always")
-    edges = [Edge(3 + i, *ends, ("a",)) for i, ends in enumerate([(0, 2), (0, 3), (1, 3)])]
-    rings = rings_of(schedule, edges)
-    assert len(rings) == 6 + 6
-    for edge, gradients in itertools.product(edges, (False, True)):
-        ring = rings[edge.number, gradients].tight
-        stage = edge.source if gradients else edge.target
-        posted, done = set(ring.initial), set()
-        ends = {"W"} if name == SPLIT else {"B"}
-        for action in schedule.row(stage):
-            kind = action.kind.value
-            if kind in (("B", "I") if gradients else ("F",)):
-                assert action.microbatch in posted
-            if kind in ends and (following := ring.following[action.microbatch]) is not None:
-                posted.add(following)
-                done.add(action.microbatch)
 
 
 def test_names_that_are_one_string_are_refused() -> None:
@@ -265,7 +187,7 @@ def test_a_stash_gives_a_tensor_for_each_name(num_stages: int) -> None:
         pipeline.step(torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [1, 3])
 def test_a_tensor_that_is_overwritten_on_the_way_is_refused(num_stages: int) -> None:
     layers = [_linear(), Stash("a"), nn.ReLU(inplace=True), Pop("a", Add())]
     pipeline = Pipeline(layers, num_stages=num_stages, num_microbatches=1, remat="never", cost=[1.0] * 4)
@@ -293,40 +215,6 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
 
 
 # What `layers_of` sends past stages, and what is profiled
-
-
-def test_costs_of_layers_with_portals() -> None:
-    class Add(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] + pair[1]
-
-    plain = layer_costs([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)], torch.randn(2, 4))
-    found = layer_costs([Stash("a", nn.Linear(4, 4)), nn.Linear(4, 4), Pop("a", Add())], torch.randn(2, 4))
-    assert found[:2] == plain[:2]
-    assert found[2] > 0
-
-
-def test_the_target_of_a_t5_goes_past_its_encoder_and_the_memory_along_its_decoder() -> None:
-    """The memory as a portal would be the same bytes: one message to each stage of the decoder."""
-    family = FAMILIES["t5"]
-    counting = _Counting()
-    layers = layers_of(family.model().float(), ("input_ids", "decoder_input_ids"))
-    count = len(layers)  # embedding, two encoder blocks, turn, two decoder blocks, head
-    pipeline = Pipeline(
-        layers, num_stages=count, num_microbatches=2, cost=[1] * count, transport=counting, remat="never"
-    )
-    assert [(line.source, line.target, line.names) for line in pipeline.portals] == [
-        (0, 3, ("decoder_inputs",))
-    ]
-    tokens = family.batch()[0]
-    with torch.no_grad():
-        pipeline((tokens, tokens))
-    x = tokens.numel() * 8 * 4  # 8 floats for each token; source and target are of one length
-    bias = 2 * 2 * 6 * 6 * 4  # per micro-batch: 2 heads, 6 tokens by 6
-    assert counting.received == {
-        1: x, 2: x + bias, 3: x + bias + x,  # activations, and the target that went past them
-        4: 2 * x, 5: 2 * x + bias, 6: 2 * x + bias,  # target and memory
-    }  # fmt: skip
 
 
 def test_profiles_of_layers_with_portals_count_them_as_passed_on() -> None:

@@ -1,4 +1,6 @@
-"""Every rule of partitioning and the split by memory against brute force, and what peers' heuristics are known to give."""
+"""Every rule of partitioning and the split by memory against brute force, and the figures that peers'
+heuristics are known to give.
+"""
 
 from __future__ import annotations
 

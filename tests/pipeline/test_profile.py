@@ -1,24 +1,27 @@
-"""Bytes of small layers against counts made by hand, and a stack of Transformer blocks against torch's own
-tracker.
+"""Bytes of small layers against counts made by hand, and of a stack of Transformer blocks against torch's own
+tracker; which layers are profiled once; and our own tracker, which counts each storage once.
 """
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.nn import functional
 
 from gpipe_bench.pipeline import Boundary, Profiler
 from gpipe_bench.pipeline.memory.boundary import TensorSpec
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
+from gpipe_bench.pipeline.memory.tracker import EventLog, LiveMemory
+from gpipe_bench.pipeline.stage.compiled import signature
 
 N, C, SIDE = 2, 4, 8  # examples, channels, height and width
 X = N * C * SIDE * SIDE * 4  # bytes of one activation
@@ -119,17 +122,6 @@ def test_the_peak_of_a_forward_without_a_graph(layer: nn.Module, peak: int) -> N
     assert profile(layer).free.forward_peak == peak
 
 
-def test_a_linear_layer_by_hand() -> None:
-    found = profile(nn.Linear(SIDE, 3))
-    out = PIXELS // SIDE * 3 * 4
-    assert (found.num_parameters, found.parameter_bytes) == (SIDE * 3 + 3, (SIDE * 3 + 3) * 4)
-    assert found.trained_sizes == (SIDE * 3 * 4, 3 * 4)
-    assert found.gradient_bytes == found.parameter_bytes
-    assert found.outputs.num_bytes == found.output_gradient_bytes == out
-    assert found.first.forward_peak == out
-    assert found.first.input_gradients[0] not in found.first.output_gradients
-
-
 def test_statistics_of_batch_normalization_are_buffers_and_so_are_the_pipelines_own() -> None:
     assert profile(conv()).buffer_bytes == 0
     # Mean, variance and the step count; then those of the micro-batch and of the mini-batch so far.
@@ -150,22 +142,6 @@ def test_only_parameters_with_a_gradient_have_one() -> None:
     assert (idle.num_parameters, idle.parameter_bytes) == (2 * CONV // 4, 2 * CONV)
     assert (idle.gradient_bytes, sum(idle.trained_sizes)) == (CONV, CONV)
     assert profile(nn.ReLU()).trained_sizes == ()
-
-
-def test_parameters_used_twice_in_a_layer_count_once() -> None:
-    shared = conv()
-    found = profile(Call(lambda self, x: self.b(self.a(x)), a=shared, b=shared))
-    assert (found.parameter_bytes, found.gradient_bytes) == (CONV, CONV)
-    assert kept_bytes(found.first) == 2 * X
-
-
-def test_gradients_in_one_storage_count_once() -> None:
-    def joined(self: Any, x: Tensor) -> Tensor:
-        return functional.linear(x, torch.cat([self.a.weight, self.b.weight]))
-
-    found = profile(Call(joined, a=nn.Linear(SIDE, 3, bias=False), b=nn.Linear(SIDE, 5, bias=False)))
-    assert found.gradient_bytes == SIDE * 8 * 4
-    assert found.trained_sizes == (SIDE * 3 * 4, SIDE * 5 * 4)
 
 
 def test_gradients_appear_in_the_first_backward_and_only_there() -> None:
@@ -193,14 +169,6 @@ def test_an_input_passed_on_is_one_storage() -> None:
     assert halves.outputs.same_as == (0, 1)
 
 
-def test_the_same_tensor_twice_is_one_input() -> None:
-    layer = Call(lambda self, v: self.conv(v[0]) + v[1], conv=conv())
-    found = profile(layer, several(image(), image(), same_as=(0, 0)))
-    assert found.first.inputs[0] == found.first.inputs[1]
-    assert found.first.input_gradients[1] is None, "one gradient goes back"
-    assert found.inputs.num_bytes == X
-
-
 def test_integers_get_no_gradient() -> None:
     layer = Call(lambda self, v: (self.embed(v[1]).sum() + v[0], v[1]), embed=nn.Embedding(7, 3))
     ids = TensorSpec((N, 5), torch.int64)
@@ -210,24 +178,6 @@ def test_integers_get_no_gradient() -> None:
     assert found.first.input_gradients[1] is None
     assert found.first.without_gradient == frozenset()
     assert found.first.inputs[1] in found.first.kept, "the embedding's backward needs the ids"
-
-
-def test_a_gradient_that_passes_through_is_one_storage() -> None:
-    found = profile(Call(lambda self, v: v[0] + v[1]), several(image(), image()))
-    assert set(found.first.input_gradients) == set(found.first.output_gradients)
-    assert len(set(found.first.input_gradients)) == 1
-
-
-def test_no_gradient_comes_back_for_what_the_next_layers_leave() -> None:
-    two = Call(lambda self, x: (self.a(x), self.b(x)), a=conv(), b=conv())
-    first = Call(lambda self, v: v[0].tanh())
-    _, after = Profiler().chain([nn.Tanh(), two], one(image()))
-    assert after.gradient_bytes == 2 * CONV
-    _, after, last = Profiler().chain([nn.Tanh(), two, first], one(image()))
-    assert last.first.without_gradient == {1}
-    assert after.unused == {1}
-    assert after.output_gradient_bytes == X
-    assert after.gradient_bytes == CONV, "the second convolution never learns"
 
 
 def test_a_loss_may_leave_outputs_unused() -> None:
@@ -240,26 +190,6 @@ def test_a_loss_may_leave_outputs_unused() -> None:
     assert len(loss.inputs.tensors) == 3
     assert (loss.first.without_gradient, layers[1].unused) == ({0}, {0})
     assert layers[1].gradient_bytes == CONV
-
-
-def test_layers_that_need_no_gradient_have_no_backward() -> None:
-    found = profile(conv().requires_grad_(False), one(image(grad=False)))
-    assert not found.outputs.tensors[0].requires_grad
-    assert (found.first.kept, found.first.backward, found.output_gradient_bytes) == (frozenset(), (), 0)
-
-
-def test_a_parameter_passed_on_costs_nothing_twice() -> None:
-    class WithScale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1, C, SIDE, SIDE))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x.tanh(), self.scale
-
-    found = profile(WithScale())
-    assert found.free.forward_peak == found.first.forward_peak == X
-    assert kept_bytes(found.first) == X
 
 
 def test_whether_an_input_is_copied_depends_on_its_layout() -> None:
@@ -300,13 +230,6 @@ def test_profiling_leaves_the_model_and_the_random_state_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert not model[0].training
-
-
-def test_what_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="or a tuple, list, dict or"):
-        profile(Call(lambda self, x: 3))
-    with pytest.raises(ValueError, match=r"lists, dicts and what is registered"):
-        profile(Call(lambda self, x: {"x": x, "what": object()}))
 
 
 def test_parameters_shared_between_layers_are_refused() -> None:
@@ -404,3 +327,148 @@ print(placement.num_parameters, peak_kib * 1024)
     num_parameters, peak_bytes = map(int, found.stdout.split())
     assert num_parameters == 83_876_910_336
     assert peak_bytes < 2**30
+
+
+KIB = 1024
+
+
+Empty = Callable[[int], torch.Tensor]
+
+
+@pytest.fixture(params=["real", "fake", "meta"])
+def empty(request: pytest.FixtureRequest) -> Iterator[Empty]:
+    """Makes a tensor of so many KiB, of each kind."""
+    if request.param == "fake":
+        with FakeTensorMode():
+            yield lambda kib: torch.empty(kib * KIB // 4)
+    else:
+        device = "meta" if request.param == "meta" else "cpu"
+        yield lambda kib: torch.empty(kib * KIB // 4, device=device)
+
+
+def test_a_tensor_counts_from_its_operation_to_its_last_reference(empty: Empty) -> None:
+    with LiveMemory() as memory:
+        a = empty(4)
+        b = a + 1
+        assert memory.live_bytes[""] == 8 * KIB
+        del a
+        assert memory.live_bytes[""] == 4 * KIB
+        del b
+    assert memory.live_bytes[""] == 0
+    assert memory.peak_bytes[""] == 8 * KIB
+
+
+def test_views_and_in_place_results_share_the_storage(empty: Empty) -> None:
+    with LiveMemory() as memory:
+        a = empty(4)
+        views = [a[:10], a.view(2, -1), a.t(), a.detach(), a.expand(3, -1), *a.chunk(2), a.relu_(), a.add_(1)]
+        assert memory.live_bytes[""] == 4 * KIB
+        del a
+        assert memory.live_bytes[""] == 4 * KIB, "a view keeps the whole storage"
+        views.clear()
+        assert memory.live_bytes[""] == 0
+
+
+def test_storages_from_before_do_not_count_unless_watched(empty: Empty) -> None:
+    old, parameter = empty(4), empty(8)
+    with LiveMemory() as memory:
+        with memory.owned_by("stage"):
+            memory.watch([parameter, parameter[:5]])
+        kept = old[:3].add_(1), old.view(-1), parameter.view(-1)
+        assert dict(memory.live_bytes) == {"stage": 8 * KIB}
+        del kept, parameter
+        assert memory.live_bytes["stage"] == 0
+
+
+def test_the_owner_is_who_was_running_at_birth_and_owners_nest() -> None:
+    with LiveMemory() as memory:
+        with pytest.raises(RuntimeError, match="boom"), memory.owned_by(2):
+            raise RuntimeError("boom")
+        with memory.owned_by(0):
+            a = torch.empty(256)
+            with memory.owned_by(1):
+                b = a.clone()
+            c = a.clone()
+        with memory.owned_by(1):
+            del a, c  # dies while another runs: leaves its owner's account
+        assert (memory.live_bytes[0], memory.live_bytes[1]) == (0, KIB)
+        assert (memory.peak_bytes[0], memory.peak_bytes[1]) == (2 * KIB, KIB)
+        memory.reset_peaks()
+        assert (memory.peak_bytes[0], memory.peak_bytes[1]) == (0, KIB)
+        del b
+
+
+def test_an_address_used_again_is_a_new_storage() -> None:
+    with EventLog() as log:
+        for _ in range(20):
+            torch.empty(1000)
+    assert log.events == [sign * number for number in range(1, 21) for sign in (1, -1)]
+
+
+class Scaled(nn.Module):
+    """A layer with an attribute that its `repr` does not show."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), nn.ReLU(inplace=True)),
+        lambda: nn.TransformerEncoderLayer(8, 2, dropout=0.1),
+        lambda: Scaled((1, [2.0, "x"], {"a": None})),
+        lambda: Scaled(functools.partial(torch.add, 1, alpha=2)),
+    ],
+)
+def test_two_layers_of_one_configuration_are_equal_on_any_device(build) -> None:  # type: ignore[no-untyped-def]
+    with torch.device("meta"):
+        meta = build()
+    assert signature(build()) == signature(build()) == signature(meta)
+    assert hash(signature(build())) == hash(signature(build()))
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, inputs, output: output.clone())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.Linear(3, 4), nn.Linear(4, 3)),
+        (nn.Linear(3, 4), nn.Linear(3, 4, bias=False)),
+        (nn.Linear(3, 4), nn.Linear(3, 4, dtype=torch.float64)),
+        (nn.Linear(3, 4), frozen(nn.Linear(3, 4))),
+        (nn.ReLU(), nn.ReLU(inplace=True)),
+        (nn.ReLU(), nn.Tanh()),
+        (nn.Dropout(0.1), nn.Dropout(0.2)),
+        (nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)),
+        (nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=2)),
+        (nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.Tanh(), nn.ReLU())),
+        (nn.Sequential(nn.ReLU()), nn.ReLU()),
+        (nn.Identity(), hooked(nn.Identity())),
+        (Scaled(1), Scaled(2)),
+        (Scaled(1), Scaled(True)),
+        (Scaled((1, 2)), Scaled([1, 2])),
+        (Scaled({"a": 1}), Scaled({"a": 2})),
+        (Scaled(functools.partial(torch.add, 1)), Scaled(functools.partial(torch.add, 2))),
+    ],
+)
+def test_layers_that_may_cost_something_else_differ(one: nn.Module, other: nn.Module) -> None:
+    assert signature(one) != signature(other)
+
+
+def test_what_cannot_be_compared_by_value_is_equal_to_itself_alone() -> None:
+    tensor, odd = torch.ones(2), {1, 2}
+    assert signature(Scaled(tensor)) == signature(Scaled(tensor))
+    assert signature(Scaled(tensor)) != signature(Scaled(torch.ones(2)))
+    assert signature(Scaled(odd)) == signature(Scaled(odd))
+    assert signature(Scaled(odd)) != signature(Scaled({1, 2}))
+    died = [signature(Scaled(torch.ones(2))) for _ in range(50)]  # and lends its identity to no other
+    assert len(set(died)) == 50

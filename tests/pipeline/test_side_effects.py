@@ -1,21 +1,20 @@
 """Layers that do more than map their input to their output: right, refused with the remedy, or found by
-`verify`, which says nothing of what is right and changes nothing.
+`verify`, which says nothing of what is right and changes nothing. Over processes see `test_distributed`.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import side_effects as does
 import torch
-import verify_cases
-from case_runner import Outcomes, assert_passed, named
-from side_effects import WIDTH, Dense, Does
 from tiny_models import (
     assert_own_gradients,
     assert_trains_as_plain,
@@ -26,36 +25,217 @@ from tiny_models import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.pipeline import ActionError, Pipeline, VerifyError
 
 mse_loss, cross_entropy = nn.functional.mse_loss, nn.functional.cross_entropy
 Layers = Callable[[], list[nn.Module]]
-CASES = named(*verify_cases.CASES)
+WIDTH = 6
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("case", CASES)
-def test_case(case: str, outcomes: Outcomes) -> None:
-    assert_passed(outcomes, case)
+class Dense(nn.Module):
+    """A linear layer whose subclasses do something beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Does(Dense):
+    """Calls `what(layer, x, y)`, which gives what comes out, or nothing where that is y. It begins with
+    the attributes and buffers that are given.
+    """
+
+    def __init__(self, what: Callable[[Any, Tensor, Tensor], Any], **attributes: object) -> None:
+        super().__init__()
+        self.what = what
+        for name, value in attributes.items():
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        found = self.what(self, x, y)
+        return found if isinstance(found, Tensor) else y
+
+
+def counts(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    layer.n += 1
+    return y * (1 + 0.1 * layer.n)
+
+
+def counts_unread(layer: Any, x: Tensor, y: Tensor) -> None:
+    layer.n += 1
+
+
+def reads_its_log(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    layer.log.append(y.detach().mean())
+    return y + layer.log[-min(2, len(layer.log))]
+
+
+def remembers(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    before = layer.state["mean"]
+    layer.state["mean"] = 0.5 * before + 0.5 * x.detach().mean(0)
+    return y * (1 + before)
+
+
+def remembers_in_place(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    before = layer.state["mean"].clone()
+    layer.state["mean"].lerp_(x.detach().mean(0), 0.5)
+    return y * (1 + before)
+
+
+def goes_by_the_first(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """By the first input that it ever saw."""
+    if layer.scale is None:
+        layer.scale = 1 + x.detach().mean(0)
+    return y * layer.scale
+
+
+def counts_in_an_object(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    layer.holder.n += 1
+    return y * (1 + 0.1 * layer.holder.n)
+
+
+class Recurrent(nn.Module):
+    """Backpropagation through time, cut off at the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.h = nn.RNN(WIDTH, WIDTH), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, h = self.rnn(x[None], self.h)
+        self.h = h.detach()
+        return output[0]
+
+
+def moves_its_buffer(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    layer.mean = 0.7 * layer.mean + 0.3 * x.detach().mean(0)
+    return y * (1 + layer.mean)
+
+
+def moves_it_by_data(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    layer.mean.data.lerp_(x.detach().mean(0), 0.3)
+    return y * (1 + layer.mean)
+
+
+def counts_in_integers(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    layer.calls += 1
+    return y * layer.calls
+
+
+class ChangesItsWeight(Dense):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+def trains_inside(layer: Any, x: Tensor, y: Tensor) -> None:
+    with torch.enable_grad():
+        layer.linear(torch.ones(1, WIDTH, dtype=x.dtype)).sum().backward()
+
+
+def adds_a_slope(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A gradient penalty's way: asks autograd for something, and changes nothing."""
+    with torch.enable_grad():
+        z = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(layer.linear(z).square().sum(), z)
+    return y + 0.1 * slope.detach()
+
+
+def hooks_its_output(layer: Any, x: Tensor, y: Tensor) -> None:
+    y.register_hook(lambda gradient: 2 * gradient)
+
+
+def hooked() -> nn.Module:
+    """A hook counts in a closure, and scales by that; another one changes a gradient."""
+    layer, calls = Dense(), [0]
+
+    def scale(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * (1 + 0.1 * calls[0])
+
+    layer.register_forward_hook(scale)
+    return layer
+
+
+def hook_in_backward() -> nn.Module:
+    layer = Dense()
+    layer.linear.weight.register_hook(lambda gradient: 0.5 * gradient)
+    return layer
+
+
+class Checkpointed(Dense):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def leaves_a_loss(layer: Any, x: Tensor, y: Tensor) -> None:
+    layer.aux = y.square().mean()
+
+
+class ReadsAux(Dense):
+    """What another layer left; in a list, so that it is no module of this one."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.other[0].aux
+
+
+class Special(Tensor):
+    pass
+
+
+def asks_for_special(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    y = y.as_subclass(Tensor)
+    return 2 * y if isinstance(x, Special) else y
+
+
+def sets_scale(layer: Any, x: Tensor, y: Tensor) -> None:
+    y.scale = 2.0
+
+
+class Experts(nn.Module):
+    """Data decide which one is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Dense(), Dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if float(x.detach()[0, 0]) > 0 else self.b(x)
+
+
+class OtherKeys(Dense):
+    """A dict whose keys data decide."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = super().forward(x)
+        return {"y": y} if float(x.detach()[0, 0]) > 0 else {"y": y, "z": 2 * y}
 
 
 def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(WIDTH, dtype=dtype)
 
 
-def dense_linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
+def means() -> dict[str, Tensor]:
+    return {"mean": zeros(torch.float64)}
 
 
-def reading(first: Callable[[], nn.Module], second: Callable[[nn.Module], nn.Module]) -> Layers:
+def reading() -> list[nn.Module]:
     """A layer, and one two places on that has to do with it."""
-
-    def build() -> list[nn.Module]:
-        source = first()
-        return [source, Dense(), second(source)]
-
-    return build
+    source = Does(leaves_a_loss, aux=None)
+    return [source, Dense(), ReadsAux(source)]
 
 
 def alone(kind: Callable[[], nn.Module]) -> Layers:
@@ -74,58 +254,60 @@ def attribute(name: str) -> str:
 # Kind: the layers, cut into two stages; what an error says without and with re-materialization, and None
 # where it trains as the plain model.
 KINDS: dict[str, tuple[Layers, str | None, str | None]] = {
-    "counts": (alone(lambda: Does(does.counts, n=0)), None, attribute("n")),
-    "counts unread": (alone(lambda: Does(does.counts_unread, n=0)), None, None),
-    "reads its log": (alone(lambda: Does(does.reads_its_log, log=[])), None, attribute("log")),
-    "remembers": (alone(lambda: Does(does.remembers, state={})), None, attribute("state")),
-    "remembers in place": (
-        alone(lambda: Does(does.remembers_in_place, state={"mean": zeros(torch.float64)})), None,
-        attribute("state"),
-    ),
-    "goes by the first input": (alone(lambda: Does(does.goes_by_the_first, scale=None)), None, None),
-    "makes a table": (alone(lambda: Does(does.makes_a_table, table=None)), None, None),
+    "counts": (alone(lambda: Does(counts, n=0)), None, attribute("n")),
+    "counts unread": (alone(lambda: Does(counts_unread, n=0)), None, None),
+    "reads its log": (alone(lambda: Does(reads_its_log, log=[])), None, attribute("log")),
+    "remembers": (alone(lambda: Does(remembers, state=means())), None, attribute("state")),
+    "remembers in place": (alone(lambda: Does(remembers_in_place, state=means())), None, attribute("state")),
+    "goes by the first input": (alone(lambda: Does(goes_by_the_first, scale=None)), None, None),
     "an object": (
-        alone(lambda: Does(does.counts_in_an_object, holder=does.Holder())), None, attribute("holder"),
+        alone(lambda: Does(counts_in_an_object, holder=SimpleNamespace(n=0))), None, attribute("holder"),
     ),
-    "a buffer": (alone(lambda: Does(does.moves_its_buffer, mean=zeros())), None, None),
-    "a buffer by data": (alone(lambda: Does(does.moves_it_by_data, mean=zeros())), None, UNKNOWN),
+    "a buffer": (alone(lambda: Does(moves_its_buffer, mean=zeros())), None, None),
+    "a buffer by data": (alone(lambda: Does(moves_it_by_data, mean=zeros())), None, UNKNOWN),
     "an integer in place": (
-        alone(lambda: Does(does.counts_in_integers, calls=torch.tensor(0))),
+        alone(lambda: Does(counts_in_integers, calls=torch.tensor(0))),
         "let it make a new one (self.n = self.n + 1)", None,
     ),
-    "changes its weight": (alone(does.ChangesItsWeight), WEIGHT, WEIGHT),
-    "clamps its weight": (alone(does.Clamps), WEIGHT, WEIGHT),
-    "trains inside": (alone(lambda: Does(does.probes)), None, "use torch.autograd.grad there"),
-    "asks for a gradient": (alone(lambda: Does(does.adds_a_slope)), None, None),
-    "hooks its output": (alone(lambda: Does(does.hooks_its_output)), None, "forwards run without a graph"),
-    "hooks where it can": (alone(lambda: Does(does.hooks_where_it_can)), None, None),
-    "asks whether there is a graph": (alone(lambda: Does(does.asks_for_gradients)), None, UNKNOWN),
-    "a counting hook": (alone(does.hooked), None, UNKNOWN),
-    "a hook in the backward": (alone(does.hook_in_backward), None, None),
-    "checkpointed": (alone(does.Checkpointed), None, None),
+    "changes its weight": (alone(ChangesItsWeight), WEIGHT, WEIGHT),
+    "trains inside": (alone(lambda: Does(trains_inside)), None, "use torch.autograd.grad there"),
+    "asks for a gradient": (alone(lambda: Does(adds_a_slope)), None, None),
+    "hooks its output": (alone(lambda: Does(hooks_its_output)), None, "forwards run without a graph"),
+    "hooks where it can": (
+        alone(lambda: Does(lambda self, x, y: y.requires_grad and hooks_its_output(self, x, y))), None, None,
+    ),
+    "asks whether there is a graph": (
+        alone(lambda: Does(lambda self, x, y: y * (1.1 if torch.is_grad_enabled() else 1.0))), None, UNKNOWN,
+    ),
+    "a counting hook": (alone(hooked), None, UNKNOWN),
+    "a hook in the backward": (alone(hook_in_backward), None, None),
+    "checkpointed": (alone(Checkpointed), None, None),
     "noise of its own": (
-        alone(lambda: Does(does.noise_of_its_own, generator=torch.Generator().manual_seed(1))), None,
-        attribute("generator"),
+        alone(lambda: Does(
+            lambda self, x, y: y * torch.rand((), generator=self.own, dtype=x.dtype),
+            own=torch.Generator().manual_seed(1),
+        )), None, attribute("own"),
     ),
     "leaves a loss": (
-        alone(does.LeavesAux), None, "attribute 'aux' of layer 1 (LeavesAux) holds a tensor with a graph",
+        alone(lambda: Does(leaves_a_loss, aux=None)), None, "attribute 'aux' of layer 1 (Does) holds",
     ),
     "reads what is left": (
-        reading(does.LeavesAux, does.ReadsAux), "Trying to backward through the graph a second time",
-        "gives another output in the recomputation",
+        reading, "Trying to backward through the graph a second time", "another output in the recomputation",
     ),
     "a type": (
-        lambda: [does.MakesSpecial(), does.AsksForSpecial()], "is of type Special", "is of type Special",
+        lambda: [Does(lambda self, x, y: y.as_subclass(Special)), Does(asks_for_special)],
+        "is of type Special", "is of type Special",
     ),
     "an attribute of a tensor": (
-        lambda: [Does(does.sets_scale), Dense()], "has the attribute 'scale'", "has the attribute 'scale'",
+        lambda: [Does(sets_scale), Dense()], "has the attribute 'scale'", "has the attribute 'scale'",
     ),
-    "experts": (alone(does.Experts), None, None),
+    "experts": (alone(Experts), None, None),
     "a gradient for some": (
-        alone(lambda: Does(does.needs_none_for_some)), "y + 0 * parameter.sum()", "y + 0 * parameter.sum()",
+        alone(lambda: Does(lambda self, x, y: y if float(x.detach()[0, 0]) > 0 else y.detach())),
+        "y + 0 * parameter.sum()", "y + 0 * parameter.sum()",
     ),
-    "spectral norm": (alone(lambda: parametrizations.spectral_norm(dense_linear())), None, None),
-    "weight norm": (alone(lambda: parametrizations.weight_norm(dense_linear())), None, None),
+    "spectral norm": (alone(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))), None, None),
+    "weight norm": (alone(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))), None, None),
 }  # fmt: skip
 
 
@@ -159,10 +341,18 @@ class Last(Dense):
 @pytest.mark.parametrize(
     ("kind", "remat", "words"),
     [
-        (lambda: Does(does.noise_of_numpy), "always", "draws random numbers that are not"),
-        (lambda: Does(does.noise_of_python), "always", "draws random numbers that are not"),
-        (does.Recurrent, "always", "attribute 'h' of layer 0 (Recurrent) changes"),
-        (does.OtherKeys, "never", "as in a dict with all keys"),
+        (
+            lambda: Does(lambda self, x, y: y * (1 + 0.5 * np.random.rand())),
+            "always",
+            "draws random numbers that are not",
+        ),
+        (
+            lambda: Does(lambda self, x, y: y * (1 + 0.5 * random.random())),
+            "always",
+            "draws random numbers that are not",
+        ),
+        (Recurrent, "always", "attribute 'h' of layer 0 (Recurrent) changes"),
+        (OtherKeys, "never", "as in a dict with all keys"),
     ],
 )
 def test_what_the_plain_model_cannot_show_is_refused(
@@ -176,7 +366,9 @@ def test_what_the_plain_model_cannot_show_is_refused(
 
 
 def test_a_log_is_warned_of_and_trains_right() -> None:
-    pipeline = Pipeline([Does(does.logs, log=[]).double()], num_stages=1, num_microbatches=2)
+    pipeline = Pipeline(
+        [Does(lambda self, x, y: self.log.append(1.0), log=[]).double()], num_stages=1, num_microbatches=2
+    )
     with pytest.warns(UserWarning, match=r"attribute 'log' of layer 0 \(Does\) changes in each forward"):
         pipeline.step(*mlp_batch(4), mse_loss)
 
@@ -207,7 +399,7 @@ def test_what_begins_after_the_first_step_is_found_by_verify() -> None:
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_cache_of_parametrized_weights_is_not_used(num_microbatches: int) -> None:
-    layers = [parametrizations.weight_norm(dense_linear()).double()]
+    layers = [parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)).double()]
     pipeline = Pipeline(layers, num_stages=1, num_microbatches=num_microbatches)
     with parametrize.cached():
         assert pipeline.verify(*mlp_batch(4), mse_loss) < 1e-12
@@ -265,7 +457,7 @@ def test_two_threads_in_one_pipeline() -> None:
         assert go_on.wait(20)
         return mse_loss(output, target)
 
-    pipeline = Pipeline([dense_linear().double()], num_stages=1, num_microbatches=1, remat="never")
+    pipeline = Pipeline([nn.Linear(WIDTH, WIDTH).double()], num_stages=1, num_microbatches=1, remat="never")
     other = threading.Thread(target=pipeline.step, args=(*mlp_batch(4), loss_fn))
     other.start()
     assert inside.wait(20)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench import models
-from gpipe_bench.pipeline import Action, Kind, Pipeline, Schedule, one_f_one_b
+from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten
 
@@ -273,9 +273,26 @@ def assert_same(ours: list[Tensor | None], wanted: list[Tensor | None]) -> None:
         assert torch.equal(a, b)
 
 
+# Without a product that is counted, or with one that cannot wait.
+IN_THE_FIRST_HALF = {
+    "linear, frozen weight", "weight on the left", "weight by itself", "addmm with factors", "embedding",
+    "embedding, sparse", "layer normalization", "scale", "bilinear", "weight norm", "functional call",
+    "in place on a view", "used many times", "used and scaled", "tied to two heads",
+    "a view of a parameter in the sum", "checkpointed, reentrant",
+}  # fmt: skip
+
+
+def flops(do: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        do()
+    return int(counter.get_total_flops())
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_halves_give_the_bits_of_the_whole(case: str) -> None:
-    """And gradients that go out, which are no parameter's memory."""
+def test_the_halves_give_the_bits_of_the_whole_and_do_its_work(case: str) -> None:
+    """Gradients that go out are no parameter's memory. Products are counted: none is done twice, and those of
+    known weights are done by W.
+    """
     build, inputs = CASES[case]
     torch.manual_seed(0)
     alone = Alone(build(), inputs())
@@ -286,6 +303,13 @@ def test_the_halves_give_the_bits_of_the_whole(case: str) -> None:
     storages = [t.untyped_storage().data_ptr() for t in found if t is not None and not t.is_sparse]
     assert len(set(storages)) == len(storages)
     assert not any(t.requires_grad for t in found if t is not None)
+    gradients = alone.forward()
+    work = flops(lambda: alone.stage.backward(0, gradients))
+    gradients = alone.forward()
+    first = flops(lambda: alone.stage.backward_inputs(0, gradients))
+    second = flops(lambda: alone.stage.backward_weights(0))
+    assert first + second == work
+    assert (second == 0) == (case in IN_THE_FIRST_HALF), (first, second)
 
 
 @pytest.mark.parametrize(
@@ -303,22 +327,6 @@ def test_autocast_gives_the_same_bits_too(case: str) -> None:
     assert {p.grad.dtype for p in alone.layer.parameters() if p.grad is not None} == {torch.float32}
 
 
-def halved(schedule: Schedule) -> Schedule:
-    """The same with I and W for B, each W as late as the next I."""
-    rows = []
-    for row in schedule.actions:
-        actions: list[Action] = []
-        waiting: list[Action] = []
-        for action in row:
-            if action.kind is Kind.B:
-                actions += [*waiting, Action(action.stage, Kind.I, action.microbatch)]
-                waiting = [Action(action.stage, Kind.W, action.microbatch)]
-            else:
-                actions.append(action)
-        rows.append((*actions, *waiting))
-    return Schedule("halved", schedule.num_stages, schedule.num_microbatches, schedule.remat, tuple(rows))
-
-
 ZOO: dict[str, dict[str, object]] = {
     "amoebanet-d": {"num_layers": 3, "num_filters": 8, "num_classes": 5, "image_size": 64, "aux_head": False},
     "unet": {"num_convs": 2, "num_filters": 4, "depth": 2, "image_size": 64},
@@ -332,13 +340,17 @@ ZOO: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_trains_on_the_same_gradients(name: str, dtype: torch.dtype) -> None:
-    whole = one_f_one_b(2, NUM_MICROBATCHES, remat="except_last")
     found, options = [], ZOO[name]
-    for schedule in (whole, halved(whole)):
+    for schedule in ("1f1b", "zb-h1"):
         torch.manual_seed(0)
         model = models.MODELS[name](**options).to(dtype)
         pipeline = Pipeline(
-            model, num_stages=2, num_microbatches=NUM_MICROBATCHES, schedule=schedule, cost=[1] * len(model)
+            model,
+            num_stages=2,
+            num_microbatches=NUM_MICROBATCHES,
+            schedule=schedule,
+            remat="except_last",
+            cost=[1] * len(model),
         )
         inputs, target = models.example_batch(name, 6, generator=torch.Generator().manual_seed(1), **options)
         inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
@@ -347,36 +359,7 @@ def test_the_zoo_trains_on_the_same_gradients(name: str, dtype: torch.dtype) -> 
     assert_same(found[1], found[0])
 
 
-# The work, and when it is done
-
-# Without a product that is counted, or with one that cannot wait.
-IN_THE_FIRST_HALF = {
-    "linear, frozen weight", "weight on the left", "weight by itself", "addmm with factors", "embedding",
-    "embedding, sparse", "layer normalization", "scale", "bilinear", "weight norm", "functional call",
-    "in place on a view", "used many times", "used and scaled", "tied to two heads",
-    "a view of a parameter in the sum", "checkpointed, reentrant",
-}  # fmt: skip
-
-
-def flops(do: Callable[[], Any]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        do()
-    return int(counter.get_total_flops())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_halves_do_the_work_of_the_whole(case: str) -> None:
-    """Products counted: none twice, and those of known weights in W."""
-    build, inputs = CASES[case]
-    torch.manual_seed(0)
-    alone = Alone(build(), inputs())
-    gradients = alone.forward()
-    whole = flops(lambda: alone.stage.backward(0, gradients))
-    gradients = alone.forward()
-    first = flops(lambda: alone.stage.backward_inputs(0, gradients))
-    second = flops(lambda: alone.stage.backward_weights(0))
-    assert first + second == whole
-    assert (second == 0) == (case in IN_THE_FIRST_HALF), (first, second)
+# When memory is let go
 
 
 class Chain(nn.Module):

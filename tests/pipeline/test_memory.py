@@ -1,52 +1,70 @@
-"""The modelled peak of every stage against real training steps, and its book-keeping against pictures."""
+"""What a step holds, worker by worker and action by action: the memory model beside real steps, counted
+storage by storage.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
-import real_steps
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from real_steps import Call, Counted, Loss, Step, compare
+from random_schedules import random_placement, random_schedule
+from real_steps import Call, Loss, Step, compare, count
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from tree_models import tree_batch, tree_loss, tree_model
 
 from gpipe_bench.experiments.paper.table1.real_steps import verify
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import (
+    NAMED,
     Action,
     Boundary,
+    Kind,
     Pop,
     Profiler,
     Schedule,
-    StageMemory,
     Stash,
-    gpipe,
+    bytes_of_stages,
+    named,
+    peak_bytes,
     pipeline_memory,
 )
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
-from gpipe_bench.pipeline.memory.stage_bytes import Bytes, StageBytes
-from gpipe_bench.pipeline.memory.workers import shared_weights, stage_memory
-from gpipe_bench.pipeline.stage.trees import Tree
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.workers import action_bytes, shared_weights, stage_memory
+from gpipe_bench.pipeline.stage.trees import Tree, split
 
 C, SIDE = 8, 8
+WIDTH, ROWS = 64, 128  # a boundary of rows is 32 KiB
+GPT2 = {"num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": 97, "seq_len": 12, "dropout": 0.0}
+mse_loss = nn.functional.mse_loss
 
 
-def conv(out_channels: int = C) -> nn.Conv2d:
-    return nn.Conv2d(C, out_channels, 3, padding=1)
+def conv(in_channels: int = C, out_channels: int = C) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, 3, padding=1)
 
 
-# Runs of layers that between them take an image to an image of the same shape.
+def linear(inputs: int = WIDTH, outputs: int = WIDTH, *, bias: bool = True) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias)
+
+
+def loss_of_first(output: Any, target: Tensor) -> Tensor:
+    first = output if isinstance(output, Tensor) else output[0]
+    return (first - target).square().mean()
+
+
+# Runs of layers that are drawn, and between them take an image to an image of the same shape.
 RUNS: dict[str, Callable[[], list[nn.Module]]] = {
     "conv": lambda: [conv()],
     "frozen conv": lambda: [conv().requires_grad_(False)],
-    "conv without bias": lambda: [nn.Conv2d(C, C, 1, bias=False)],
     "relu": lambda: [nn.ReLU()],
-    "tanh": lambda: [nn.Tanh()],
     "norm": lambda: [nn.BatchNorm2d(C)],
     "block": lambda: [nn.Sequential(conv(), nn.BatchNorm2d(C), nn.ReLU(inplace=True))],
     "pool": lambda: [nn.MaxPool2d(3, 1, 1)],
@@ -60,38 +78,13 @@ RUNS: dict[str, Callable[[], list[nn.Module]]] = {
     ],
     "twice": lambda: [Call(lambda x: (x, x)), Call(lambda v, f: f(v[0]) + v[1], conv())],
     "slices": lambda: [
-        Call(lambda x, f: f(x).chunk(2, 1), conv(2 * C)), Call(lambda v: v[0] * v[1].sigmoid()),
+        Call(lambda x, f: f(x).chunk(2, 1), conv(C, 2 * C)), Call(lambda v: v[0] * v[1].sigmoid()),
     ],
     "positions": lambda: [
         Call(lambda x: (x, torch.arange(len(x) * SIDE).view(len(x), SIDE))),
         Call(lambda v: v[0] * v[1][:, None, None].float()),
     ],
 }  # fmt: skip
-
-
-def square_error(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def compared(names: list[str], batch_size: int, step: Step) -> tuple[Counted, tuple[StageMemory, ...]]:
-    torch.manual_seed(0)
-    # At least one layer learns, and there are as many layers as stages.
-    model = nn.Sequential(
-        *(layer for name in names for layer in RUNS[name]()), conv(), nn.Tanh(), conv(), nn.ReLU()
-    )
-    x, target = torch.randn(2, batch_size, C, SIDE, SIDE)
-    # Tensors of their own: the model counts the batch and the target, not what they are views of.
-    return compare(model, x.clone(), target.clone(), square_error, step)
-
-
-def check(counted: Counted, modelled: tuple[StageMemory, ...]) -> None:
-    for peak, stage in zip(counted.peaks, modelled, strict=True):
-        assert stage.peak == pytest.approx(peak, rel=0.01)
-        parts = dataclasses.asdict(stage)
-        del parts["when"]
-        assert sum(parts.values()) == stage.peak
-        assert min(parts.values()) >= 0
-
 
 steps = st.builds(
     Step,
@@ -105,149 +98,129 @@ steps = st.builds(
 
 
 @settings(max_examples=60, derandomize=True)
-@example(["frozen conv", "norm"], Step(num_stages=3, optimizer="sgd"))  # a gradient that nobody asks for
-@example(["block", "skip"], Step(1, 8, "always", "1f1b"))
-@given(st.lists(st.sampled_from(list(RUNS)), max_size=5), steps)
-def test_the_modelled_peak_is_that_of_real_steps(names: list[str], step: Step) -> None:
-    check(*compared(names, 16, step))
-
-
-@pytest.mark.parametrize("remat", ["never", "always"])
-def test_under_1f1b_the_peak_lies_between_no_and_one_waiting_message(remat: str) -> None:
-    model, (batch, target) = in_place(), rows_of_numbers()
-    step = Step(3, 8, remat, "1f1b")
-    counted, pipeline = real_steps.count(model, batch, target, mse_loss, step)
-    layers, loss = real_steps.profiles(model, batch, target, mse_loss, step)
-    low, high = (
-        pipeline_memory(
-            layers, loss, pipeline.partition, pipeline.schedule, step.optimizer, receive_ahead=ahead
-        )
-        for ahead in (0, 1)
-    )
-    for least, peak, most in zip(low, counted.peaks, high, strict=True):
-        assert least.peak * 0.99 <= peak <= most.peak * 1.01
-
-
-def test_profiles_of_the_larger_micro_batches_bound_an_uneven_mini_batch() -> None:
-    for remat in ("never", "always"):
-        counted, modelled = compared(["block", "skip"], 14, Step(2, 4, remat))  # 4, 4, 3, 3
-        for peak, stage in zip(counted.peaks, modelled, strict=True):
-            assert peak <= stage.peak <= peak * 4 / 3 * 1.01
+@example(["frozen conv", "norm"], Step(num_stages=3, optimizer="sgd"), 16)  # a gradient that nobody asks for
+@example(["block", "skip"], Step(1, 8, "always", "1f1b"), 16)
+@example(["block", "skip"], Step(2, 4, "always"), 14)  # uneven micro-batches
+@example(["block", "skip"], Step(2, 4, "never"), 14)
+@given(st.lists(st.sampled_from(list(RUNS)), max_size=5), steps, st.just(16))
+def test_the_modelled_peak_is_that_of_real_steps(names: list[str], step: Step, batch_size: int) -> None:
+    """At least one layer learns. Profiles of the larger micro-batches bound an uneven mini-batch."""
+    torch.manual_seed(0)
+    layers = [layer for name in names for layer in RUNS[name]()]
+    model = nn.Sequential(*layers, conv(), nn.Tanh(), conv(), nn.ReLU())
+    x, target = torch.randn(2, batch_size, C, SIDE, SIDE)
+    # Tensors of their own: the model counts the batch and the target, not what they are views of.
+    counted, modelled = compare(model, x.clone(), target.clone(), mse_loss, step)
+    most = 1.01 if batch_size % step.num_microbatches == 0 else 4 / 3 * 1.01
+    for peak, stage in zip(counted.peaks, modelled, strict=True):
+        assert 0.99 * peak <= stage.peak <= most * peak
+        parts = dataclasses.asdict(stage)
+        del parts["when"]
+        assert sum(parts.values()) == stage.peak
+        assert min(parts.values()) >= 0
 
 
 @pytest.mark.parametrize(
     ("name", "num_stages", "remat", "num_microbatches"),
-    [
-        ("amoebanet-d", 2, "never", 4),
-        ("amoebanet-d", 4, "always", 8),
-        ("transformer-lm", 4, "always", 4),
-    ],
+    [("amoebanet-d", 4, "always", 8), ("transformer-lm", 4, "always", 4)],
 )
 def test_scaled_down_models_of_the_paper(
     name: str, num_stages: int, remat: str, num_microbatches: int
 ) -> None:
     found = verify(name, num_stages, remat, num_microbatches)
     assert len(found.tracked) == len(found.modelled) == num_stages
-    assert found.largest_error < 1e-4
     errors = [abs(m.peak - t) / t for m, t in zip(found.modelled, found.tracked, strict=True)]
-    assert found.largest_error == max(errors)
+    assert found.largest_error == max(errors) < 1e-4
 
 
-# The book-keeping, with sizes that tell what was counted: each a power of ten.
-STAGE = StageBytes(
-    parameter_bytes=10**9,
-    trained_sizes=(10**9,),
-    buffer_bytes=0,
-    gradient_bytes=0,
-    input_bytes=10**2,
-    kept_input_bytes=1,
-    target_bytes=0,
-    output_gradient_bytes=10**6,
-    saved_bytes=10**4,
-    free=Bytes(transients=0),
-    forward=Bytes(transients=0),
-    backward_first=Bytes(transients=0),
-    backward=Bytes(transients=0),
-)
+# Stacks of layers that pass, share, overwrite and remember
 
 
-def peak_of(
-    schedule: Schedule, *, is_first: bool = False, receive_ahead: int = 0, **changes: Any
-) -> StageMemory:
-    stage = dataclasses.replace(STAGE, **changes)
-    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=receive_ahead)
+def pieces() -> list[nn.Module]:
+    """Slices of one storage, and a piece of a concatenation."""
+    return [
+        Call(lambda x, f: f(x).chunk(3, 1), conv(C, 3 * C)),
+        Call(lambda v: v[0] * v[1].sigmoid() * v[2]),
+        Call(lambda x, f: f(x)[:, :C], conv(C, 4 * C)),
+        conv(C, 4),
+        Call(lambda x: torch.cat([x, torch.zeros(len(x), 4 * C - 4, SIDE, SIDE)], 1)),
+        conv(4 * C, C),
+    ]
 
 
-def test_what_is_charged_at_the_fullest_moment() -> None:
-    always = gpipe(2, 4, "always")
-    found = peak_of(always)
-    assert (found.when, found.boundary, found.transients) == ("0R3", 4 * 10**2, 10**6)
-    found = peak_of(always, receive_ahead=1)
-    assert (found.when, found.boundary, found.transients) == ("0R3", 4 * 10**2, 2 * 10**6)
-    found = peak_of(always, backward_first=Bytes(transients=10**7))
-    assert (found.when, found.boundary, found.transients) == ("0B3", 3 * 10**2 + 1, 10**7)
-    found = peak_of(always, receive_ahead=3, free=Bytes(transients=10**8))
-    assert (found.when, found.boundary, found.transients) == ("0F0", 10**2, 10**8 + 3 * 10**2)
-    never = gpipe(2, 4, "never")
-    found = peak_of(never)
-    assert (found.when, found.activations, found.boundary) == ("0F3", 3 * 10**4, 10**2 + 3)
-    found = peak_of(never, backward_first=Bytes(activations=10**4, transients=10**5))
-    assert (found.when, found.activations, found.boundary) == ("0B3", 4 * 10**4, 4)
+STACKS: dict[str, Callable[[], list[nn.Module]]] = {
+    "in place": lambda: [
+        conv(),
+        Call(lambda x, f: f(x).relu_(), conv()),
+        Call(lambda x, f: f(x).add_(1), conv()),
+        nn.Sequential(conv(), nn.BatchNorm2d(C), nn.LeakyReLU(inplace=True)),
+    ],
+    "frozen in between": lambda: [conv(), nn.Tanh(), conv().requires_grad_(False), nn.Tanh(), conv(), conv()],
+    "skips": lambda: [
+        Call(lambda x, f: (f(x), x), conv()),
+        Call(lambda v, f: (f(v[0]).tanh(), v[1]), conv()),
+        Call(lambda v: v[0] + v[1]),
+        Call(lambda x: (x, x)),
+        Call(lambda v, f: f(v[0]) * v[1], conv()),
+        conv(),
+    ],
+    "a join that passes one gradient to both": lambda: [
+        Call(lambda x, f: (f(x), x.tanh()), conv()),
+        Call(lambda v, f: (f(v[0]), v[1]), conv()),
+        Call(lambda v: v[0] + v[1]),
+        conv(),
+    ],
+    "pieces": pieces,
+    "layouts": lambda: [
+        Call(lambda x, f: f(x.flatten(2)).transpose(1, 2), linear(SIDE * SIDE, SIDE * SIDE)),
+        Call(lambda x, f: f(x.contiguous()), nn.GELU()),
+        Call(lambda x: x.transpose(1, 2).reshape(len(x), C, SIDE, SIDE)),
+        Call(lambda x, f: f(x).to(memory_format=torch.channels_last), conv()),
+        nn.BatchNorm2d(C),
+        Call(lambda x: x.flatten(2).view(len(x), C, SIDE, SIDE)),
+    ],
+    "expanded gradients": lambda: [
+        conv(), nn.Tanh(), Call(lambda x: x.sum((2, 3), keepdim=True)),
+        Call(lambda x: x.expand(-1, -1, SIDE, SIDE)), conv(), conv(),
+    ],
+    "integers and a mask without gradient": lambda: [
+        Call(lambda x, f: (f(x), (x > 0).float(), torch.ones(x.shape, dtype=torch.int64)), conv()),
+        Call(lambda v, f: (f(v[0]) * v[1], v[1], v[2]), conv()),
+        Call(lambda v, f: (f(v[0]), v[1], v[2]), conv()),
+        Call(lambda v, f: f(v[0]) * (v[1] + v[2]), conv()),
+    ],
+    "weights joined": lambda: [
+        Call(lambda x, a, b: nn.functional.linear(x, torch.cat([a.weight, b.weight])), linear(SIDE, 3),
+             linear(SIDE, 5)),
+        conv(), conv(),
+    ],
+    "unused outputs": lambda: [
+        conv(), Call(lambda x, f, g: (f(x), g(x)), conv(), conv()), Call(lambda v, f: f(v[0]), conv()),
+        Call(lambda x, f: (x, f(x)), conv()),
+    ],
+}  # fmt: skip
 
 
-def test_gradients_exist_from_the_first_backward_on_and_none_before() -> None:
-    always = gpipe(2, 3, "always")
-    growing = Bytes(gradients=10**8)
-    found = peak_of(always, gradient_bytes=10**8, forward=Bytes(transients=10**7), backward_first=growing)
-    assert (found.when, found.gradients) == ("0R1", 10**8)
-    found = peak_of(always, gradient_bytes=10**8, free=Bytes(transients=10**9))
-    assert (found.when, found.gradients) == ("0F2", 0)
-    found = peak_of(always, gradient_bytes=10**8, backward_first=Bytes(gradients=10**7, transients=10**9))
-    assert (found.when, found.gradients) == ("0B2", 10**7)
-    found = peak_of(gpipe(2, 1, "always"), gradient_bytes=10**8)
-    assert (found.when, found.gradients) == ("optimizer", 10**8)
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, C, SIDE, SIDE), torch.randn(16, C, SIDE, SIDE)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state", "temporaries"),
-    [("sgd", 0, 0), ("rmsprop", 2 * 1100 + 4 * 3, 900 + 50), ("adam", 2 * 1100 + 4 * 3, 2 * 900 + 50)],
-)
-def test_optimizers(optimizer: str, state: int, temporaries: int) -> None:
-    """State of what is trained; while 900 are updated, a temporary of the 50 before is still there."""
-    stage = dataclasses.replace(
-        STAGE, parameter_bytes=5000, trained_sizes=(150, 50, 900), gradient_bytes=10**7, input_bytes=0,
-        kept_input_bytes=0, output_gradient_bytes=0, saved_bytes=0,
-    )  # fmt: skip
-    found = stage_memory(stage, gpipe(1, 1).actions[0], optimizer, is_first=True)
-    assert (found.when, found.parameters, found.optimizer_state) == ("optimizer", 5000, state)
-    assert found.transients == temporaries
-    assert found.working_set == temporaries
-
-
-mse_loss = nn.functional.mse_loss
-WIDTH, ROWS = 64, 128  # a boundary is 32 KiB
-GPT2 = {"num_layers": 2, "d_model": 16, "num_heads": 2, "vocab_size": 97, "seq_len": 12, "dropout": 0.0}
-
-
-# Layers that copy what re-materialization needs again: overwritten inputs, changing buffers
-
-
-def in_place() -> nn.Sequential:
+def overwriting() -> nn.Sequential:
     """Each stage of two layers begins with one that overwrites its input, the second behind a view."""
     return nn.Sequential(
-        nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH),
-        nn.Flatten(), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
-        nn.ReLU(inplace=True), nn.Linear(WIDTH, 4),
+        nn.ReLU(inplace=True), linear(),
+        nn.Flatten(), nn.Sequential(nn.ReLU(inplace=True), linear()),
+        nn.ReLU(inplace=True), linear(WIDTH, 4),
     )  # fmt: skip
 
 
 class Follow(nn.Module):
     """Follows its input in a buffer, in place or by another tensor, beside two that stay as they are."""
 
-    def __init__(self, rows: int, *, replaced: bool) -> None:
+    def __init__(self, *, replaced: bool) -> None:
         super().__init__()
         self.replaced = replaced
-        self.register_buffer("average", torch.zeros(rows, WIDTH))
+        self.register_buffer("average", torch.zeros(500, WIDTH))
         self.register_buffer("scale", torch.ones(1000))
         self.register_buffer("table", torch.zeros(400, WIDTH))
 
@@ -261,25 +234,127 @@ class Follow(nn.Module):
         return x + self.average[0].detach().clone()
 
 
-class Still(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("small", torch.zeros(250, WIDTH))
-        self.register_buffer("large", torch.zeros(400, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-def follows(rows: int, *, replaced: bool) -> nn.Sequential:
+def follows(*, replaced: bool) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), Follow(rows, replaced=replaced),
-        Still(), nn.Linear(WIDTH, WIDTH), Follow(rows, replaced=replaced), nn.Linear(WIDTH, 4),
-    )  # fmt: skip
+        linear(), Follow(replaced=replaced), nn.Tanh(), linear(), Follow(replaced=replaced), linear(WIDTH, 4)
+    )
 
 
-def rows_of_numbers() -> tuple[Tensor, Tensor]:
+def rows() -> tuple[Tensor, Tensor]:
     return torch.randn(4 * ROWS, WIDTH), torch.randn(4 * ROWS, 4)
+
+
+def twice() -> nn.Module:
+    layer = linear()
+    return nn.Sequential(layer, nn.ReLU(inplace=True), layer)
+
+
+def awkward() -> nn.Sequential:
+    """Each kind of thing that a split backward treats in its own way, on both sides of boundaries."""
+    return nn.Sequential(
+        nn.Embedding(100, WIDTH),
+        twice(),
+        Call(lambda x, f: (f(x), x), linear()),  # passed through
+        Call(lambda v, f: (f(v[0]), v[1]), nn.LayerNorm(WIDTH)),
+        Call(lambda v: v[0].tanh() + v[1]),  # one gradient for two
+        nn.LayerNorm(WIDTH),
+        Call(lambda x, f, g: x + g(f(x).relu_()), linear(WIDTH, 96), linear(96)),
+        nn.Sequential(linear(bias=False), nn.Dropout(0.1)),
+        Call(lambda x, f: f(x).chunk(2, -1), linear(WIDTH, 2 * WIDTH)),  # slices of one storage
+        Call(lambda v: v[0] * v[1].sigmoid()),
+        Call(lambda x, f: f(x.transpose(1, 2)).transpose(1, 2), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
+        linear(WIDTH, 7),
+    )
+
+
+def of_many_bytes() -> nn.Sequential:
+    """The engine adds up in the middle of W."""
+    layers = [layer for _ in range(4) for layer in (linear(400, 400), nn.ReLU())]
+    return nn.Sequential(nn.Embedding(100, 400), *layers, linear(400, 7))
+
+
+def of_ids() -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 100, (32, 12)), torch.randn(32, 12, 7)
+
+
+# Model, what it is given, its loss.
+MODELLED: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], tuple[Tree, Tree]], Loss]] = {
+    **{name: (lambda m=m: nn.Sequential(*m()), images, loss_of_first) for name, m in STACKS.items()},
+    "overwriting": (overwriting, rows, loss_of_first),
+    "buffers": (lambda: follows(replaced=False), rows, loss_of_first),
+    "buffers replaced": (lambda: follows(replaced=True), rows, loss_of_first),
+    "trees": (lambda: tree_model().double(), lambda: tree_batch(512), tree_loss),
+    "awkward": (awkward, of_ids, loss_of_first),
+    "many bytes": (of_many_bytes, of_ids, loss_of_first),
+    "used twice": (
+        lambda: nn.Sequential(nn.Embedding(100, WIDTH), twice(), twice(), linear(WIDTH, 7)), of_ids,
+        loss_of_first,
+    ),
+}  # fmt: skip
+
+
+@cache
+def profiler() -> Profiler:
+    return Profiler(split_backward=True)
+
+
+def check(name: str, schedule: Schedule, *, each_action: bool = True) -> None:
+    """The bytes of every worker's peak, and of every action where no messages wait."""
+    build, data, loss_fn = MODELLED[name]
+    torch.manual_seed(0)
+    model, (batch, target) = build(), data()
+    options = schedule.num_stages, schedule.num_microbatches, "never", schedule, "sgd"
+    counted, pipeline = count(model, batch, target, loss_fn, Step(*options))
+    parts = (Boundary.of(split(whole, schedule.num_microbatches)[0]) for whole in (batch, target))
+    stages = bytes_of_stages(*profiler().model(model, loss_fn, *parts), pipeline.partition)
+    actions, peaks = action_bytes(stages, schedule, "sgd"), peak_bytes(stages, schedule, "sgd")
+    for action, held in actions.items() if each_action else ():
+        # Beside the model: a loss value per micro-batch, and the weight that it enters with.
+        assert held == pytest.approx(counted.actions[action], rel=0.01), str(action)
+    assert peaks == pytest.approx(counted.peaks, rel=0.01)
+    for row, peak in zip(schedule.actions, peaks, strict=True):
+        assert max(actions[action] for action in row) <= peak
+
+
+# Of buffers that are replaced a step without re-materialization holds 3 % less than is modelled.
+WHOLE = [
+    (name, remat)
+    for name in MODELLED
+    for remat in ("always", "never")
+    if (name, remat) != ("buffers replaced", "never")
+]
+
+
+@pytest.mark.parametrize(("name", "remat"), WHOLE)
+def test_every_action_of_whole_backwards_holds_what_is_modelled(name: str, remat: str) -> None:
+    """F without a graph, R, the first B and a later one; F with a graph; of the whole, and between others."""
+    each_action = name != "trees"  # of which some actions hold less than is modelled
+    for num_stages in (1, 3):
+        check(name, named("gpipe", num_stages, 4, remat=remat), each_action=each_action)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers"), [("awkward", 3), ("many bytes", 1), ("used twice", 3), ("overwriting", 3)]
+)
+def test_every_action_of_split_backwards_holds_what_is_modelled(name: str, num_workers: int) -> None:
+    check(name, named("zb-h2", num_workers, 4))
+
+
+@pytest.mark.parametrize("remat", ["never", "always"])
+@pytest.mark.parametrize("name", NAMED)
+def test_peaks_under_every_named_schedule_are_those_of_real_steps(name: str, remat: str) -> None:
+    check("awkward", named(name, 2, 4, remat=remat), each_action=False)
+
+
+@settings(max_examples=15, derandomize=True)
+@given(st.integers(1, 5), st.sampled_from([1, 2, 4]), st.integers(0, 2**32))
+def test_and_under_schedules_that_nobody_would_write(
+    num_stages: int, num_microbatches: int, seed: int
+) -> None:
+    generator = random.Random(seed)
+    placement = random_placement(generator, num_stages)
+    schedule = random_schedule(generator, num_stages, num_microbatches, placement=placement)
+    check("awkward", schedule, each_action=False)
 
 
 def of_one_worker() -> Schedule:
@@ -289,60 +364,86 @@ def of_one_worker() -> Schedule:
     return Schedule("own", 2, 2, "never", (tuple(map(Action.parse, row)),), (0, 0))
 
 
-# Model, what it is given, its loss.
-MODELLED: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], tuple[Tree, Tree]], Loss]] = {
-    "overwriting": (in_place, rows_of_numbers, mse_loss),
-    "buffers": (lambda: follows(500, replaced=False), rows_of_numbers, mse_loss),
-    "buffers replaced": (lambda: follows(500, replaced=True), rows_of_numbers, mse_loss),
-    "tied": (
-        lambda: MODELS["gpt2"](**GPT2), lambda: example_batch("gpt2", 8, **GPT2), loss_fn("gpt2", **GPT2),
-    ),
-    "trees": (lambda: tree_model().double(), lambda: tree_batch(512), tree_loss),
-}  # fmt: skip
-WAYS = (("gpipe", "always"), ("1f1b", "always"), ("1f1b", "never"), ("gpipe", "never"))
-CASES = [
-    *(("overwriting", Step(k, 4, remat, name, "sgd")) for k in (1, 3) for name in ("gpipe", "1f1b")
-      for remat in ("always", "except_last", "never")),
-    *((f"buffers{how}", Step(3, 4, remat, "1f1b", "sgd"))
-      for remat, how in (("always", ""), ("always", " replaced"), ("never", ""))),
-    *(("tied", Step(1, 4, remat, name, optimizer)) for name, remat in (WAYS[0], WAYS[2])
-      for optimizer in ("sgd", "adam")),
-    *(("tied", Step(2, 2, "never", of_one_worker(), optimizer)) for optimizer in ("sgd", "adam")),
-    *(("trees", Step(k, 4, remat, name, "sgd")) for k in (1, 3) for name, remat in WAYS),
-]  # fmt: skip
-
-
-def label(value: object) -> str:
-    if not isinstance(value, Step):
-        return str(value)
-    name = value.schedule if isinstance(value.schedule, str) else value.schedule.name
-    return f"{value.num_stages}-{name}-{value.remat}-{value.optimizer}"
-
-
-@pytest.mark.parametrize(("name", "step"), CASES, ids=label)
-def test_modelled_peaks_are_those_of_real_steps(name: str, step: Step) -> None:
-    build, data, loss = MODELLED[name]
-    torch.manual_seed(0)
-    model, (batch, target) = build(), data()
-    counted, modelled = compare(model, batch, target, loss, step)
-    # Of a tied weight there is one gradient, and the model counts one for each use.
-    more = sum((len(tie.layers) - 1) * tie.num_bytes for tie in shared_weights(list(model)))
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    "step", [Step(1, 4, "always"), Step(1, 4, "never", "1f1b"), Step(2, 2, "never", of_one_worker())], ids=str
+)
+def test_a_tied_weight_is_held_once_and_each_use_has_a_gradient(step: Step, optimizer: str) -> None:
+    """Of a tied weight there is one gradient, and the model counts one for each use."""
+    model = MODELS["gpt2"](**GPT2)
+    (tie,) = shared_weights(list(model))
+    assert (tie.num_bytes, tie.trained, tie.layers) == (97 * 16 * 4, True, (0, 3))
+    step = dataclasses.replace(step, optimizer=optimizer)
+    counted, modelled = compare(model, *example_batch("gpt2", 8, **GPT2), loss_fn("gpt2", **GPT2), step)
     for peak, found in zip(counted.peaks, modelled, strict=True):
-        assert 0.99 * peak <= found.peak <= 1.01 * peak + more
+        assert 0.99 * peak <= found.peak <= 1.01 * peak + tie.num_bytes
+
+
+@pytest.mark.parametrize("remat", ["never", "always"])
+def test_under_1f1b_the_peak_lies_between_no_and_one_waiting_message(remat: str) -> None:
+    model, (batch, target) = overwriting(), rows()
+    counted, pipeline = count(model, batch, target, mse_loss, Step(3, 8, remat, "1f1b"))
+    parts = (Boundary.of(split(whole, 8)[0]) for whole in (batch, target))
+    profiles = profiler().model(model, mse_loss, *parts)
+    low, high = (
+        pipeline_memory(*profiles, pipeline.partition, pipeline.schedule, receive_ahead=ahead)
+        for ahead in (0, 1)
+    )
+    for least, peak, most in zip(low, counted.peaks, high, strict=True):
+        assert least.peak * 0.99 <= peak <= most.peak * 1.01
+
+
+# Profiles of halves, of trees and of portals
+
+EXAMPLES, LENGTH = 8, 12
+X = EXAMPLES * LENGTH * WIDTH * 4  # bytes of an activation
+
+
+def halves(*layers: nn.Module) -> Any:
+    inputs = Boundary.of(torch.empty(EXAMPLES, LENGTH, WIDTH).requires_grad_())
+    found = stage_bytes(profiler().chain(layers, inputs)).halves
+    assert found is not None
+    return found
+
+
+def test_what_waits_between_the_halves() -> None:
+    one = halves(linear())
+    assert (one.kept_input_bytes, one.saved_bytes) == (X, X)  # the input; the gradient of the output
+    # The gradient that the second leaves for its bias is what the first is given.
+    assert halves(linear(), linear()).saved_bytes == X + X + X
+    # A normalization computes the gradients of its weights at once, and ReLU's result waits for the linear
+    # layer alone.
+    assert halves(nn.LayerNorm(WIDTH)).saved_bytes == 2 * WIDTH * 4
+    assert halves(nn.LayerNorm(WIDTH)).kept_input_bytes == 0
+    assert halves(nn.ReLU(), linear()).saved_bytes == X + X
+    assert halves(linear(), nn.ReLU()).saved_bytes == X  # and not its result
+    both = Call(lambda x, f, g: (f(x), g(x)), linear(), linear())  # what waits for both waits once
+    assert (halves(both).kept_input_bytes, halves(both).saved_bytes) == (X, 2 * X)
+    assert halves(both, Call(lambda v: v[0] + v[1])).saved_bytes == X  # one gradient for both
+
+
+def test_a_layer_that_cannot_be_split_does_it_all_in_I() -> None:  # noqa: N802
+    stuck = Call(lambda x, f: checkpoint(f, x, use_reentrant=True), linear())
+    inputs = Boundary.of(torch.empty(EXAMPLES, LENGTH, WIDTH).requires_grad_())
+    stage, unsplit = (stage_bytes(each.chain([linear(), stuck], inputs)) for each in (profiler(), Profiler()))
+    whole, split_up = (
+        stage_memory(stage, tuple(map(Action.parse, row.split())), is_first=False)
+        for row in ("0F0 0F1 0B0 0B1", "0F0 0F1 0I0 0I1 0W0 0W1")
+    )
+    assert (whole.peak, whole.gradients) == (split_up.peak, split_up.gradients)
+    with pytest.raises(ValueError, match=r"say nothing of; profile with Profiler\(split_backward=True\)"):
+        stage_memory(unsplit, tuple(Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)), is_first=True)
 
 
 def test_every_kind_of_tree_reaches_the_layers_as_it_was() -> None:
     """The layers look at what they get; a tensor that stands twice is one, and constants are part of it."""
-    batch, target = tree_batch(8)
-    profiler = Profiler()
-    layers, found = profiler.model(tree_model().double(), tree_loss, Boundary.of(batch), Boundary.of(target))
+    batch, target = (Boundary.of(each) for each in tree_batch(8))
+    layers, found = Profiler().model(tree_model().double(), tree_loss, batch, target)
     assert [len(layer.inputs.tensors) for layer in layers] == [3, 5, 4, 3]
-    assert found.inputs.num_bytes == sum(
-        spec.num_bytes for spec in (*layers[-1].outputs.tensors, *Boundary.of(target).tensors)
-    )
-    other, _ = tree_batch(8, scale=0.25)
-    assert Boundary.of(batch) != Boundary.of(other)
-    assert Boundary.of(batch) == Boundary.of(tree_batch(8, seed=1)[0])
+    tensors = (*layers[-1].outputs.tensors, *target.tensors)
+    assert found.inputs.num_bytes == sum(spec.num_bytes for spec in tensors)
+    assert batch != Boundary.of(tree_batch(8, scale=0.25)[0])
+    assert batch == Boundary.of(tree_batch(8, seed=1)[0])
 
 
 class ToDict(nn.Module):
@@ -350,13 +451,8 @@ class ToDict(nn.Module):
         return {"x": x}
 
 
-class FromDict(nn.Module):
-    def forward(self, given: dict[str, Tensor]) -> Tensor:
-        return given["x"]
-
-
 def test_portals_beside_a_dict_are_refused() -> None:
-    layers = [Stash("a"), nn.Linear(4, 4), ToDict(), FromDict(), Pop("a", Call(lambda v: v[0] + v[1]))]
+    layers = [Stash("a"), ToDict(), Call(lambda v: v["x"]), Pop("a", Call(lambda v: v[0] + v[1]))]
     batch = Boundary.of(torch.randn(2, 4))
     with pytest.raises(ValueError, match="modelled between layers that pass tensors"):
         Profiler().model(layers, mse_loss, batch, batch)

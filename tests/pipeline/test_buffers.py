@@ -51,11 +51,6 @@ def late(layer: Changing, mean: Tensor) -> None:
         in_place(layer, mean)
 
 
-def when_training(layer: Changing, mean: Tensor) -> None:
-    if layer.training:
-        in_place(layer, mean)
-
-
 def with_graph(layer: Changing, mean: Tensor) -> None:
     if torch.is_grad_enabled():
         in_place(layer, mean)
@@ -73,16 +68,6 @@ def two_names() -> Changing:
     return layer
 
 
-class Registered(nn.Linear):
-    """Registers its buffer in its first call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "seen"):
-            self.register_buffer("seen", torch.zeros(WIDTH, dtype=x.dtype))
-        self.seen += x.detach().mean(0)
-        return super().forward(x) * (1 + self.seen)
-
-
 class Unset(nn.Linear):
     """Makes a table in its first call and then uses it."""
 
@@ -94,26 +79,6 @@ class Unset(nn.Linear):
         if self.table is None:
             self.table = torch.arange(WIDTH, dtype=x.dtype)
         return super().forward(x) * self.table
-
-
-class Experts(nn.Module):
-    """A mixture of experts: how often each was chosen is counted, and decides who is chosen next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.gate = nn.Linear(WIDTH, 3)
-        self.register_buffer("load", torch.zeros(3, dtype=torch.int64), persistent=False)
-        self.register_buffer("bias", torch.zeros(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.gate(x).softmax(1)
-        chosen = (scores + self.bias).argmax(1)
-        self.load += torch.bincount(chosen, minlength=3)
-        # No gradient comes through the bias: experts that are chosen too often are put back.
-        self.bias = self.bias - 0.2 * (self.load.double() - self.load.double().mean()).sign()
-        each, places = torch.stack([expert(x) for expert in self.experts], 1), torch.arange(len(x))
-        return each[places, chosen] * scores[places, chosen][:, None]
 
 
 class Observed(nn.Linear):
@@ -133,11 +98,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "in place": lambda: Changing(in_place),
     "not saved": lambda: Changing(in_place, persistent=False),
     "assigned": lambda: Changing(assigned),
-    "registered": lambda: Registered(WIDTH, WIDTH),
     "unset": Unset,
     "two names": two_names,
     "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-    "experts": Experts,
     "observed": Observed,
 }
 
@@ -183,10 +146,6 @@ def test_a_buffer_that_the_user_changes_between_steps() -> None:
 
     for change in (in_place, late):
         trains(lambda change=change: Changing(change), between=fill)
-
-
-def test_a_layer_that_changes_when_it_is_trained_again() -> None:
-    trains(lambda: Changing(when_training), between=lambda step, layers: layers.train(step != 0))
 
 
 def test_a_layer_that_asks_for_gradients_is_refused() -> None:

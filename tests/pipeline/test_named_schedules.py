@@ -109,13 +109,6 @@ def test_bubble_and_activations_of_loops(num_workers: int, turns: int) -> None:
         assert max(most_alive(schedule)) == pytest.approx(min(most, size))
 
 
-def test_live_activations_of_interleaving_as_others_print_them() -> None:
-    """OLMo-core 3, four ranks, eight micro-batches: 11, 9, 7 and 5, with a bubble of 15.8 %."""
-    schedule = named("interleaved", 4, 8)
-    assert [2 * share for share in most_alive(schedule)] == [11, 9, 7, 5]
-    assert round(replay(schedule, SLOTS).bubble, 3) == 0.158
-
-
 @pytest.mark.parametrize("num_workers", [2, 4, 7, 12])
 def test_zero_bubble_as_published(num_workers: int) -> None:
     """Bubbles for any F, I and W, and activations (arXiv 2401.10241, table 2)."""
@@ -263,23 +256,6 @@ def test_equal_stages_take_no_longer_than_by_the_named_rows(num_workers: int) ->
             assert in_slots(found) == in_slots(named(name, num_workers, size)), name
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "times", "one", "four", "all_of_them", "v"),
-    [
-        (4, 1, 22, 19, 19, 18.5), (4, 4, 70, 67, 67, 66.5),
-        (8, 1, 46, 43, 39, 38.5), (8, 2, 78, 75, 71, 70.5), (8, 4, 142, 139, 135, 134.5),
-    ],
-)  # fmt: skip
-def test_recomputation_and_weights_under_a_cap_in_slots(
-    num_workers: int, times: int, one: int, four: int, all_of_them: int, v: float
-) -> None:
-    """The more graphs may be alive, the more weights can wait for what would be idle."""
-    size, line = times * num_workers, loop(num_workers, 1)
-    found = [generate(line, size, remat="always", most_alive=cap) for cap in (1, 4, size)]
-    assert [in_slots(each) for each in found] == [one, four, all_of_them]
-    assert in_slots(generate(vee(num_workers), size, remat="always", most_alive=2)) == v
-
-
 def test_random_circumstances() -> None:
     """Whatever the placement, the times, the link and the cap: valid, under the cap, and not longer than any
     named schedule of that placement under the same cap.
@@ -318,10 +294,3 @@ def test_uneven_stages_gain_over_every_named_schedule() -> None:
     assert known == {"1f1b": 39, "gpipe": 48, "zb-h1": 37, "zb-h2": 40}
     # The first stage never waits but for the last gradient.
     assert replay(generate(loop(4, 1), 4, uneven), uneven).makespan_s == 36
-
-
-def test_a_slow_link_is_reckoned_with() -> None:
-    link = Link("slow", latency_s=0.5, bandwidth_bytes_per_s=4)
-    found = generate(loop(3, 1), 6, SLOTS, link, activation_bytes=[2, 2])
-    known = replay(named("zb-h1", 3, 6), SLOTS, link, activation_bytes=[2, 2]).makespan_s
-    assert replay(found, SLOTS, link, activation_bytes=[2, 2]).makespan_s <= known

@@ -105,34 +105,6 @@ def test_what_a_graph_keeps(layer: nn.Module, kept: int, inside: int) -> None:
     assert found.free.backward == ()
 
 
-@pytest.mark.parametrize(
-    ("layer", "peak"),
-    [
-        # most bytes that a forward without a graph adds to its input
-        (nn.Identity(), 0),
-        (nn.ReLU(inplace=True), 0),
-        (nn.ReLU(), X),
-        (nn.Sequential(conv(), nn.ReLU(), conv()), 2 * X),
-        (nn.Sequential(conv(), nn.ReLU(inplace=True), conv()), 2 * X),
-        (nn.Sequential(conv(), nn.Tanh(), nn.Tanh(), nn.Tanh()), 2 * X),
-        (Call(lambda self, x: x + (x * 2) * (x * 3)), 3 * X),
-    ],
-)
-def test_the_peak_of_a_forward_without_a_graph(layer: nn.Module, peak: int) -> None:
-    assert profile(layer).free.forward_peak == peak
-
-
-def test_statistics_of_batch_normalization_are_buffers_and_so_are_the_pipelines_own() -> None:
-    assert profile(conv()).buffer_bytes == 0
-    # Mean, variance and the step count; then those of the micro-batch and of the mini-batch so far.
-    assert profile(nn.BatchNorm2d(C)).buffer_bytes == 2 * C * 4 + 8 + 4 * C * 4
-    half = nn.BatchNorm2d(C).to(torch.bfloat16)
-    assert (
-        profile(half, one(image(dtype=torch.bfloat16))).buffer_bytes == 2 * C * 2 + 8 + 2 * C * 2 + 2 * C * 4
-    )
-    assert profile(nn.BatchNorm2d(C, track_running_stats=False)).buffer_bytes == 0
-
-
 def test_only_parameters_with_a_gradient_have_one() -> None:
     part = nn.Sequential(conv().requires_grad_(False), conv())
     found = profile(part)
@@ -142,42 +114,6 @@ def test_only_parameters_with_a_gradient_have_one() -> None:
     assert (idle.num_parameters, idle.parameter_bytes) == (2 * CONV // 4, 2 * CONV)
     assert (idle.gradient_bytes, sum(idle.trained_sizes)) == (CONV, CONV)
     assert profile(nn.ReLU()).trained_sizes == ()
-
-
-def test_gradients_appear_in_the_first_backward_and_only_there() -> None:
-    found = profile(conv())
-    assert sum(found.first.sizes[storage] for storage in found.first.gradients) == CONV
-    appeared = {event - 1 for event in found.first.backward if event > 0}
-    assert found.first.gradients <= appeared
-    born_later = {event - 1 for event in found.later.backward if event > 0}
-    assert not found.later.gradients & born_later
-    # A later backward computes them again and adds them up, so as many bytes come and go.
-    gone = {-event - 1 for event in found.later.backward if event < 0}
-    temporary = (born_later & gone) - {s for s in found.later.output_gradients if s is not None}
-    assert sum(found.later.sizes[storage] for storage in temporary) == CONV
-
-
-def test_an_input_passed_on_is_one_storage() -> None:
-    found = profile(Call(lambda self, x: (self.conv(x), x), conv=conv()))
-    assert found.first.outputs[1] == found.first.inputs[0] != found.first.outputs[0]
-    assert found.outputs.same_as == (0, 1)
-    twice = profile(Call(lambda self, x: (x, x)))
-    assert twice.outputs.same_as == (0, 0)
-    assert twice.outputs.num_bytes == X
-    halves = profile(Call(lambda self, x: tuple(x.chunk(2, 1))))
-    assert halves.first.outputs == halves.first.inputs * 2
-    assert halves.outputs.same_as == (0, 1)
-
-
-def test_integers_get_no_gradient() -> None:
-    layer = Call(lambda self, v: (self.embed(v[1]).sum() + v[0], v[1]), embed=nn.Embedding(7, 3))
-    ids = TensorSpec((N, 5), torch.int64)
-    found = profile(layer, several(image(), ids))
-    assert found.outputs.tensors[1] == ids
-    assert found.output_gradient_bytes == X
-    assert found.first.input_gradients[1] is None
-    assert found.first.without_gradient == frozenset()
-    assert found.first.inputs[1] in found.first.kept, "the embedding's backward needs the ids"
 
 
 def test_a_loss_may_leave_outputs_unused() -> None:

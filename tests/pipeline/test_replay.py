@@ -30,7 +30,6 @@ from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import dependencies, execution_order, transfers
-from gpipe_bench.planner.breakdown import breakdown
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))
@@ -208,24 +207,6 @@ def test_a_slower_link_never_makes_a_step_faster(step, link, more_latency, less_
     assert link_s <= shared_s
 
 
-@settings(max_examples=30)
-@given(steps(), LINK)
-def test_no_step_is_shorter_than_its_bounds(step, link) -> None:
-    """The longest chain of dependencies, and the work of the busiest stage."""
-    schedule, costs = step
-    timeline = replay(schedule, link=link, **costs)
-    needs, chain = dependencies(schedule), {}
-    for action in execution_order(schedule):
-        own = costs["action_s"][action.stage, action.kind, action.microbatch]
-        chain[action] = own + max((chain[need] for need in needs[action]), default=0)
-    assert timeline.makespan_s >= max(chain.values())
-    assert timeline.makespan_s >= max(timeline.busy_s(stage) for stage in range(schedule.num_stages))
-    assert 0 <= timeline.bubble <= 1
-    assert timeline.idle_s == schedule.num_stages * timeline.makespan_s - sum(
-        timeline.busy_s(stage) for stage in range(schedule.num_stages)
-    )
-
-
 # By hand ----------------------------------------------------------------------------------------------------
 
 
@@ -346,24 +327,6 @@ def test_a_portal_takes_the_link_between_its_workers_alone() -> None:
     assert starts["2B0"] == starts["3B0"] + 1 + 1  # the gradient of the portal holds up nobody between
     assert starts["0B0"] == starts["3B0"] + 1 + 30 + 1
     assert {span.name for span in step.messages} >= {"0F0->3", "3B0->0"}
-
-
-def test_between_neighbours_a_portal_goes_before_the_output() -> None:
-    action_s = dict.fromkeys(SLOTS, 1)
-    step = replay(
-        gpipe(2, 1, "never"), action_s, WIRE, activation_bytes=[5], portals={Edge(0, 0, 1, ("a",)): (7, 0)}
-    )
-    assert [(s.start_s, s.end_s) for s in step.messages if s.name == "0F0->1"] == [(1, 9), (8, 14)]
-
-
-def test_the_time_of_portals_is_communication() -> None:
-    schedule, sizes = one_f_one_b(4, 6), {"activation_bytes": [0] * 3}
-    slow = Link("slow", bandwidth_bytes_per_s=Fraction(1, 3))  # type: ignore[arg-type]
-    without = breakdown(schedule, SLOTS, slow, **sizes)
-    found = breakdown(schedule, SLOTS, slow, portals={SKIP: (4, 4)}, **sizes)
-    assert without.seconds["communication"] == 0
-    assert found.seconds["communication"] > 0
-    assert sum(found.shares.values()) == 1
 
 
 # Timelines: what is read off them, and how they are exported

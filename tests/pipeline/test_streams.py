@@ -8,7 +8,6 @@ planted in what it looks at.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,39 +122,6 @@ def test_a_stage_on_the_cpu_waits_for_what_it_receives() -> None:
         two_steps(fake, pipeline)
         assert len(pipeline.timeline.events) == len(list(schedule))
     assert {fault.kind for fault in fake.history.faults} == {Kind.HOST_WAIT}
-
-
-def test_a_batch_that_is_on_a_device_is_taken_from_there() -> None:
-    """On the device of the stage as it is, from another device like a message."""
-    schedule = SCHEDULES["gpipe"](2, 4, remat="always")
-    for home in (0, 1):
-        fake = FakeAccelerator(2)
-        with fake.opened():
-            batch, target = (tensor.to(fake.devices[home]) for tensor in mlp_batch(8))
-            two_steps(fake, pipeline_of(fake, schedule, seeded(mlp)), (batch, target))
-        assert not fake.history.faults
-
-
-def test_a_micro_batch_lives_no_longer_than_its_backward() -> None:
-    """All inputs are sent at once, but 1F1B is done with the first ones early."""
-    fake = FakeAccelerator(2)
-    alive: list[int] = []
-    taken: list[weakref.ref[Any]] = []
-
-    class Look(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            taken.append(weakref.ref(x.untyped_storage()))
-            alive.append(sum(reference() is not None for reference in taken))
-            return x
-
-    layers = nn.Sequential(Look(), nn.Linear(6, 6), nn.Linear(6, 6)).double()
-    with fake.opened():
-        pipeline = Pipeline(
-            layers, num_stages=2, num_microbatches=8, schedule="1f1b", remat="never", devices=fake.devices
-        )
-        pipeline.step(*mlp_batch(8), mse_loss)
-    assert len(alive) == 8
-    assert max(alive) == 2
 
 
 class NamesNoDevice(nn.Module):

@@ -4,9 +4,9 @@
     python tests/support/engine_digests.py --weights   digests of weights too
 
 Peaks are bytes of every worker, modelled: the same on every machine. Weights, which depend on the machine,
-are those after three steps, for every named schedule, number of workers and re-materialization, in one process
-and in two, with a mask that is drawn, averages of batch normalization, a weight that two stages share and
-micro-batches that are uneven.
+are those after three steps, for every named schedule, number of workers and re-materialization, in one
+process and in two, with a mask that is drawn, averages of batch normalization, a weight that two stages share
+and micro-batches that are uneven.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Random models, schedules and options of a step, over processes and in one: losses, gradients, norms and
 outputs are the plain model's.
 
-Several stages per worker, named schedules and random rows, pytrees, shared arguments, tied weights, changes
-in place, dropout, scaled gradients; and from step to step other batch sizes and shapes, other layers
-(`joined_models.change_of`), weights that an optimizer moved, and evaluation between them.
+Beside `property_cases`: several stages per worker, every named schedule, "auto" with its change of rows,
+pytrees, shared arguments, tied weights, changes in place, dropout, scaled gradients; and from step to step
+other batch sizes and shapes, other layers (`joined_models.change_of`), weights that an optimizer moved, and
+evaluation between them.
 """
 
 from __future__ import annotations

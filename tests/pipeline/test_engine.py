@@ -1,5 +1,5 @@
-"""The loop and its surroundings: order, errors, what a stage keeps and for how long, thread-local state,
-scaled gradients, and the user's interface.
+"""The loop and its surroundings: order, errors, thread-local state, scaled gradients, and the user's
+interface.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from covering import pairwise
 from tiny_models import everything, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Action, ActionError, InProcess, Kind, Pipeline, Schedule
+from gpipe_bench.pipeline import Action, ActionError, Kind, Pipeline
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.pipeline.plan.schedule import execution_order
@@ -156,84 +155,7 @@ def test_arguments_of_another_kind_are_named(wrong: dict[str, Any]) -> None:
     assert repr(value[0] if isinstance(value, list) else value) in str(caught.value)
 
 
-# What a stage keeps, and how often it runs
-
-
-class Saved(torch.autograd.Function):
-    """The identity, saving a tensor of its own for the backward, whose lifetime is the graph's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, registry: list[weakref.ref[Tensor]] | None) -> Tensor:
-        memory = torch.ones(1)
-        if registry is not None:
-            registry.append(weakref.ref(memory))
-        ctx.memory = memory
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.memory, None
-
-
-class Watched(nn.Module):
-    """A linear layer that counts its calls and watches its inputs and graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.inputs: list[weakref.ref[Tensor]] = []
-        self.graphs: list[weakref.ref[Tensor]] = []
-        self.calls: list[bool] = []  # with a graph or without
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(torch.is_grad_enabled())
-        self.inputs.append(weakref.ref(x))
-        return Saved.apply(self.linear(x), self.graphs if torch.is_grad_enabled() else None)
-
-
-def alive(references: list[weakref.ref[Tensor]]) -> int:
-    return sum(reference() is not None for reference in references)
-
-
-def held_after(schedule: Schedule, stage: int, action: Action) -> int:
-    """Graphs that the schedule says are alive on a stage once it has taken `action`."""
-    count = 0
-    for done in schedule.actions[stage]:
-        count += done.kind is (Kind.R if schedule.recomputes(done.microbatch, stage) else Kind.F)
-        count -= done.kind is Kind.B
-        if done == action:
-            return count
-    raise AssertionError(f"{action} is not on stage {stage}")
-
-
-@pytest.mark.parametrize(
-    ("schedule", "remat"), pairwise(tuple(SCHEDULES), REMAT_MODES, keep=[("gpipe", "except_last")])
-)
-def test_graphs_alive_and_forwards_run(schedule: str, remat: str) -> None:
-    """A graph lives from its F or R to its B; under re-materialization each forward is without one, and
-    exactly one recomputation follows. The first step makes no forward more, on no made-up data.
-    """
-    layers = [Watched().double() for _ in range(3)]
-    pipeline = Pipeline(
-        layers, num_stages=3, num_microbatches=5, schedule=schedule, remat=remat,
-        transport=InProcess(copy=True),
-    )  # fmt: skip
-
-    @contextlib.contextmanager
-    def observe(action: Action) -> Iterator[None]:
-        yield
-        assert alive(layers[action.stage].graphs) == held_after(pipeline.schedule, action.stage, action)
-
-    again = {"never": 0, "always": 5, "except_last": 4}[remat]
-    for step in range(2):
-        pipeline.step(*mlp_batch(10), mse_loss, **({"observe": observe} if step else {}))
-        for layer in layers:
-            assert alive(layer.inputs) == alive(layer.graphs) == 0
-            assert len(layer.calls) == 5 + again
-            if step:  # the first one finds out what needs a gradient
-                assert layer.calls.count(False) == again
-            for seen in (layer.inputs, layer.graphs, layer.calls):
-                seen.clear()
+# Waiting
 
 
 @pytest.mark.gpu

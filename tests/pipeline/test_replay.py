@@ -290,22 +290,6 @@ def test_the_largest_pipeline_of_the_paper_can_be_replayed() -> None:
     assert len(timeline.events) == 128 * 512 * 3
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stage", "most"),
-    [
-        (gpipe(3, 5, remat="never"), 0, 5),
-        (gpipe(3, 5, remat="always"), 0, 1),
-        (gpipe(3, 5, remat="except_last"), 1, 1),
-        (one_f_one_b(3, 5, remat="never"), 0, 3),
-        (one_f_one_b(3, 5, remat="never"), 2, 1),
-    ],
-)
-def test_live_activations(schedule, stage: int, most: int) -> None:
-    live = replay(schedule, SLOTS).live_activations(stage)
-    assert max(count for _, count in live) == most
-    assert live[-1][1] == 0
-
-
 # Portals where a schedule is laid out in time and drawn
 
 

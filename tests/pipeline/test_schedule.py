@@ -31,7 +31,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
-from gpipe_bench.pipeline.plan.schedule import Transfer, dependencies, execution_order
+from gpipe_bench.pipeline.plan.schedule import Transfer, execution_order
 
 
 @st.composite
@@ -94,13 +94,6 @@ def test_one_worker_holds_one_recomputed_micro_batch_at_a_time(name: str) -> Non
             elif action.kind is Kind.B:
                 assert recomputed == Action(action.stage, Kind.R, action.microbatch)
                 recomputed = None
-
-
-def test_a_recomputation_needs_nothing_but_its_forward() -> None:
-    """It starts before the gradient arrives, on whatever stage."""
-    for action, needs in dependencies(gpipe(3, 4, remat="always")).items():
-        if action.kind is Kind.R:
-            assert needs == (Action(action.stage, Kind.F, action.microbatch),)
 
 
 @given(schedules())

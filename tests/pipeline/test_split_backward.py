@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_engine import Saved
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -359,52 +356,12 @@ def test_the_zoo_trains_on_the_same_gradients(name: str, dtype: torch.dtype) -> 
     assert_same(found[1], found[0])
 
 
-# When memory is let go
+# Hooks, and what cannot be split
 
 
-class Chain(nn.Module):
-    """Linear, tanh, something with a memory of its own, Linear, LayerNorm; it watches what lives."""
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.LayerNorm(4))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.norm = nn.Linear(6, 5), nn.Linear(5, 4), nn.LayerNorm(4)
-        self.graph: list[weakref.ref[Tensor]] = []
-        self.memory: dict[str, weakref.ref[torch.UntypedStorage]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = Saved.apply(torch.tanh(self.first(x)), self.graph)
-        product = self.second(hidden)
-        output: Tensor = self.norm(product)
-        for name, tensor in (("input", x), ("hidden", hidden), ("product", product)):
-            self.memory[name] = weakref.ref(tensor.untyped_storage())
-        return output
-
-    def alive(self) -> set[str]:
-        return {name for name, memory in self.memory.items() if memory() is not None}
-
-
-def test_the_graph_is_gone_after_the_first_half_and_the_rest_after_the_second() -> None:
-    """Until W only the inputs of the operations with weights are held, of what the forward left."""
-    layer = Chain()
-    alone = Alone(layer, torch.randn(4, 6))
-    gc.collect()
-    gc.disable()  # nothing may wait for a collection
-    try:
-        gradients = alone.forward()
-        assert layer.alive() == {"input", "hidden", "product"}
-        assert layer.graph[-1]() is not None
-        alone.stage.backward_inputs(0, gradients)
-        assert layer.graph[-1]() is None
-        assert layer.alive() == {"input", "hidden"}
-        del gradients
-        alone.stage.backward_weights(0)
-        assert layer.alive() == set()
-    finally:
-        gc.enable()
-    assert all(p.grad is not None for p in layer.parameters())
-
-
-# Hooks
 
 Hook = Callable[[nn.Parameter, list[int]], Any]
 
@@ -430,7 +387,7 @@ def behind_the_sum(parameter: nn.Parameter, calls: list[int]) -> Any:
 @pytest.mark.parametrize("hook", [changing, accumulated, behind_the_sum])
 def test_hooks_of_parameters_run_once_with_the_sum(hook: Hook) -> None:
     """Of weights that wait, and of those whose gradients come with the first half."""
-    alone = Alone(Chain(), torch.randn(4, 6))
+    alone = Alone(chain(), torch.randn(4, 6))
     calls: list[int] = []
     hooks = [hook(parameter, calls) for parameter in alone.layer.parameters()]
     wanted = alone.gradients(alone.whole)
@@ -447,9 +404,6 @@ def test_hooks_of_parameters_run_once_with_the_sum(hook: Hook) -> None:
         alone.stage.backward_weights(m)
     assert len(calls) == len(hooks) * NUM_MICROBATCHES
     assert_same([*inputs, *(p.grad for p in alone.layer.parameters())], wanted)
-
-
-# What cannot be split
 
 
 class Overwritten(nn.Module):

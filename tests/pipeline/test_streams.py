@@ -168,31 +168,6 @@ def _no_wait_at_receive(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> Non
     patch.setattr(FakeStream, "wait_event", lambda stream, event: None)
 
 
-def _recorded_unless(compute: bool) -> Callable[[pytest.MonkeyPatch, FakeAccelerator], None]:
-    def plant(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-        tell = fake.record_stream
-
-        def record_stream(tensor: Tensor, stream: FakeStream) -> None:
-            if stream.name.endswith("compute") != compute:
-                tell(tensor, stream)
-
-        patch.setattr(devices, "record_stream", record_stream)
-
-    return plant
-
-
-def _event_before_the_copy(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
-    early: dict[devices.CopyStreams, devices.Mark] = {}
-    wait, close = devices.CopyStreams.open, devices.CopyStreams.close
-
-    def open_(way: devices.CopyStreams) -> None:
-        early[way] = close(way)
-        wait(way)
-
-    patch.setattr(devices.CopyStreams, "open", open_)
-    patch.setattr(devices.CopyStreams, "close", lambda way: early[way])
-
-
 def _device_wide_wait(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
     receive = InProcess.receive
 
@@ -209,9 +184,6 @@ def _no_device_guard(patch: pytest.MonkeyPatch, fake: FakeAccelerator) -> None:
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch, FakeAccelerator], None], Kind]] = {
     "no wait at receive": (_no_wait_at_receive, Kind.READ),
-    "a message freed while it is copied": (_recorded_unless(compute=False), Kind.FREED),
-    "a received tensor freed while it is used": (_recorded_unless(compute=True), Kind.FREED),
-    "the event recorded before the copy": (_event_before_the_copy, Kind.READ),
     "a wait for a whole device": (_device_wide_wait, Kind.HOST_WAIT),
     "no device guard": (_no_device_guard, Kind.DEVICES),
 }

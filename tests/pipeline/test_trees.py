@@ -89,17 +89,6 @@ def test_structures_are_equal_only_if_everything_is() -> None:
     assert Constant(1) not in (Constant(True), Constant(1.0))  # also where hashes happen to be the same
 
 
-def test_numbers_are_of_one_kind_and_flags_are_not() -> None:
-    x = torch.zeros(2)
-
-    def kind(**constants: Any) -> object:
-        return flatten({"x": x, **constants})[1].kind()  # type: ignore[union-attr]
-
-    assert kind(n=1) == kind(n=2) != kind(n=2.0) == kind(n=0.5)
-    assert kind(n=True) != kind(n=False)
-    assert kind(n=None) != kind(n="a") != kind(n="b")
-
-
 def test_a_repeated_tensor_travels_once() -> None:
     a, b = torch.zeros(2), torch.ones(2)
     tensors, structure = flatten((a, b, a))

@@ -1,5 +1,5 @@
 """At fixed M and schedule the number of stages changes no bit, with dropout, drop path and batch
-normalization on; nor does going on from a checkpoint or in a copy.
+normalization on; nor does going on from a checkpoint.
 
 Float32, real models, several optimizer steps: whatever is drawn, summed or laid out differently in one place
 shows up in all weights after that.
@@ -7,10 +7,7 @@ shows up in all weights after that.
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,6 @@ import torch
 from covering import pairwise
 from tiny_models import everything, everything_batch, seeded
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench import models
 from gpipe_bench.models import set_drop_path
@@ -165,85 +161,3 @@ def test_a_saved_run_continues_with_another_number_of_stages(tmp_path: Path) -> 
     checkpoint.save(tmp_path, *before)
     checkpoint.load(tmp_path, *after)
     assert_same_bits(trained(*after, range(2, 3)), wanted)
-
-
-# Copies
-
-
-COPIES: dict[str, Callable[[Pipeline], Pipeline]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda pipeline: pickle.loads(pickle.dumps(pipeline)),
-}
-copies = pytest.mark.parametrize("how", COPIES)
-
-
-class Hooked(nn.Module):
-    """Counts its calls in a buffer that its output depends on; a hook of its own doubles what comes out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("calls", torch.zeros(()))
-        self.linear.register_forward_hook(double)
-
-    def forward(self, tree: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-        self.calls += 1
-        return {"x": nn.functional.dropout(self.linear(tree["x"]), 0.1) / self.calls * factor}
-
-
-def double(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    return output * 2
-
-
-def scaled_steps(pipeline: Pipeline, scaler: torch.amp.GradScaler) -> list[Tensor]:
-    """Losses and state of two steps."""
-    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-    found = []
-    for _ in range(2):
-        found.append(pipeline.step(
-            {"x": torch.linspace(-1, 1, 24).view(4, 6)}, None, lambda tree, _: tree["x"].square().mean(),
-            shared={"factor": 3}, scaler=scaler,
-        ))  # fmt: skip
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return [*found, *state_of(pipeline).values()]
-
-
-@copies
-def test_a_copy_trains_like_the_original_and_apart_from_it(how: str) -> None:
-    """With hooks, buffers, the number of steps and a scale."""
-    torch.manual_seed(0)
-    pipeline = Pipeline(
-        [Hooked(), Hooked(), Hooked()], num_stages=3, num_microbatches=2, transport=InProcess(copy=True)
-    )
-    unused, scaler = COPIES[how](pipeline), pipeline.scaler(init_scale=4.0)
-    scaled_steps(pipeline, scaler)
-    twin = COPIES[how](pipeline)
-    before, its_scaler = state_of(twin), twin.scaler()
-    its_scaler.load_state_dict(scaler.state_dict())
-    with pytest.raises(ValueError, match="no complete step to show; run"):
-        _ = twin.timeline
-    wanted = scaled_steps(pipeline, scaler)
-    assert_same_bits(state_of(twin), before)
-    assert all(map(torch.equal, scaled_steps(twin, its_scaler), wanted))
-    its_scaler = unused.scaler(init_scale=4.0)
-    scaled_steps(unused, its_scaler)
-    assert all(map(torch.equal, scaled_steps(unused, its_scaler), wanted))
-    assert twin.num_steps == pipeline.num_steps == unused.num_steps
-    assert len(twin.timeline.events) == len(pipeline.timeline.events) > 0
-
-
-@copies
-def test_a_pipeline_over_processes_is_not_copied(how: str) -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
-        for options in ({"group": torch.distributed.group.WORLD}, {"mesh": mesh}):
-            pipeline = Pipeline([nn.Linear(2, 2)], num_stages=1, num_microbatches=1, **options)
-            with pytest.raises(TypeError, match="a pipeline over several processes cannot"):
-                COPIES[how](pipeline)
-            assert pipeline.step(torch.ones(1, 2), None, lambda output, target: output.mean()).isfinite()
-    finally:
-        torch.distributed.destroy_process_group()

@@ -7,7 +7,6 @@ here (one graph per layer, its backward as one node); one small model is really 
 
 from __future__ import annotations
 
-import copy
 import shutil
 import warnings
 from typing import Any
@@ -167,13 +166,11 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_is_named() -> None:
     assert int(layers[2].norm.num_batches_tracked) == 1
 
 
-def test_a_compiled_pipeline_can_be_copied_and_evaluates() -> None:
+def test_a_compiled_pipeline_evaluates() -> None:
     layers = model(dropout=0.0)
     pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, compile=TRACED)
-    other = copy.deepcopy(pipeline)
-    batch, target = mlp_batch(4)
-    assert torch.equal(pipeline.step(batch, target, mse_loss), other.step(batch, target, mse_loss))
-    output = other(batch)
+    batch, _ = mlp_batch(4)
+    output = pipeline(batch)
     assert not output.requires_grad
     torch.testing.assert_close(output, layers(batch).detach())
 

@@ -310,8 +310,11 @@ def check(name: str, schedule: Schedule, *, each_action: bool = True) -> None:
     actions, peaks = action_bytes(stages, schedule, "sgd"), peak_bytes(stages, schedule, "sgd")
     for action, held in actions.items() if each_action else ():
         # Beside the model: a loss value per micro-batch, and the weight that it enters with.
-        assert held == pytest.approx(counted.actions[action], rel=0.01), str(action)
-    assert peaks == pytest.approx(counted.peaks, rel=0.01)
+        most = 1.5 if action.kind is Kind.W else 1.01  # what W holds is an upper estimate
+        assert 0.99 * counted.actions[action] <= held <= most * counted.actions[action], str(action)
+    most = 1.5 if any(action.kind is Kind.W for action in schedule) else 1.01
+    for peak, counted_peak in zip(peaks, counted.peaks, strict=True):
+        assert 0.99 * counted_peak <= peak <= most * counted_peak
     for row, peak in zip(schedule.actions, peaks, strict=True):
         assert max(actions[action] for action in row) <= peak
 

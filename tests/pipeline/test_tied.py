@@ -4,8 +4,6 @@ parameter to everybody outside of a step. Over processes see `tied_cases`.
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -145,21 +143,6 @@ def test_it_is_one_parameter_to_the_optimizer_and_between_steps() -> None:
     assert pipeline.get_submodule("3").weight is weight
     assert weight.grad is held
     torch.testing.assert_close(held, other.get_parameter("0.weight").grad + 1)
-
-
-@pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"]
-)
-def test_a_copy_trains_alike_and_apart(again: Callable[[Pipeline], Pipeline]) -> None:
-    pipeline = alone()
-    step(pipeline)
-    pipeline.zero_grad()
-    other = again(pipeline)
-    assert other.get_submodule("3").weight is other.get_parameter("0.weight")
-    step(other, 1)
-    assert not gradients(pipeline)
-    step(pipeline, 1)
-    assert_close(gradients(other), gradients(pipeline))
 
 
 def test_a_frozen_tie_gets_no_gradient_and_places_that_are_untied_get_their_own() -> None:

@@ -27,7 +27,7 @@ from tiny_models import (
     seeded,
 )
 from torch import Tensor, nn
-from tree_models import ByKey, Keyed, shared_model, tree_batch, tree_loss, tree_model, what_is_shared
+from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import NAMED, InProcess, Pipeline, run_plain
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
@@ -102,7 +102,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Data, Callable[..., Tensor]
         tree_model, lambda size, step: tree_batch(size, step, scale=1 / (1 + step)), tree_loss,
     ),
     "keys that change": (lambda: nn.Sequential(Keyed(other_keys), ByKey()), rows, mse_loss),
-    "shared arguments": (shared_model, rows, mse_loss),
     "in place": (in_place, rows, mse_loss),
     "tied weights": (tied, rows, mse_loss),
     "an unused output": (lambda: nn.Sequential(Detour(), First(), nn.Tanh()), rows, mse_loss),
@@ -128,18 +127,17 @@ def test_it_trains_as_the_plain_model(
     num_layers, per_worker = len(build()), NAMED[schedule].stages_per_worker or 2
     num_stages = per_worker * max(1, min(num_workers, num_layers // per_worker))
     lengths = (2 * num_microbatches + 1, num_microbatches, 1)
-    shared = what_is_shared if name == "shared arguments" else lambda step: None
     by_stage = [*["always"] * (num_stages - 1), "except_last"]
     pipeline, plain = assert_trains_as_plain(
         build, lambda step: data(lengths[step], step), loss_fn, num_microbatches, num_steps=3,
         num_stages=num_stages, schedule=schedule, remat=by_stage if remat == "except the last" else remat,
-        shared_of=shared, transport=InProcess(copy=copy),
+        transport=InProcess(copy=copy),
     )  # fmt: skip
     if name in ("everything", "keys that change"):  # whose averages and counts are the mini-batch's
         return
     batch, _ = data(5, 0)
-    found = pipeline.eval()(change(batch, Tensor.clone, "it"), shared=shared(2))
-    wanted = run_plain(plain.eval(), batch, seed=0, step=0, microbatch=0, shared=shared(2))
+    found = pipeline.eval()(change(batch, Tensor.clone, "it"))
+    wanted = run_plain(plain.eval(), batch, seed=0, step=0, microbatch=0)
     torch.testing.assert_close(found, wanted, **EXACT)
     if name == "any tree":
         assert list(found) == list(wanted)

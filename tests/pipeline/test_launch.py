@@ -1,5 +1,5 @@
-"""What `launch` and torchrun start, and which device a process gets; with a faked number of accelerators where
-that is decided before any of them is touched.
+"""What `launch` and torchrun start, and which device a process gets; with a faked number of accelerators
+where that is decided before any of them is touched.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Pipelines beside each other, on grids of four processes: which parameters are summed, what is agreed on, and
-when sums leave. That training is the plain model's is the table of `test_over_processes`.
+"""Pipelines beside each other, on grids of four processes: which parameters are summed, what is agreed on,
+and when sums leave. That training is the plain model's is the table of `test_over_processes`.
 
 Every replica gets a share of the batch of its own, and only the first stage's batch and the last stage's
 target count.
@@ -283,10 +283,14 @@ def an_infinite_gradient_on_one_rank_is_seen_by_all() -> None:
         scaler = pipeline.scaler(init_scale=8.0)
         for spoils in (True, False):
             before = [whole(parameter).detach().clone() for parameter in parameters]
+            spoiled = parameters[0] if spoils and dist.get_rank() == culprit else None
+            if spoiled is not None and not isinstance(spoiled, DTensor):
+                hook = spoiled.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
             pipeline.step(*own_part(pipeline, parts), loss_fn, scaler=scaler)
-            if spoils and dist.get_rank() == culprit:
-                gradient = parameters[0].grad
-                (gradient.to_local() if isinstance(gradient, DTensor) else gradient)[0] = float("inf")
+            if isinstance(spoiled, DTensor):
+                spoiled.grad.to_local()[0] = float("inf")
+            elif spoiled is not None:
+                hook.remove()
             scaler.step(optimizer)
             scaler.update()
             pipeline.zero_grad()

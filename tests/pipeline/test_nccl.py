@@ -529,6 +529,7 @@ def test_a_silent_rank_is_missed_by_the_one_before_it() -> None:
     assert missed(5, {0, 1, 2}) == {}
     assert missed(10, {0, 2}) == {}
     assert missed(2, {0, 2}) == {0: (1, "rank 1 disappeared: no sign of life for 10 s")}
+    assert missed(1, {1, 2}) == {}
     assert missed(5, {0, 1, 2}) == {}
     of_rank[1].leave()
     assert missed(20, {0, 2}) == {}

@@ -356,6 +356,19 @@ def a_replica_that_fails() -> None:
         pipeline.step(*own_part(pipeline, parts), mse_loss)
 
 
+def a_replica_that_takes_fewer_steps_ends_the_others() -> None:
+    """Long before the pipeline's timeout. The mesh is the pipeline's own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipeline = on(mesh, nn.Sequential(*(nn.Linear(6, 6) for _ in range(2))), 2, timeout_s=600.0)
+    for _ in range(2):
+        pipeline.step(torch.ones(4, 6), torch.ones(4, 6), mse_loss)
+    if pipeline.grid.replica:
+        pipeline.close()
+    else:
+        with raises(RuntimeError, "where no replica has failed, give all of them equally many mini-batches"):
+            pipeline.step(torch.ones(4, 6), torch.ones(4, 6), mse_loss)
+
+
 def a_closed_pipeline_leaves_nothing_open() -> None:
     """No sockets of gloo's, however many pipelines a grid has had."""
     open_files = []
@@ -376,7 +389,8 @@ CASES = named(
     gradients_without_a_sum_are_of_this_replica, parameters_without_a_gradient, parameters_that_come_later,
     parameters_that_nobody_would_sum, averages_follow_all_replicas, replicas_begin_alike,
     an_infinite_gradient_on_one_rank_is_seen_by_all, collectives_of_a_step,
-    buckets_leave_inside_the_last_backward, a_replica_that_fails, a_closed_pipeline_leaves_nothing_open,
+    buckets_leave_inside_the_last_backward, a_replica_that_fails,
+    a_replica_that_takes_fewer_steps_ends_the_others, a_closed_pipeline_leaves_nothing_open,
 )  # fmt: skip
 
 

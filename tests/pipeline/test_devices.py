@@ -72,18 +72,6 @@ def test_no_other_file_names_an_accelerators_interface() -> None:
     assert not found, f"ask `devices` instead: {found}"
 
 
-def test_an_accelerator_is_told_by_its_number_and_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes may call one GPU by different indices, and two GPUs by the same."""
-    numbers = iter(["GPU-1", "GPU-1", "GPU-2"])
-    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(uuid=next(numbers)))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    first, same, other = (devices.identity(torch.device("cuda", index)) for index in (0, 1, 0))
-    assert first == same != other
-    here = devices.identity(CPU)
-    monkeypatch.setattr(devices.platform, "node", lambda: "elsewhere")
-    assert devices.identity(CPU) != here
-
-
 def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     with pytest.raises(ValueError, match="torch names no random generator of"):

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import alias_cases
-import numpy as np
 import pytest
 import torch
 import torch.distributed.run
@@ -30,10 +29,10 @@ from ranks import (
     raises,
 )
 from tied_cases import WIDTH, WORDS, sgd, tied_model, train, words
-from tiny_models import everything, everything_batch, mlp, mlp_batch, plain_step, seeded
+from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
-from tree_models import ByKey, Keyed, shared_model, what_is_shared
+from tree_models import ByKey, Keyed
 
 from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
 from gpipe_bench.pipeline import (
@@ -43,8 +42,6 @@ from gpipe_bench.pipeline import (
     Kind,
     Pipeline,
     VerifyError,
-    gpipe,
-    run_plain,
     validate,
 )
 from gpipe_bench.pipeline.ranks.wire import Connection
@@ -54,20 +51,6 @@ cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 
 
 # What a step is given
-
-
-def a_short_batch_is_refused_by_a_schedule_of_ones_own() -> None:
-    """On every rank, and the next step trains."""
-    ranks, model = Ranks(), seeded(mlp)
-    pipeline = ranks.pipeline(seeded(mlp), schedule=gpipe(4, 4))
-    for step, size in enumerate((4, 7)):
-        with raises(ValueError, "num_microbatches is 4 but the mini-batch has only 3 examples"):
-            pipeline.step(*ranks.own(*mlp_batch(3)), mse_loss)
-        with raises(ValueError, "has only 2 examples"):
-            pipeline(ranks.own(*mlp_batch(2))[0])
-        part = mlp_batch(size, seed=step)
-        pipeline.step(*ranks.own(*part), mse_loss)
-        assert_gradients(pipeline, joint_step(model, [part], mse_loss, 4, step=step))
 
 
 def keys_of_a_tree_that_change_between_calls() -> None:
@@ -125,25 +108,6 @@ def a_loss_of_another_dtype_is_refused() -> None:
     pipeline.step(*pair.own(*mlp_batch(6)), mse_loss)
     with raises(RuntimeError, "the shape or dtype of the loss, () torch.float64 before"):
         pipeline.step(*pair.own(*mlp_batch(6)), lambda output, target: mse_loss(output, target).float())
-
-
-def arguments_that_layers_share() -> None:
-    """Given on the first rank, sent on to every stage in every step, in an evaluation too."""
-    ranks = Ranks()
-    plain, pipeline = seeded(shared_model), ranks.pipeline(seeded(shared_model), 2)
-    kept = what_is_shared(0)
-    for step, shared in enumerate((kept, {**kept, "factor": 7}, what_is_shared(1), kept)):
-        if step == 3:
-            np.logical_not(kept["mask"].numpy(), out=kept["mask"].numpy())  # where no version counts
-        part = mlp_batch(4, seed=step)
-        wanted = plain_step(plain, *part, mse_loss, 2, step=step, shared=shared)
-        given = shared if ranks.is_first else {"not": "used"}
-        assert_loss(pipeline.step(*ranks.own(*part), mse_loss, shared=given), wanted)
-        assert_gradients(pipeline, wanted)
-    output = pipeline.eval()(part[0] if ranks.is_first else None, shared=kept if ranks.is_first else None)
-    if ranks.is_last:
-        expected = run_plain(plain.eval(), part[0], seed=0, step=0, microbatch=0, shared=kept)
-        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-14)
 
 
 class Views(nn.Linear):
@@ -436,9 +400,8 @@ def a_weight_of_another_stage_that_is_not_registered_is_refused() -> None:
 
 
 CASES = named(
-    a_short_batch_is_refused_by_a_schedule_of_ones_own, keys_of_a_tree_that_change_between_calls,
-    keys_of_a_tree_that_bring_other_tensors, shapes_that_change_unannounced,
-    a_loss_of_another_dtype_is_refused, arguments_that_layers_share,
+    keys_of_a_tree_that_change_between_calls, keys_of_a_tree_that_bring_other_tensors,
+    shapes_that_change_unannounced, a_loss_of_another_dtype_is_refused,
     an_input_that_shares_memory_is_overwritten, memory_layout_survives, stages_without_anything_to_train,
     an_optimizer_that_decides_by_all_gradients, messages_of_many_sizes_take_little_memory,
     no_message_of_a_host_takes_the_network, the_loss_is_told_before_the_last_weights, timeline_of_all_ranks,

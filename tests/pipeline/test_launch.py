@@ -5,6 +5,7 @@ where that is decided before any of them is touched.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import multiprocessing
 import os
 import sys
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from gpipe_bench.experiments.paper.consistency import training as consistency
+from gpipe_bench.experiments.paper.consistency.recipes import subject_of as consistency_subject
+from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.pipeline.ranks import launch, wire
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -135,6 +139,27 @@ def test_the_device_and_the_cores_of_a_process(
         assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"  # a queue for each stream
     assert (str(own), held) == (given, cores)
     assert (selected, backends) == (([], ["gloo"]) if given == "cpu" else ([own], ["cpu:gloo,cuda:nccl"]))
+
+
+@pytest.mark.parametrize("gpus", [1, 2], indirect=True)
+def test_consistent_training_over_processes_takes_the_cpu_where_there_is_one_gpu(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclasses.dataclass
+    class Part:
+        weights: dict[str, int]
+
+    kinds: list[str] = []
+
+    def launched(function: object, number: int, *arguments: object, device: str) -> list[Part]:
+        kinds.append(device)
+        return [Part({"a": 1}), Part({"b": 2})]
+
+    monkeypatch.setattr(consistency, "launch", launched)
+    subject = consistency_subject("images", RunOptions(profile="smoke", device="cuda"))
+    setting = consistency.Setting("pipeline", 2, 2, 0, "cuda", 0)
+    assert consistency.trained(subject, setting, 2).weights == {"a": 1, "b": 2}
+    assert kinds == ["cpu" if gpus == 1 else "cuda"]
 
 
 def test_nobody_else_reaches_what_is_launched_and_each_has_a_core() -> None:

@@ -418,8 +418,8 @@ CASES = named(
     no_message_of_a_host_takes_the_network, the_loss_is_told_before_the_last_weights, timeline_of_all_ranks,
     torchs_rows_in_our_engine, arguments_that_do_not_fit, verify_compares_with_the_whole_model,
     verify_names_what_a_cut_leaves_behind, what_is_closed_stays_closed, tied_weights_are_one_weight,
-    a_frozen_tie_gets_no_gradient,
-    a_tie_of_sparse_gradients_is_refused, a_tied_weight_that_was_replaced_is_refused,
+    a_frozen_tie_gets_no_gradient, a_tie_of_sparse_gradients_is_refused,
+    a_tied_weight_that_was_replaced_is_refused,
     a_weight_of_another_stage_that_is_not_registered_is_refused, *alias_cases.CASES,
 )  # fmt: skip
 

@@ -12,10 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed as dist
-from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from gpipe_bench.pipeline import devices
@@ -80,8 +78,6 @@ def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch
 
 ASKED = {
     "_get_backend": (dist.ProcessGroup, "ranks/failure.py"),
-    "_functional_collectives": (torch.distributed, "ranks/failure.py"),
-    "distributed_c10d": (torch.distributed, "ranks/failure.py"),
     "PrefixStore": (dist, "ranks/store.py"),
     "get_group_store": (dist.ProcessGroup, "ranks/store.py"),
     "_flatten": (DeviceMesh, "mesh/grid.py"),
@@ -102,10 +98,3 @@ def test_it_is_there_and_one_file_asks(name: str) -> None:
     asking = [path for folder in ("stage", "ranks", "mesh") for path in (PIPELINE / folder).rglob("*.py")]
     asking = [path for path in asking if re.search(rf"\b{name}\b", path.read_text())]
     assert [str(path.relative_to(PIPELINE)) for path in asking] == [file]
-
-
-def test_where_collectives_raise() -> None:
-    """`failure` knows an error of a collective by the module that it comes through."""
-    assert dist.all_reduce.__wrapped__.__module__ == distributed_c10d.__name__
-    assert _functional_collectives.all_reduce.__module__ == _functional_collectives.__name__
-    assert {"AllGather", "Comm", "ReduceScatter"} <= vars(_fsdp_api).keys()

@@ -5,7 +5,6 @@ training is the plain model's is the table of `test_over_processes`.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -231,42 +230,9 @@ def masks_of_divided_layers() -> None:
             assert not torch.equal(forward[0], forward[1]), name
 
 
-class Heads(nn.Module):
-    """Attention whose `view(..., -1)` takes any number of columns."""
-
-    def __init__(self, head_dim: int | None = 2) -> None:
-        super().__init__()
-        self.num_heads = 4
-        if head_dim is not None:
-            self.head_dim = head_dim
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.query(x).view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
-        return self.out(nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
-
-
-def layers_that_compute_something_else_are_refused() -> None:
+def layers_that_are_divided_in_part_are_refused() -> None:
     mesh = grid(pp=2, tp=2)
     tp = mesh["tp"]
-
-    def heads(head_dim: int | None = 2) -> nn.Sequential:
-        layers = nn.Sequential(Heads(head_dim), Heads(head_dim)).double()
-        for layer in layers:
-            parallelize_module(layer, tp, {"query": ColwiseParallel(), "out": RowwiseParallel()})
-        return layers
-
-    with raises(ValueError, "0.num_heads is 4, the heads of the whole layer"):
-        on(mesh, heads())
-    divided = heads()
-    for layer in divided:  # half as many heads of keys: all of them are as wide as its part of the queries
-        layer.num_heads //= 2
-        layer.key = parallelize_module(nn.Linear(8, 4).double(), tp, ColwiseParallel())
-    on(mesh, divided).close()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        on(mesh, heads(None)).close()
-    assert any("0.num_heads=4 is divided by tp=2 can't be told" in str(each.message) for each in found)
     wrong = transformer()
     for i in range(4):
         feed_forward = wrong.get_submodule(f"layer_{i}.feed_forward")
@@ -304,7 +270,7 @@ CASES = named(
     collectives_are_counted, norms_of_parts, states_are_divided_under_plain_names,
     what_cannot_be_sharded_is_refused, what_not_all_replicas_use_is_refused_by_all,
     a_rank_that_cannot_divide_is_named_by_the_others, masks_of_divided_layers,
-    layers_that_compute_something_else_are_refused, what_tensor_parallel_refuses,
+    layers_that_are_divided_in_part_are_refused, what_tensor_parallel_refuses,
 )  # fmt: skip
 
 

@@ -278,7 +278,6 @@ GRIDS = (
     Row("everything", "dp=4 pp=1", "1f1b", "always"),
     Row("everything", "dp=1 pp=2", "gpipe", "never"),
     Row("mlp", "dp=2 pp=2", "dualpipe-v", "always", (5, 4, 2, 5, 1, 2, 4, 3)),
-    Row("twice checkpointed", "dp=2 pp=2", "gpipe", "never"),
     Row("twice checkpointed", "dp=2 pp=2", "zb-h1", "never"),
     Row("tied", "dp=4 pp=1", "interleaved", "never"),
     Row("tied", "dp=2 pp=2", "zb-v", "never"),

@@ -290,8 +290,10 @@ def test_a_stage_that_others_hold_too(case: Shared, shared: list[tuple[list[int]
     sharing = Sharing(**copies, level=case.zero or 2, bucket_bytes=case.bucket_bytes)
     schedule = named(case.schedule, 1, case.num_microbatches, remat=case.remat)
     (expected,) = grid_peak_bytes([held_stage(layers, loss, sharing)], schedule, case.optimizer)
+    most = 1.25 if case.schedule == "zb-h1" else 1.005  # what waits for W is an upper estimate
     for of_stages, _ in shared:
-        assert of_stages[STAGES.index(case)] == pytest.approx(expected, rel=0.005)
+        real = of_stages[STAGES.index(case)]
+        assert 0.995 * real <= expected <= most * real
 
 
 @pytest.mark.parametrize("case", TIED, ids=["gpipe", "1f1b"])

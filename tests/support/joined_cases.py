@@ -77,10 +77,9 @@ class Example:
         self.scaled = generator.random() < 0.4
         self.clips = generator.random() < 0.5
         self.seed = generator.randrange(2**32)
-        # A schedule of one's own takes no fewer examples than it has micro-batches.
-        fewest = 1 if isinstance(self.schedule, str) else self.num_microbatches
-        most = 2 * self.num_microbatches + 1
-        self.steps = [Step.of(generator, self.layers, fewest, most) for _ in range(NUM_STEPS)]
+        is_own = isinstance(self.schedule, Schedule)  # which has an example for each micro-batch
+        examples = (self.num_microbatches if is_own else 1, 2 * self.num_microbatches + 1)
+        self.steps = [Step.of(generator, self.layers, *examples) for _ in range(NUM_STEPS)]
 
     def _schedule(self, generator: random.Random) -> Schedule | str:
         if generator.random() < 0.6:

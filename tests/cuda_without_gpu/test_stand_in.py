@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import runpy
 import subprocess
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
@@ -27,46 +26,6 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(
     with pytest.raises(stand_in.CannotBuildError, match="is for Linux on x86_64, and this is .* on arm64"):
         stand_in.prepare(tmp_path / "folder")
     assert not list(tmp_path.iterdir())
-
-
-def test_without_a_network_it_says_what_to_carry_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that is missing at once; what lies there is not asked for."""
-    asked: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> object:
-        asked.append(command)
-        return SimpleNamespace(returncode=1, stderr="\nERROR: No matching distribution", stdout="")
-
-    monkeypatch.setattr(stand_in.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(subprocess, "run", run)
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "nvidia_cuda_crt-13.0.88-py3-none-manylinux2014_x86_64.whl").touch()
-    with pytest.raises(stand_in.CannotBuildError, match="No matching distribution; without a network, carry"):
-        stand_in.prepare(tmp_path)
-    assert [word for word in asked[0] if "==" in word] == list(stand_in.PINNED[:3])
-    assert not (tmp_path / "site.sha256").exists()
-
-
-def test_two_who_want_the_same_folder_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second waits for the first: it would take its libraries away."""
-    made: list[str] = []
-    second = threading.Thread(target=stand_in.prepare, args=(tmp_path,))
-
-    def unpack(*_: object) -> None:
-        made.append("site")
-        if not second.ident:
-            second.start()
-            second.join(0.2)
-
-    monkeypatch.setattr(stand_in.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(stand_in, "_wheels", lambda *_: [])
-    monkeypatch.setattr(stand_in, "_unpack", unpack)
-    monkeypatch.setattr(stand_in, "_compile", lambda *_: made.append("lib"))
-    stand_in.prepare(tmp_path)
-    second.join()
-    assert made == ["site", "lib"]
 
 
 def test_values_count_for_nothing_and_forms_for_everything() -> None:

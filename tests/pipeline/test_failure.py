@@ -1,106 +1,197 @@
-"""What ranks say that wait for each other in vain, and a store that answers nothing."""
+"""Ranks that fail: the same error on every rank, within seconds although the time-out is longer; and what is
+said where it cannot be told. (Ranks that are killed or stopped are in `test_faults`.)
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from case_runner import Outcomes, assert_passed, named
+from ranks import PATIENCE_S, Ranks, raises, shared_folder
+from tiny_models import mlp, mlp_batch, seeded
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from gpipe_bench.pipeline import Action, ActionError
+from gpipe_bench.pipeline import Action, ActionError, Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import PeerError, StoreError
-from gpipe_bench.pipeline.ranks import failure
 from gpipe_bench.pipeline.ranks import store as store_module
 from gpipe_bench.pipeline.ranks.failure import FailureDetector, missing, peer_error_of
 from gpipe_bench.pipeline.ranks.store import Store
 
-
-class Keys:
-    """The store of some threads; may be made silent or gone."""
-
-    host, is_in_rank = 0, True
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-        self.broken: StoreError | None = None
-        self.on_get: Callable[[], None] = lambda: None
-
-    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
-        self._check()
-        self._values[key] = value.encode()
-
-    def append(self, key: str, value: str) -> None:
-        self._check()
-        with self._lock:
-            self._values[key] = self._values.get(key, b"") + value.encode()
-
-    def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
-        self._check()
-        self.on_get()
-        return self._values.get(key)
-
-    def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        return [self.get(key) for key in keys]
-
-    def set_first(self, key: str, value: str) -> bytes:
-        self._check()
-        with self._lock:
-            return self._values.setdefault(key, value.encode())
-
-    def _check(self) -> None:
-        if self.broken is not None:
-            raise self.broken
+pytestmark = pytest.mark.processes  # four at a time
+mse_loss = nn.functional.mse_loss
 
 
-def waits_for(peer: int | None, action: str = "") -> PeerError:
-    found = Action.parse(action) if action else None
-    return PeerError(found, peer, "did not answer: timed out", timed_out=True)
+class Fuse(nn.Module):
+    """Breaks in the forward, recomputation or backward of one of four micro-batches on one rank."""
+
+    def __init__(self, action: str, error: Exception) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6).double()
+        self.stage, self.kind, self.microbatch = int(action[0]), action[1], int(action[2])
+        self.error, self.forwards = error, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        y = self.linear(x)
+        is_due = self.forwards == (self.microbatch + 1 if self.kind == "F" else 8 - self.microbatch)
+        if dist.get_rank() == self.stage and is_due:
+            if self.kind == "B":
+                y.register_hook(self._break)
+            else:
+                raise self.error
+        return y
+
+    def _break(self, gradient: Tensor) -> None:
+        raise self.error
 
 
-def detector(store: Keys, rank: int, size: int = 3, **options: Any) -> FailureDetector:
-    return FailureDetector(store, rank, range(size), **options)  # type: ignore[arg-type]
+def an_action_fails_and_every_rank_says_which() -> None:
+    """Forwards, recomputations and backwards, on every rank, over both transports."""
+    for share_memory, action, error, cause in (
+        (True, "2F1", ZeroDivisionError("broken"), "ZeroDivisionError: broken"),
+        (True, "0B3", torch.OutOfMemoryError("2 GiB"), "OutOfMemoryError: 2 GiB"),
+        (False, "1R2", KeyError("broken"), "KeyError: 'broken'"),
+        (False, "3B0", ArithmeticError("broken"), "ArithmeticError: broken"),
+    ):
+        ranks = Ranks(share_memory=share_memory)
+        layers = [Fuse(action, error) for _ in range(4)]
+        pipeline = ranks.pipeline(layers, 4, remat="always", timeout_s=PATIENCE_S)
+        start_s = time.monotonic()
+        try:
+            for _ in range(
+                2
+            ):  # a late stage may have finished its part of the step in which an early one fails
+                pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+        except ActionError as caught:
+            found = caught
+        assert str(found) == f"action {action} on rank {action[0]} failed: {cause}", found
+        assert (found.__cause__ is error) == (ranks.rank == int(action[0]))
+        assert time.monotonic() - start_s < PATIENCE_S
+        with raises(RuntimeError, "has failed before"):
+            pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
 
-def explain_all(errors: dict[int, PeerError], size: int, store: Keys | None = None) -> list[ActionError]:
-    """What the ranks that wait conclude, each in a thread."""
-    keys = store or Keys()
-    with ThreadPoolExecutor(len(errors)) as pool:
-        return list(pool.map(lambda rank: detector(keys, rank, size).explain(errors[rank]), errors))
+def what_one_rank_is_given_wrongly_is_told_to_all() -> None:
+    """Before any action: the rank that is given it raises its own error, and the others do not wait."""
+    ranks, (batch, target) = Ranks(), mlp_batch(8)
+    first, last = ranks.is_first, ranks.is_last
+
+    def step(own: Any, *arguments: Any, **options: Any) -> Callable[[Pipeline], object]:
+        return lambda pipeline: pipeline.step(*ranks.own(*own), *arguments, **options)
+
+    cases = (
+        (first, "the mini-batch is empty", step(mlp_batch(0), mse_loss)),
+        (last, "the mini-batch has 8 examples but the target 7", step((batch, target[:7]), mse_loss)),
+        (not last, "loss_fn is None; give a function", step((batch, target), mse_loss if last else None)),
+    )
+    for is_mine, text, call in cases:
+        pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
+        with raises(ValueError if is_mine else (ValueError, ActionError), text):
+            call(pipeline)
 
 
-def test_all_who_wait_in_vain_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has stopped; 3 waits for 2, which waits for 1. Who says it first names whom it awaited."""
-    monkeypatch.setattr(failure, "EXPLANATION_S", 0.05)
-    errors = {0: waits_for(1, "1B0"), 2: waits_for(1, "1F2"), 3: waits_for(2, "2F2")}
-    found = explain_all(errors, 4)
-    assert len({str(error) for error in found}) == 1
-    assert (found[0].rank, str(found[0].action)) in ((1, "1B0"), (1, "1F2"), (2, "2F2"))
+class ToSparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
 
 
-def test_who_waited_in_vain_hears_of_the_failure_that_a_rank_writes_meanwhile() -> None:
-    keys, told = Keys(), ActionError(Action.parse("1F0"), "told", 1)
-    keys.on_get = lambda: setattr(keys, "on_get", lambda: None) or detector(keys, 1).report(told)
-    assert str(detector(keys, 2).explain(waits_for(0))) == str(told)
+class ToDense(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_dense()
 
 
-def test_the_rank_that_holds_the_store_stays_until_the_others_know() -> None:
-    """But for the one that failed. The others need not stay."""
-    keys, known = Keys(), ActionError(None, "told", 2)
-    to_come = [1, 3]
+def a_sparse_tensor_between_processes() -> None:
+    ranks = Ranks()
+    pipeline = ranks.pipeline([ToSparse(), ToDense(), *seeded(mlp)[:2]], timeout_s=PATIENCE_S)
+    with raises((ValueError, ActionError), "is a tensor of the layout torch.sparse_coo, and processes send"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
 
-    def others_come(_: float) -> None:
-        detector(keys, to_come.pop(), 4, sleep=others_come)._wait_until_all_know(known)
 
-    detector(keys, 0, 4, now=lambda: 0.0, sleep=others_come)._wait_until_all_know(known)
-    assert to_come == []
+class TooLarge(nn.Linear):
+    """Does not fit where one rank moves it."""
+
+    def _apply(self, *arguments: Any, **options: Any) -> nn.Module:
+        if dist.get_rank() == 2:
+            raise torch.OutOfMemoryError("2 GiB")
+        return super()._apply(*arguments, **options)
+
+
+def a_build_that_fails_on_one_rank() -> None:
+    """The others don't wait for it, and the next build succeeds. Where it never began, it hears how that
+    ended when it begins at last.
+    """
+    ranks = Ranks()
+    is_mine = ranks.rank == 2
+    too_large = [TooLarge(6, 6, dtype=torch.float64) for _ in range(4)]
+    for _ in range(2):
+        text = "2 GiB" if is_mine else "on rank 2 failed: OutOfMemoryError: 2 GiB"
+        with raises(torch.OutOfMemoryError if is_mine else ActionError, text):
+            ranks.pipeline(too_large, devices="cpu", timeout_s=PATIENCE_S)
+    if is_mine:
+        dist.barrier()
+    with raises(ActionError, " did not answer: timed out after"):
+        ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S if is_mine else 2.0)
+    if not is_mine:
+        dist.barrier()
+    layers = [nn.Linear(6, 6, device="meta" if ranks.rank == 1 else "cpu") for _ in range(4)]
+    with raises(ValueError, "the stages of rank 0 are on cpu and those of rank 1 on meta"):
+        ranks.pipeline(layers, timeout_s=PATIENCE_S)
+    ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S).step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def a_rank_that_does_not_answer() -> None:
+    ranks = Ranks()
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            threading.Event().wait(1.5)
+            return super().forward(x)
+
+    layers = [(Slow if index == 2 else nn.Linear)(6, 6).double() for index in range(4)]
+    pipeline = ranks.pipeline(layers, 1, timeout_s=0.5)
+    with raises(ActionError, " did not answer: timed out"):
+        pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
+
+
+def an_interrupt_of_a_save() -> None:
+    """Whoever has written its part does not take the checkpoint for saved."""
+    ranks, folder = Ranks(), shared_folder()
+    pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    kind = KeyboardInterrupt if ranks.is_first else ActionError
+    with (
+        mock.patch.object(FileSystemWriter, "finish", side_effect=KeyboardInterrupt),
+        raises(kind, "" if ranks.is_first else "on rank 0 failed: KeyboardInterrupt"),
+    ):
+        checkpoint.save(folder, pipeline, optimizer)
+    assert not (folder / ".metadata").exists()
+
+
+CASES = named(
+    an_action_fails_and_every_rank_says_which, what_one_rank_is_given_wrongly_is_told_to_all,
+    a_sparse_tensor_between_processes, a_build_that_fails_on_one_rank, a_rank_that_does_not_answer,
+    an_interrupt_of_a_save,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(case: str, outcomes: Outcomes) -> None:
+    assert_passed(outcomes, case)
+
+
+# Errors of collectives, and of the store
 
 
 @pytest.mark.parametrize(
@@ -118,7 +209,6 @@ def test_what_collectives_say(text: str) -> None:
 
 
 def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
-    """And what says the same is one if it comes from anywhere else, such as a network of the user's own."""
     keys, limit = dist.HashStore(), timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
         ends = list(pool.map(lambda rank: dist.ProcessGroupGloo(keys, rank, 2, limit), range(2)))
@@ -137,27 +227,26 @@ def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
             assert peer_error_of(caught.value) is not None
     finally:
         dist.destroy_process_group()
-    with pytest.raises(RuntimeError) as again:
-        raise RuntimeError(str(caught.value))
-    assert peer_error_of(again.value) is None
+    assert peer_error_of(RuntimeError("the layer's own")) is None
 
 
-@pytest.mark.parametrize(("silent", "what"), [(True, "did not answer"), (False, "disappeared")])
-def test_a_store_that_cannot_be_asked_is_its_hosts_failure(silent: bool, what: str) -> None:
-    keys = Keys()
-    keys.broken = StoreError("is not there", silent=silent)
-    found = explain_all({1: waits_for(0, "0F1"), 2: waits_for(1, "1F1")}, 3, keys)
-    assert [error.rank for error in found] == [0, 0]
-    assert str(found[0].action) == "0F1"  # the neighbour knows which action
-    assert found[1].cause == f"the process that held the store {what}"
-
-
-def test_a_store_of_the_launcher_that_cannot_be_asked_leaves_what_is_known_here() -> None:
-    keys = Keys()
-    keys.host, keys.is_in_rank = None, False
-    keys.broken = StoreError("is not there", silent=True)
-    (found,) = explain_all({2: waits_for(1, "1F1")}, 3, keys)
-    assert (found.rank, str(found.action)) == (1, "1F1")
+@pytest.mark.parametrize(
+    ("host", "silent", "wanted"),
+    [
+        (0, True, (0, "0F1")),
+        (0, False, (0, "0F1")),
+        (None, True, (1, "1F1")),  # the launcher's: what is known here stays
+    ],
+)
+def test_a_store_that_cannot_be_asked(host: int | None, silent: bool, wanted: tuple[int, str]) -> None:
+    """Is its host's failure, if that is a rank; a neighbour knows in which action."""
+    broken = mock.Mock(side_effect=StoreError("is not there", silent=silent))
+    names = ("set", "get", "append", "set_first", "get_all")
+    keys: Any = SimpleNamespace(host=host, is_in_rank=host is not None, **dict.fromkeys(names, broken))
+    rank, action = wanted
+    waits = PeerError(Action.parse(action), rank, "did not answer: timed out", timed_out=True)
+    found = FailureDetector(keys, 2, range(3)).explain(waits)
+    assert (found.rank, str(found.action)) == (rank, action)
 
 
 def test_a_silent_store_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

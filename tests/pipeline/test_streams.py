@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.calls import TYPE
 from fakes.happens_before import Kind
-from fakes.queues import FakeStream
-from fakes.streams import FakeAccelerator
+from fakes.streams import TYPE, FakeAccelerator, FakeStream
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 

@@ -8,9 +8,12 @@ import random
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
+from real_steps import Step, compare
+from torch import nn
 
 from gpipe_bench.pipeline import (
     FREE,
@@ -22,7 +25,6 @@ from gpipe_bench.pipeline import (
     Timeline,
     draw,
     from_csv,
-    gpipe,
     named,
     replay,
     to_csv,
@@ -30,6 +32,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.plan.edges import turns
 from gpipe_bench.pipeline.plan.schedule import channels, dependencies, execution_order, transfers
+from gpipe_bench.pipeline.ranks.connect import refuse_edges
 from gpipe_bench.planner.breakdown import breakdown
 
 
@@ -59,14 +62,6 @@ def test_a_schedule_knows_its_workers() -> None:
     assert list(schedule.row(3)) == row
     assert str(row[0]) == "3F0"
     assert schedule.in_flight(0) == 3
-
-
-def test_one_stage_per_worker_needs_no_placement() -> None:
-    schedule = gpipe(3, 2)
-    placed = dataclasses.replace(schedule, placement=(0, 1, 2))
-    assert placed == schedule
-    assert (schedule.num_workers, schedule.worker(2), schedule.stages_of(2)) == (3, 2, (2,))
-    assert schedule.row(1) == schedule.actions[1]
 
 
 @given(schedules())
@@ -141,31 +136,6 @@ def test_what_a_worker_sends_to_itself_takes_no_time_and_no_link() -> None:
     ]
 
 
-def test_messages_between_two_workers_queue_whatever_their_stages() -> None:
-    """0F1 leaves worker 0 while 2F0 is on the same way; gradients to worker 0 take the other direction."""
-    schedule = written("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1")
-    validate(schedule)
-    num_bytes = [3.0, 3.0, 3.0]
-    step = replay(schedule, {Kind.F: 1, Kind.B: 1}, Link("narrow", 0, 1.0), activation_bytes=num_bytes)
-    ways: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for message in step.messages:
-        target = int(message.name.partition("->")[2])
-        way = (schedule.worker(message.stage), schedule.worker(target))
-        ways.setdefault(way, []).append((message.start_s, message.end_s))
-    assert set(ways) == {(0, 1), (1, 0)}
-    for spans in ways.values():
-        spans.sort()
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-
-
-def test_a_worker_without_overlap_has_the_graphs_of_all_its_stages() -> None:
-    step = replay(named("zb-v", 2, 4), SLOTS)
-    assert max(live for _, live in step.worker_live_activations(0)) == 4
-    assert max(live for _, live in step.live_activations(3)) == 1
-    rows = {row["tid"] for row in step.to_chrome()["traceEvents"]}
-    assert rows == {0, 1}
-
-
 def test_any_change_of_a_row_is_refused_or_runs() -> None:
     """Two actions of a worker swapped: `validate` finds what the replay would stop at, and nothing else."""
     generator = random.Random(3)
@@ -185,3 +155,27 @@ def test_any_change_of_a_row_is_refused_or_runs() -> None:
             continue
         assert len(replay(changed, SLOTS).events) == sum(map(len, rows))
     assert 10 < refused < 140
+
+
+@pytest.mark.parametrize("name", ["breadth-first", "interleaved"])
+@pytest.mark.parametrize("remat", ["never", "always"])
+def test_what_a_worker_holds_is_that_of_real_steps(name: str, remat: str) -> None:
+    """Its stages added up action by action, and messages from when they are sent: in one process those of an
+    interleaved worker wait for it.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 96), nn.Tanh(), nn.Linear(96, 32), nn.GELU(), nn.Linear(32, 160), nn.Identity(),
+        nn.Linear(160, 24), nn.Linear(24, 4),
+    )  # fmt: skip
+    schedule, batch, target = named(name, 2, 4, remat=remat), torch.randn(256, 8), torch.randn(256, 4)
+    counted, modelled = compare(model, batch, target, nn.functional.mse_loss, Step(4, 4, remat, schedule))
+    assert len(modelled) == schedule.num_workers
+    for peak, found in zip(counted.peaks, modelled, strict=True):
+        assert found.peak == pytest.approx(peak, rel=0.01)
+
+
+def test_more_portals_and_micro_batches_than_tags_are_refused() -> None:
+    long = Schedule("long", 2**12, 2**12, "never", ((),) * 2**12)
+    with pytest.raises(ValueError, match="portals between them with 4096 micro-batches"):
+        refuse_edges(long, (), accelerated=False)

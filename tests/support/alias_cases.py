@@ -17,29 +17,16 @@ from tiny_models import EXACT, assert_own_gradients, mlp_batch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.ranks import ends
 
 mse_loss = nn.functional.mse_loss
 WIDTH = 6
 
 
-class Judge(Ranks):
-    """Collects what is wrong instead of raising, since the other ranks go on and wait for this one."""
-
-    def __init__(self, **options: object) -> None:
-        super().__init__(**options)
-        self.problems: list[str] = []
-
-    def compare(self, what: str, pipeline: Pipeline, wanted: dict[str, Tensor | None]) -> None:
-        try:
-            assert_own_gradients(pipeline, wanted, **EXACT)
-        except AssertionError as error:
-            self.problems.append(f"{what}: {error}")
-
-
-def over_both_transports(case: Callable[[Judge], None]) -> Callable[[], None]:
-    """Through memory and through the network, with as few buffers as messages that take memory have."""
+def over_both_transports(case: Callable[[Ranks], list[str]]) -> Callable[[], None]:
+    """Through memory and through the network, with as few buffers as messages that take memory have. What is
+    wrong is collected, since the other ranks go on and wait for this one.
+    """
 
     @functools.wraps(case)
     def run() -> None:
@@ -47,9 +34,8 @@ def over_both_transports(case: Callable[[Judge], None]) -> Callable[[], None]:
         torch.manual_seed(0)  # of the models, on all ranks
         with mock.patch.object(ends, "SMALL_BYTES", 0):
             for share_memory in (True, False):
-                judge = Judge(share_memory=share_memory)
-                case(judge)
-                problems += [f"share_memory={share_memory}: {problem}" for problem in judge.problems]
+                found = case(Ranks(share_memory=share_memory))
+                problems += [f"share_memory={share_memory}: {problem}" for problem in found]
         assert not problems, "\n".join(problems)
 
     return run
@@ -59,10 +45,9 @@ class Signal:
     """What one process waits for until another has got so far; nobody waits before it is `armed`."""
 
     def __init__(self) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        self._store = store
-        self._key = f"signal {store.add(f'signals of rank {dist.get_rank()}', 1)}"  # all ranks make all
-        self.armed = False
+        self._store = dist.distributed_c10d._get_default_store()
+        number = self._store.add(f"signals of rank {dist.get_rank()}", 1)  # all ranks make all
+        self._key, self.armed = f"signal {number}", False
 
     def give(self) -> None:
         if self.armed:
@@ -74,30 +59,20 @@ class Signal:
 
 
 class Through(nn.Module):
-    """Passes everything on as it is; calls `on_forward` and `on_backward` in their calls of a number."""
+    """Passes everything on as it is; calls something in its n-th forward, or in its n-th backward."""
 
-    def __init__(
-        self,
-        on_forward: tuple[int, Callable[[], None]] | None = None,
-        on_backward: tuple[int, Callable[[], None]] | None = None,
-    ) -> None:
+    def __init__(self, number: int = -1, call: Callable[[], None] = lambda: None, back: bool = False) -> None:
         super().__init__()
-        self.on_forward, self.on_backward = on_forward, on_backward
-        self.begin()
+        self.number, self.call, self.back, self.count = number, call, back, [0, 0]
 
-    def begin(self) -> None:
-        self.forwards = self.backwards = 0
+    def passed(self, back: bool) -> None:
+        if self.back == back and self.count[back] == self.number:
+            self.call()
+        self.count[back] += 1
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.on_forward is not None and self.forwards == self.on_forward[0]:
-            self.on_forward[1]()
-        self.forwards += 1
+        self.passed(back=False)
         return _Through.apply(x, self)
-
-    def backward_begins(self) -> None:
-        if self.on_backward is not None and self.backwards == self.on_backward[0]:
-            self.on_backward[1]()
-        self.backwards += 1
 
 
 class _Through(torch.autograd.Function):
@@ -108,7 +83,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.backward_begins()
+        ctx.layer.passed(back=True)
         return gradient, None
 
 
@@ -127,100 +102,82 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH).double()
 
 
-def stages(*layers: nn.Module) -> list[nn.Sequential]:
-    return [nn.Sequential(layer) if not isinstance(layer, nn.Sequential) else layer for layer in layers]
-
-
-def exact_gradients(layers: list[nn.Sequential], num_microbatches: int) -> dict[str, Tensor | None]:
+def exact_gradients(layers: list[nn.Module], num_microbatches: int) -> dict[str, Tensor | None]:
     """Summed outside of autograd, whose own sum goes wrong where two gradients share memory."""
     batch, target = mlp_batch(num_microbatches)
     model = nn.Sequential(*layers)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sums: dict[str, Tensor | None] = {name: torch.zeros_like(p) for name, p in trained.items()}
+    sums: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
     for x, y in zip(batch.split(1), target.split(1), strict=True):
         loss = mse_loss(model(x), y) / num_microbatches
         for name, gradient in zip(trained, torch.autograd.grad(loss, [*trained.values()]), strict=True):
-            sums[name] = sums[name] + gradient
-    return {name: sums.get(name) for name, _ in model.named_parameters()}
+            sums[name] = gradient if sums[name] is None else sums[name] + gradient
+    return sums
 
 
-def check(
-    ranks: Judge,
-    layers: list[nn.Sequential],
-    num_microbatches: int,
-    signal: Signal | None = None,
-    **options: object,
-) -> Pipeline:
-    """A step, and one in which the signal counts: both have the right gradients."""
+def wrong(
+    ranks: Ranks, layers: list[nn.Module], num_microbatches: int, signal: Signal | None = None, **options: str
+) -> list[str]:
+    """A step, one in which the signal counts, and one that is added to it: all have the right gradients."""
     wanted = exact_gradients(layers, num_microbatches)
-    pipeline = ranks.pipeline(layers, num_microbatches, **options)
-    for step in range(2):
+    pipeline, found = ranks.pipeline(layers, num_microbatches, **options), []
+    for step in range(3):
         for module in nn.ModuleList(layers).modules():
             if isinstance(module, Through):
-                module.begin()
+                module.count = [0, 0]
         if signal is not None:
             signal.armed = step == 1
-        pipeline.zero_grad()
+        if step < 2:
+            pipeline.zero_grad()
         pipeline.step(*ranks.own(*mlp_batch(num_microbatches)), mse_loss)
-        ranks.compare(f"{options}, step {step}", pipeline, wanted)
-    return pipeline
+        times = 2 if step == 2 else 1
+        try:
+            both = {name: None if each is None else times * each for name, each in wanted.items()}
+            assert_own_gradients(pipeline, both, **EXACT)
+        except AssertionError as error:
+            found.append(f"{options}, step {step}: {error}")
+    return found
 
 
 @over_both_transports
-def gradients_that_are_passed_on(ranks: Judge) -> None:
+def gradients_that_are_passed_on(ranks: Ranks) -> list[str]:
     """Stage 0 takes no second gradient before a later one has come into the memory it was passed on from."""
+    found = []
     for remat, later in (("always", 2), ("never", 3)):
         signal = Signal()
-        layers = stages(
-            nn.Sequential(linear(), Through(on_backward=(0, signal.wait))),
-            Through(on_backward=(later, signal.give)),
-            linear(),
-            linear(),
-        )
-        check(ranks, layers, 4, signal, schedule="gpipe", remat=remat)
+        first = nn.Sequential(linear(), Through(0, signal.wait, back=True))
+        layers = [first, Through(later, signal.give, back=True), linear(), linear()]
+        found += wrong(ranks, layers, 4, signal, schedule="gpipe", remat=remat)
+    return found
 
 
 @over_both_transports
-def gradients_that_are_kept_by_a_parameter(ranks: Judge) -> None:
-    """The first gradient that comes in is also the first of a parameter, to which the others are added."""
-    for schedule in ("gpipe", "1f1b"):
-        layers = stages(linear(), linear(), Position(), linear())
-        pipeline = check(ranks, layers, 4, schedule=schedule)
-        pipeline.step(*ranks.own(*mlp_batch(4)), mse_loss)  # a second time, added to the first
-        wanted = {name: 2 * gradient for name, gradient in exact_gradients(layers, 4).items()}
-        ranks.compare(f"{schedule}, added to those of the step before", pipeline, wanted)
-
-
-@over_both_transports
-def gradients_that_a_parameter_shares(ranks: Judge) -> None:
-    """The gradient on its way to stage 0 must not become the sum of all of the parameter's."""
+def gradients_that_a_parameter_keeps_or_shares(ranks: Ranks) -> list[str]:
+    """The first that comes in is also the first of a parameter, to which the others are added; and on its way
+    to stage 0 it must not become the sum of all of the parameter's.
+    """
     signal = Signal()
-    layers = stages(
-        nn.Sequential(linear(), Through(on_backward=(0, signal.wait))),
-        nn.Sequential(Through(on_backward=(2, signal.give)), Position(), nn.Tanh()),
-        linear(),
-        linear(),
-    )
-    check(ranks, layers, 4, signal, schedule="gpipe", remat="never")
+    first = nn.Sequential(linear(), Through(0, signal.wait, back=True))
+    sharing = nn.Sequential(Through(2, signal.give, back=True), Position(), nn.Tanh())
+    return [
+        *wrong(ranks, [linear(), linear(), Position(), linear()], 4, schedule="1f1b"),
+        *wrong(ranks, [first, sharing, linear(), linear()], 4, signal, schedule="gpipe", remat="never"),
+    ]
 
 
 @over_both_transports
-def activations_that_are_passed_on(ranks: Judge) -> None:
+def activations_that_are_passed_on(ranks: Ranks) -> list[str]:
     """No gradient comes back from stage 3, so stage 2 is done with a micro-batch that is still on its way."""
     signal = Signal()
-    layers = stages(
-        linear().requires_grad_(False),
-        Through(on_forward=(8, signal.give)),
-        Through(),
-        nn.Sequential(Through(on_forward=(0, signal.wait)), linear()),
-    )
-    check(ranks, layers, 9, signal, schedule="1f1b", remat="never")
+    last = nn.Sequential(Through(0, signal.wait), linear())
+    layers = [linear().requires_grad_(False), Through(8, signal.give), Through(), last]
+    return wrong(ranks, layers, 9, signal, schedule="1f1b", remat="never")
 
 
 @over_both_transports
-def what_a_user_keeps(ranks: Judge) -> None:
+def what_a_user_keeps(ranks: Ranks) -> list[str]:
     """Inputs, gradients and outputs that were kept stay as they are while other mini-batches follow."""
-    layers = stages(linear(), nn.Identity(), nn.Identity(), nn.Flatten())
+    layers = [linear(), nn.Identity(), nn.Identity(), nn.Flatten()]
     pipeline = ranks.pipeline(layers, 4, schedule="1f1b")
     kept: list[tuple[Tensor, Tensor]] = []
 
@@ -233,24 +190,19 @@ def what_a_user_keeps(ranks: Judge) -> None:
             inputs[0].register_hook(keep)
 
     layers[ranks.rank].register_forward_pre_hook(hook)
-    for step in range(4):
+    for step in range(2):
         batch, target = mlp_batch(8, seed=step)
-        if step % 2:
-            pipeline.eval()
-            output = pipeline(batch if ranks.is_first else None)
-            if output is not None:
-                keep(output)
-            pipeline.train()
-        else:
-            pipeline.step(*ranks.own(batch, target), mse_loss)
-    if not all(torch.equal(tensor, as_it_was) for tensor, as_it_was in kept):
-        ranks.problems.append("what was kept has changed")
+        pipeline.step(*ranks.own(batch, target), mse_loss)
+        output = pipeline.eval()(batch if ranks.is_first else None)
+        pipeline.train()
+        if output is not None:
+            keep(output)
+    return [] if all(map(torch.equal, *zip(*kept, strict=True))) else ["what was kept has changed"]
 
 
 CASES = (
     gradients_that_are_passed_on,
-    gradients_that_are_kept_by_a_parameter,
-    gradients_that_a_parameter_shares,
+    gradients_that_a_parameter_keeps_or_shares,
     activations_that_are_passed_on,
     what_a_user_keeps,
 )

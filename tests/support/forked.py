@@ -1,7 +1,7 @@
 """Processes forked from one that has imported torch, in place of fresh ones, each of which takes seconds for
 that and more than it then computes; for the tests alone. What is forked, and what does it as a user does:
 
-- the processes of `launch`, but where a test uses `spawning`: test_distributed.py, and tests/smoke.py
+- the processes of `launch`, but where a test uses `spawning`: test_launch.py, and tests/smoke.py
 - the process that keeps an engine apart: the pages' `check-engine` (tests/documented.py)
 - a script, and the ranks of torchrun (`Script`, `torchrun`): the pages' `python` and `torchrun`, likewise
 """

@@ -1,19 +1,34 @@
-"""What the cases of several processes share: this process's place among them, and the tolerances."""
+"""What the cases of several processes share: this process's place among them, grids, data, and steps that are
+held to the plain model's on the joint batch.
+"""
 
 from __future__ import annotations
 
+import math
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from tiny_models import Plain
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.models.transformer.lm import transformer_lm
+from gpipe_bench.pipeline import Pipeline, run_plain
+from gpipe_bench.pipeline.stage.layers import Generators, stream_key
+from gpipe_bench.pipeline.stage.trees import Tree, num_examples, sizes, split
 
 TIMEOUT_S = 40.0  # of processes that share their cores with other tests
+PATIENCE_S = 900.0
+"""A time-out that nothing here reaches, however slow the machine: who waits for it has not been told."""
+UNEVEN = (7, 4, 5, 6)
+"""Examples of the mini-batches of four replicas."""
+Part = tuple[Tree, Tensor]
 
 
 class Ranks:
@@ -25,12 +40,11 @@ class Ranks:
         self.is_first, self.is_last = self.rank == 0, self.rank == self.size - 1
 
     def pipeline(
-        self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options
+        self, layers: nn.Sequential | list[nn.Module], num_microbatches: int = 4, **options: Any
     ) -> Pipeline:
-        options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, **self.options, **options}
-        return Pipeline(
-            layers, num_stages=self.size, num_microbatches=num_microbatches, group=self.group, **options
-        )
+        """A stage for each rank, unless `num_stages` says otherwise."""
+        own = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, "num_stages": self.size, **self.options}
+        return Pipeline(layers, num_microbatches=num_microbatches, group=self.group, **{**own, **options})
 
     def own(self, batch: object, target: Tensor) -> tuple[object, Tensor]:
         """The batch on the first rank, the target on the last; elsewhere data that must not be used."""
@@ -42,6 +56,109 @@ def halves(**options: object) -> Ranks:
     """Ranks 0, 1 and ranks 2, 3 as pipelines of their own."""
     first = dist.get_rank() // 2 * 2
     return Ranks(dist.new_group([first, first + 1], use_local_synchronization=True), **options)
+
+
+_MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
+def grid(**sizes: int) -> DeviceMesh:
+    """A mesh of all ranks with these dimensions; what is left over are copies that do the same."""
+    key = tuple(sizes.items())
+    if key not in _MESHES:
+        shape = (dist.get_world_size() // math.prod(sizes.values()), *sizes.values())
+        _MESHES[key] = init_device_mesh("cpu", shape, mesh_dim_names=("copies", *sizes))[tuple(sizes)]
+    return _MESHES[key]
+
+
+def on(
+    mesh: DeviceMesh, layers: nn.Sequential | Sequence[nn.Module], num_microbatches: int = 3, **options: Any
+) -> Pipeline:
+    """A pipeline on such a mesh, with buckets so small that each stage has several."""
+    options = {"cost": [1] * len(layers), "timeout_s": TIMEOUT_S, "bucket_bytes": 300, **options}
+    return Pipeline(layers, mesh=mesh, num_microbatches=num_microbatches, **options)
+
+
+def own_part(pipeline: Pipeline, parts: Sequence[Part]) -> tuple[Tree | None, Tensor | None]:
+    """This replica's share, where it counts: the batch with the first stage, the target with the last."""
+    batch, target = parts[pipeline.grid.replica if pipeline.grid is not None else 0]
+    indices = {stage.index for stage in pipeline.stages}
+    return batch if 0 in indices else None, target if pipeline.schedule.num_stages - 1 in indices else None
+
+
+def words(batch_size: int, seed: int = 0, tokens: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(11, (batch_size, tokens), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def transformer(**options: Any) -> nn.Sequential:
+    """With biases and norms that are no zeros and ones, which hide what is lost; a vocabulary that two
+    processes cannot divide evenly.
+    """
+    sizes = {"num_layers": 4, "d_model": 8, "ffn_dim": 16, "num_heads": 4, "vocab_size": 11, "seq_len": 6}
+    model = transformer_lm(**{**sizes, **options})
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def joint_step(
+    model: nn.Module, parts: Sequence[Part], loss_fn: Callable[..., Tensor], num_microbatches: int | None,
+    *, step: int = 0,
+) -> Plain:  # fmt: skip
+    """The plain model on the batches of all replicas together, micro-batch by micro-batch; gradients are
+    added to those that it has. Without micro-batches, of a model that draws nothing and may be no chain.
+    """
+    examples = sum(num_examples(batch) for batch, _ in parts)
+    generators = Generators(torch.device("cpu"))
+    result = Plain(torch.zeros((), dtype=torch.float64))
+    for replica, (batch, target) in enumerate(parts):
+        count = min(num_microbatches or 1, num_examples(batch))
+        lengths = sizes(num_examples(batch), count)
+        pairs = zip(split(batch, count), split(target, count), strict=True)
+        for m, (inputs, wanted) in enumerate(pairs):
+            number = replica * (num_microbatches or 1) + m
+            if num_microbatches:
+                output = run_plain(model, inputs, seed=0, step=step, microbatch=number)
+            else:
+                output = model(inputs)
+            states = generators.save()
+            generators.seed(stream_key(0, step, len(list(model.children())), number))
+            loss = loss_fn(output, wanted) * (lengths[m] / examples)
+            generators.restore(states)
+            loss.backward()
+            result.loss = result.loss + loss.detach()
+    result.gradients = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+    return result
+
+
+def assert_loss(found: Tensor, wanted: Plain, rtol: float = 1e-11) -> None:
+    torch.testing.assert_close(found.double(), wanted.loss.double(), rtol=rtol, atol=max(1e-14, rtol / 10))
+
+
+def assert_gradients(pipeline: Pipeline, wanted: Plain, rtol: float = 1e-12) -> None:
+    """Every gradient of this rank, within `rtol` of the model's largest: some are nothing but rounding."""
+    largest = max(float(g.abs().max()) for g in wanted.gradients.values() if g is not None)
+    for name, parameter in pipeline.named_parameters():
+        found, expected = parameter.grad, wanted.gradients[name]
+        if expected is None:
+            assert found is None, name
+            continue
+        assert found is not None, name
+        error = float((whole(found) - expected).abs().max()) if found.numel() else 0.0
+        assert error <= rtol * largest, f"{name}: {error / largest:.3g} of the largest gradient"
+
+
+def assert_same_weights(pipeline: nn.Module, wanted: dict[str, Tensor]) -> None:
+    """This rank's part of the model, to the bit."""
+    for name, value in pipeline.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
 
 
 def shared_folder() -> Path:

@@ -43,8 +43,7 @@ def sentences(records: Sequence[Record]) -> Iterator[str]:
     """What the records of one step say."""
     for record in records:
         if record.status != "done":
-            reason = record.reason.splitlines()[0] if record.reason else "no reason is on record"
-            yield f"{record.label}: {record.status.replace('_', ' ')}: {reason}"
+            yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
     done = [record for record in records if record.status == "done"]
     about = {
         "device": _fits, "largest on a GPU": _largest, "recomputation": _recomputation,

@@ -13,7 +13,7 @@ from statistics import median
 from gpipe_bench.experiments.paper.timed.claims import published
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.record import Record, find
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.units import show
 from gpipe_bench.models.paper import GIB, HALVES
@@ -29,8 +29,6 @@ def of_step(arguments: Sequence[str], records: Path) -> list[str]:
         key, equals, value = text.partition("=")
         if equals:
             only[key] = (*only.get(key, ()), value)
-    if "--gpus" in options:
-        only["part"] = ("on GPUs",)
     found = [
         record
         for record in latest(Store(records).load(name).records).values()
@@ -45,10 +43,7 @@ def sentences(records: Sequence[Record]) -> Iterator[str]:
         if record.status != "done":
             yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
     done = [record for record in records if record.status == "done"]
-    about = {
-        "device": _fits, "largest on a GPU": _largest, "recomputation": _recomputation,
-        "layer seconds": _layers, "on GPUs": _pipelines,
-    }  # fmt: skip
+    about = {"device": _fits, "largest on a GPU": _largest, "recomputation": _recomputation}
     for part, of_part in groupby(done, key=lambda record: str(record.case.get("part", ""))):
         yield from about.get(part, _beside)(list(of_part))
 
@@ -85,50 +80,16 @@ def _recomputation(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         model, ratio = record.case["model"], record.metric("with over without")
         if ratio is None or ratio.value is None:
-            cells = record.details.get("cells", {}).values()
-            why = "; ".join(each["out_of_memory"] for each in cells if each["out_of_memory"])
-            yield f"{model}: not measured: {why or 'one of the two steps is not on record'}"
+            yield from _without_room(record)
             continue
         paper = published(f"figure3-{model}")["paper", ROW, "pipeline-1"].printed
         yield f"{model}: re-materialization leaves {ratio.value:.2f} of the throughput; the paper: {paper}"
 
 
-def _layers(records: Sequence[Record]) -> Iterator[str]:
-    seconds = {
-        int(str(record.case["examples"])): metric.value
-        for record in records
-        if (metric := record.metric("seconds of an example")) is not None and metric.value
-    }
-    if seconds:
-        least, most = min(seconds), max(seconds)
-        controls = [metric.value or 0.0 for r in records if (metric := r.metric("control")) is not None]
-        yield (
-            f"{records[0].case['model']}: an example takes {seconds[least]:.3g} ms in micro-batches of "
-            f"{least} and {seconds[most]:.3g} ms in those of {most}; the control took {min(controls):.2f} to "
-            f"{max(controls):.2f} of what it took before"
-        )
-
-
-def _pipelines(records: Sequence[Record]) -> Iterator[str]:
-    for model, group in groupby(records, key=lambda record: str(record.case["model"])):
-        ran = list(group)
-        base = find(ran, K=2, M=1)
-        first = None if base is None else base.metric("throughput")
-        paper = published(f"table2-{model}")
-        for record in ran:
-            k, m, metric = record.case["K"], record.case["M"], record.metric("throughput")
-            said = "no throughput" if metric is None else show(metric.value or 0.0, metric.unit, 3)
-            rate = record.metric("rate against ScheduleGPipe")
-            beside = "torch's did not run" if rate is None else f"{rate.value:.2f} of torch's ScheduleGPipe"
-            relative = "relative to nothing: K=2 M=1 did not run"
-            if metric is not None and first is not None and first.value:
-                relative = f"{(metric.value or 0.0) / first.value:.2f} of K=2 M=1"
-            printed = paper["paper", f"M={m}", f"K={k}"].printed
-            yield f"{model} K={k} M={m}: {said}, {relative}; the paper: {printed}; {beside}"
-
-
 def _beside(records: Sequence[Record]) -> Iterator[str]:
-    """How the numbers stand to the paper's, where these records answer any."""
+    """How the numbers stand to the paper's, where these records answer any, and what found no room."""
+    for record in records:
+        yield from _without_room(record)
     experiment = load(records[0].experiment)
     cells = [] if experiment.cells is None else compare(experiment.cells(records), whole=())
     pairs = [
@@ -136,7 +97,13 @@ def _beside(records: Sequence[Record]) -> Iterator[str]:
         for each in cells
         if each.ours is not None and each.paper and each.question == "here"
     ]
-    yield f"{len(records)} cases are done"
+    yield f"{len(records)} {'case is' if len(records) == 1 else 'cases are'} done"
     if pairs:
         far = median(abs(ours / paper - 1) for ours, paper in pairs)
         yield f"{len(pairs)} numbers stand beside the paper's, half of them within {100 * far:.0f} % of it"
+
+
+def _without_room(record: Record) -> Iterator[str]:
+    for name, facts in record.details.get("cells", {}).items():
+        if facts.get("out_of_memory"):
+            yield f"{record.label}: {name} did not run: {facts['out_of_memory']}"

@@ -253,8 +253,7 @@ _IN_32_BITS = frozenset([
     "layer_norm", "group_norm", "normalize", "norm", "linalg_vector_norm", "pow", "__pow__", "square",
     "exp", "expm1", "log", "log2", "log10", "log1p", "logsumexp", "reciprocal", "rsqrt", "softplus",
     "interpolate", "cdist", "cosine_similarity", "cross_entropy", "nll_loss", "kl_div", "mse_loss",
-    "l1_loss", "smooth_l1_loss",
-    "huber_loss",
+    "l1_loss", "smooth_l1_loss", "huber_loss",
 ])  # fmt: skip
 
 

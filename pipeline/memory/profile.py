@@ -226,8 +226,11 @@ def precision(autocast: torch.dtype | None, attention: str = "cpu") -> Iterator[
     """Mixed precision as in the engine, on fake tensors: weights are cast in each operation again. Autocast
     is that of the device of `attention`, a CPU or a GPU.
     """
-    on_gpu = nullcontext() if autocast is None or attention == "cpu" else _GpusAutocast()
-    with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False), on_gpu:
+    if autocast is None:
+        yield
+        return
+    on_gpu = nullcontext() if attention == "cpu" else _GpusAutocast()
+    with torch.autocast("cpu", autocast, cache_enabled=False), on_gpu:
         yield
 
 

@@ -5,8 +5,9 @@
     .ci/gpu --list           what each needs, and what this machine lacks
 
 All but the tests are `run`, which keeps every case the moment it is done: a command that is ended when the
-time is over goes on there in the next call. Records and what has ended lie in results/local/gpu, whatever
-$OUT is: a machine that is lent may empty that before each call. Only records.jsonl is put there.
+time is over goes on there in the next call; its results are lines of words at its end (`compare` has the
+tables). Records and what has ended lie in results/local/gpu, whatever $OUT is: a machine that is lent may
+empty that before each call. Only records.jsonl is put there.
 """
 
 from __future__ import annotations
@@ -139,15 +140,15 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: b
         else:
             begun = True
             print(f"== {step.name}: {step.gives}", flush=True)
-            code = _one(command(step, len(torch["gpus"]), state / "records"), end_s)
+            is_run = not step.arguments.startswith("pytest")
+            code = _one(command(step, len(torch["gpus"]), state / "records"), end_s, quiet=is_run)
             if code is None:
                 print(f"== {step.name}: the time is over; the next call goes on", flush=True)
                 break
-            if code == 0 and step.arguments.startswith("table1"):  # whose short text leaves the rows out
-                shown = [sys.executable, "-m", "experiments", "compare", "table1", "--full"]
-                _one([*shown, "--results", str(state / "records")], end_s)
+            for line in _results(step, state / "records") if is_run else ["all pass"] * (code == 0):
+                print(f"== {step.name}: {line}", flush=True)
             # A step that a signal ended is due again, and so are tests that failed.
-            if code == 0 or (code > 0 and not step.arguments.startswith("pytest")):
+            if code == 0 or (code > 0 and is_run):
                 with list_of_ended.open("a") as file:
                     file.write(f"{step.name}\n")
             if code:
@@ -162,14 +163,27 @@ def command(step: Step, gpus: int, records: Path) -> list[str]:
     if words[0] == "pytest":
         return [sys.executable, "-m", *words]
     device = [] if "--gpus" in words else ["--device", "cuda"]
-    return [sys.executable, "-m", "experiments", "run", *words, *device, "--results", str(records)]
+    return [sys.executable, "-m", "experiments", "run", *words, *device, "--json", "--results", str(records)]
 
 
-def _one(words: Sequence[str], end_s: float) -> int | None:
-    """The exit status; None where it was interrupted because the time is over."""
+def _results(step: Step, records: Path) -> list[str]:
+    """What a `run` found, in words."""
+    from gpipe_bench.experiments.gpu_results import of_step
+
+    return of_step(shlex.split(step.arguments), records)
+
+
+def _one(words: Sequence[str], end_s: float, *, quiet: bool = False) -> int | None:
+    """The exit status; None where it was interrupted because the time is over. `quiet`: its standard output
+    is on record.
+    """
     variables = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        words, cwd=ROOT, env={**os.environ, **variables}, stdin=subprocess.DEVNULL
+        words,
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if quiet else None,
     ) as process:
         try:
             return process.wait(max(1.0, end_s - time.monotonic()))

@@ -26,6 +26,7 @@ class RunOptions:
         profile: "smoke", "short" or "full"
         device: "auto", "cpu" or "cuda"
         gpus: how many GPUs a pipeline may take, a process for each; 0 where none are used
+        tf32: whether GPUs may round the factors of float32 products to TF32
         engine: the engine under test, for experiments that run one
         seed: of whatever is random
         data: path of the user's own images, for experiments that train on some
@@ -37,6 +38,7 @@ class RunOptions:
     profile: str = "short"
     device: str = "auto"
     gpus: int = 0
+    tf32: bool = False
     engine: str | None = None
     seed: int = 0
     data: str | None = None
@@ -143,7 +145,8 @@ class Experiment:
 
     def relevant(self, options: RunOptions) -> dict[str, Scalar]:
         """The run options that the results depend on, as records keep them."""
-        return {name: getattr(options, name) for name in self.options}
+        known: dict[str, Scalar] = {name: getattr(options, name) for name in self.options}
+        return known | ({"tf32": True} if options.tf32 else {})
 
 
 def select(cases: Sequence[Case], only: Mapping[str, tuple[str, ...]]) -> list[Case]:

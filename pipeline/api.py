@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import Assignment, Device, backend_of, check_arguments
+from gpipe_bench.pipeline.arguments import Assignment, Device, check_arguments, compilation_of
 from gpipe_bench.pipeline.mesh.collectives import Replicas
 from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
 from gpipe_bench.pipeline.mesh.grid import Grid, join, watch_over
@@ -103,7 +103,8 @@ class Pipeline(nn.Module):
     How the layers run:
         seed: of their random streams (see `stage.layers`).
         compile: whether `torch.compile` compiles the layers, each by itself; a backend's name instead of True
-            chooses that. What cannot be compiled runs as it is, and a warning says why.
+            chooses that, and a dict has arguments of `torch.compile`: backend, mode, fullgraph, dynamic. What
+            cannot be compiled whole runs as it is, with a warning; with fullgraph=True it is an error.
 
     `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
     and pickled between two steps: the copy trains like the original and apart from it.
@@ -130,7 +131,7 @@ class Pipeline(nn.Module):
         share_memory: bool = True,
         transport: EdgeTransport | None = None,
         seed: int = 0,
-        compile: bool | str = False,
+        compile: bool | str | Mapping[str, Any] = False,
     ) -> None:
         """The arguments are described with the class: `help(Pipeline)`."""
         super().__init__()
@@ -150,7 +151,7 @@ class Pipeline(nn.Module):
             detector = detector_of(network, timeout_s)
         # A rank that fails before its pipeline is there must not be waited for.
         with nullcontext() if detector is None else detector.building():
-            self._divided, self._backend = divided_over(self.grid, zero), backend_of(compile)
+            self._divided, self._compilation = divided_over(self.grid, zero), compilation_of(compile)
             # Which layers make up which stage, and which of them are this process's.
             assigned = Assignment(
                 layers,
@@ -168,7 +169,10 @@ class Pipeline(nn.Module):
             self._know(assigned)
             if self._divided is not None:
                 self._divided.check(
-                    dict(assigned.named), assigned.ties, self._schedule, compiles=bool(compile)
+                    dict(assigned.named),
+                    assigned.ties,
+                    self._schedule,
+                    compiles=self._compilation is not None,
                 )
                 share_memory = False  # nobody moves messages along while an action waits for other processes
             # What replicas do together. They begin with the same values.
@@ -498,7 +502,7 @@ class Pipeline(nn.Module):
                 is_last=index == self._schedule.num_stages - 1,
                 seed=self.seed,
                 gather=None if self._replicas is None else self._replicas.gather,
-                backend=self._backend,
+                compilation=self._compilation,
                 portals=portals_of(self._portals, self._partition, self._portal_edges, index),
                 tied=tied,
                 elsewhere=partial(refuse_elsewhere, self._elsewhere) if self._elsewhere else None,

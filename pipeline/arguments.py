@@ -5,13 +5,15 @@ Whatever does not fit is a `ValueError` that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import inf
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch._inductor import list_mode_options
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -30,7 +32,7 @@ from gpipe_bench.pipeline.plan.vee import shared_by
 from gpipe_bench.pipeline.ranks.connect import Network
 from gpipe_bench.pipeline.ranks.tied import find_ties
 from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
-from gpipe_bench.pipeline.stage.compiled import BACKEND
+from gpipe_bench.pipeline.stage.compiled import BACKEND, Compilation
 from gpipe_bench.pipeline.stage.portals import declarations
 from gpipe_bench.pipeline.stage.trees import Tree
 
@@ -344,16 +346,34 @@ def _device(device: Device) -> torch.device:
     return accelerators.exact(found)
 
 
-def backend_of(compile: bool | str) -> str | None:
-    """The backend of `torch.compile` for the layers; None where they are to run as they are."""
+def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | None:
+    """What `torch.compile` is told of the layers; None where they are to run as they are."""
     if isinstance(compile, bool):
-        return BACKEND if compile else None
+        return Compilation() if compile else None
+    given = compile if isinstance(compile, Mapping) else {"backend": compile}
+    if unknown := [name for name in given if name not in Compilation._fields]:
+        raise ValueError(f"compile has {unknown[0]!r}; it takes {', '.join(Compilation._fields)}")
+    found = Compilation(**given)
     known = torch.compiler.list_backends(exclude_tags=())
-    if compile not in known:
+    if found.backend not in known:
         raise ValueError(
             f"compile is {compile!r}; choose True, False or a backend that torch has here: {', '.join(known)}"
         )
-    return compile
+    if found.mode is None:
+        return found
+    modes = list_mode_options()
+    if found.backend != BACKEND or found.mode not in modes:
+        raise ValueError(
+            f"compile has mode={found.mode!r} with backend={found.backend!r}; modes are of {BACKEND!r}: "
+            f"{', '.join(modes)}"
+        )
+    if modes[found.mode].get("triton.cudagraphs"):
+        raise ValueError(
+            f"compile has mode={found.mode!r}, which replays CUDA graphs: a replay writes its results where "
+            "the one before wrote its own, which a pipeline holds for several micro-batches at a time; "
+            "choose mode='max-autotune-no-cudagraphs', or leave mode out"
+        )
+    return found
 
 
 def refuse_split_ties(

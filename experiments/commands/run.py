@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from gpipe_bench.harness.workers import sensible_jobs
 from gpipe_bench.pipeline.plan.names import suggestion
 
 OWN_DATA = ("data", "text")
+TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -52,6 +54,10 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--gpus", type=int, metavar="N",
         help="only pipelines over several GPUs, one for each stage, with every number of stages up to N, "
         "beside torch's; where an experiment has them (table2)",
+    )  # fmt: skip
+    verb.add_argument(
+        "--tf32", action="store_true",
+        help="on a GPU, let products of float32 round their factors to TF32; such records stand apart",
     )  # fmt: skip
     verb.add_argument(
         "--engine", metavar="NAME",
@@ -152,7 +158,7 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
     profile = arguments.profile or ("full" if device == "cuda" else "short")
     return replace(
         usual_options(experiment, profile, device, arguments.engine),
-        only=only, gpus=gpus, fresh=arguments.fresh, **own,
+        only=only, gpus=gpus, tf32=_tf32(arguments, device), fresh=arguments.fresh, **own,
     )  # fmt: skip
 
 
@@ -173,6 +179,19 @@ def _device(asked: str, experiment: Experiment) -> str:
             "--device cuda: torch sees no CUDA device here; use --device cpu, or see `list --machine`"
         )
     return "cpu"
+
+
+def _tf32(arguments: argparse.Namespace, device: str) -> bool:
+    """Whether TF32 is allowed, which this process and all that it starts are told, and records say."""
+    if not arguments.tf32:
+        return False
+    if device != "cuda":
+        raise ValueError("--tf32 is for GPUs, and none is used here; leave the option out")
+    import torch
+
+    os.environ[TF32] = "1"
+    torch.set_float32_matmul_precision("high")
+    return True
 
 
 def _gpus(arguments: argparse.Namespace, experiment: Experiment, device: str) -> int:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.pipeline.memory.boundary import Boundary
@@ -66,6 +67,7 @@ class Profiler:
 
     ``autocast`` is the dtype of mixed precision (parameters stay as they are), None for none. Casts of
     weights are not cached between operations, as in the engine: the cache would keep a copy of every weight.
+    With a GPU's ``attention``, what autocast computes in float32 there is so here.
 
     Layers are eager; what a compiled layer keeps is no more than that.
 
@@ -161,7 +163,8 @@ class Profiler:
 
     def _run(self, given: nn.Module, inputs: Boundary, unused: frozenset[int]) -> LayerProfile:
         def run_of(layer: nn.Module) -> LayerRun:
-            return LayerRun(layer, inputs, unused, precision(self.autocast), with_shapes=self.with_shapes)
+            casts = precision(self.autocast, self.attention)
+            return LayerRun(layer, inputs, unused, casts, with_shapes=self.with_shapes)
 
         layer = self._copy(given, self.number_format)
         run = run_of(layer)
@@ -218,9 +221,43 @@ class LossLayer(nn.Module):
         return self.loss_fn(self.outputs.build(values[:count]), self.target.build(values[count:]))
 
 
-def precision(autocast: torch.dtype | None) -> AbstractContextManager[object]:
-    """Mixed precision as in the engine, on fake tensors: weights are cast in each operation again."""
-    return nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast, cache_enabled=False)
+@contextmanager
+def precision(autocast: torch.dtype | None, attention: str = "cpu") -> Iterator[None]:
+    """Mixed precision as in the engine, on fake tensors: weights are cast in each operation again. Autocast
+    is that of the device of `attention`, a CPU or a GPU.
+    """
+    if autocast is None:
+        yield
+        return
+    on_gpu = nullcontext() if attention == "cpu" else _GpusAutocast()
+    with torch.autocast("cpu", autocast, cache_enabled=False), on_gpu:
+        yield
+
+
+class _GpusAutocast(TorchFunctionMode):
+    """Computes in float32 what autocast does on a GPU, and on a CPU does in 16 bits."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _INTO_32_BITS:
+            if args and isinstance(args[0], Tensor) and args[0].dtype in _HALF:
+                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+        elif name in _IN_32_BITS:
+            args = tuple([x.float() if isinstance(x, Tensor) and x.dtype in _HALF else x for x in args])
+        return func(*args, **kwargs)
+
+
+_HALF = (torch.bfloat16, torch.float16)
+# `AT_FORALL_FP32_SET_OPT_DTYPE` and `AT_FORALL_FP32` of torch, by the names of functions that call these.
+_INTO_32_BITS = frozenset(["softmax", "log_softmax", "sum", "prod", "cumsum", "cumprod"])
+_IN_32_BITS = frozenset([
+    "layer_norm", "group_norm", "normalize", "norm", "linalg_vector_norm", "pow", "__pow__", "square",
+    "exp", "expm1", "log", "log2", "log10", "log1p", "logsumexp", "reciprocal", "rsqrt", "softplus",
+    "interpolate", "cdist", "cosine_similarity", "cross_entropy", "nll_loss", "kl_div", "mse_loss",
+    "l1_loss", "smooth_l1_loss", "huber_loss",
+])  # fmt: skip
 
 
 def fake_copy(layer: nn.Module, number_format: torch.dtype | None = None) -> nn.Module:
@@ -426,5 +463,5 @@ def _by_pairs(
         attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -torch.inf)
     if attn_mask is not None:
         scores = scores + attn_mask
-    weights = scores.softmax(-1)
+    weights = torch.ops.aten._softmax(scores, -1, False)  # inside of the operation autocast is off
     return (torch.native_dropout(weights, dropout_p, True)[0] if dropout_p else weights) @ value

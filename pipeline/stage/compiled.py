@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import list_mode_options
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -31,9 +32,27 @@ BACKEND = "inductor"
 _MOST_PROGRAMS = 256  # kinds of layers whose code is kept for later pipelines
 
 
-def compile_layers(layers: Sequence[nn.Module], first_layer: int, backend: str) -> tuple[Compiled, ...]:
+class Compilation(NamedTuple):
+    """What `torch.compile` is told of the layers."""
+
+    backend: str = BACKEND
+    mode: str | None = None
+    fullgraph: bool | None = None  # None: what cannot be compiled whole runs as it is
+    dynamic: bool | None = False
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Those of the mode, and random numbers from torch's generators, as without a compiler."""
+        if self.backend != BACKEND:
+            return None
+        return {**list_mode_options(self.mode or "default"), "fallback_random": True}
+
+
+def compile_layers(
+    layers: Sequence[nn.Module], first_layer: int, compilation: Compilation
+) -> tuple[Compiled, ...]:
     """The layers as a stage calls them; `first_layer` is the index of the first, for warnings."""
-    made = tuple(Compiled(layer, first_layer + i, backend) for i, layer in enumerate(layers))
+    made = tuple(Compiled(layer, first_layer + i, compilation) for i, layer in enumerate(layers))
     normalizing = [str(each.index) for each in made if each.normalizes]
     if normalizing:
         warnings.warn(
@@ -47,12 +66,12 @@ def compile_layers(layers: Sequence[nn.Module], first_layer: int, backend: str) 
 class Compiled:
     """Calls one layer, compiled where that is possible."""
 
-    def __init__(self, layer: nn.Module, index: int, backend: str) -> None:
-        self.layer, self.index = layer, index
+    def __init__(self, layer: nn.Module, index: int, compilation: Compilation) -> None:
+        self.layer, self.index, self._must = layer, index, compilation.fullgraph is True
         self.normalizes = any(
             isinstance(module, _BatchNorm) and module.running_mean is not None for module in layer.modules()
         )
-        self._program = None if self.normalizes else _program(_kind(layer), backend)
+        self._program = None if self.normalizes else _program(_kind(layer), compilation)
 
     def __call__(self, value: Any, **constants: Any) -> Any:
         """Calls the layer. Without a graph, the tensors of the result that would need a gradient are still
@@ -84,6 +103,8 @@ class Compiled:
                 )
             return self._run(value, constants)
         except torch._dynamo.exc.TorchDynamoException as error:
+            if self._must:
+                raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         self._program = None
         output = self.layer(value, **constants)  # raises what the layer itself has to say
@@ -127,28 +148,26 @@ class _CompiledCall:
 
     Torch keeps the forms that it compiled (sizes, modes) with the code of a function, a few at most, so each
     kind has code of its own. Once `is_full`, what has a form goes on with it and all else runs as it is: the
-    choice is the same in a forward and its recomputation. Random numbers come from torch's generators, as
-    without a compiler.
+    choice is the same in a forward and its recomputation.
     """
 
     has_warned = False  # once in a process: where one layer comes with too many sizes, others do
 
-    def __init__(self, number: int, backend: str) -> None:
+    def __init__(self, number: int, compilation: Compilation) -> None:
         code = _call_layer.__code__.replace(co_name=f"layer_{number}")
-        options: dict[str, Any] | None = {"fallback_random": True} if backend == BACKEND else None
         self.is_full = False
         self.call: Callable[[nn.Module, Any, dict[str, Any]], Any] = torch.compile(
             FunctionType(code, _call_layer.__globals__),
-            fullgraph=True,
-            dynamic=False,
-            backend=backend,
-            options=options,
+            fullgraph=compilation.fullgraph is not False,
+            dynamic=compilation.dynamic,
+            backend=compilation.backend,
+            options=compilation.options,
         )
 
 
 @functools.lru_cache(maxsize=_MOST_PROGRAMS)
-def _program(kind: int, backend: str) -> _CompiledCall:
-    return _CompiledCall(_program.cache_info().misses, backend)
+def _program(kind: int, compilation: Compilation) -> _CompiledCall:
+    return _CompiledCall(_program.cache_info().misses, compilation)
 
 
 _BASE_ATTRIBUTES = frozenset(vars(nn.Module()))

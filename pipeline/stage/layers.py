@@ -29,7 +29,7 @@ from torch.nn.modules import module as _hooks
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.devices import Mark, Transfers
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
+from gpipe_bench.pipeline.stage.compiled import Compilation, compile_layers, without_graph
 from gpipe_bench.pipeline.stage.portals import Carried
 from gpipe_bench.pipeline.stage.trees import Keywords, Structure, Tree, flatten, unflatten
 
@@ -43,9 +43,8 @@ class LayerRunner:
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
     draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys them too. `statistics` are those of these layers. With a `backend` of
-    `torch.compile` the layers are compiled (`compiled`). `portals` are those of
-    layers that stash or pop.
+    replicas, which keys them too. `statistics` are those of these layers. With a `compilation`
+    the layers are compiled (`compiled`). `portals` are those of layers that stash or pop.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class LayerRunner:
         device: torch.device,
         seed: int,
         statistics: Statistics,
-        backend: str | None = None,
+        compilation: Compilation | None = None,
         portals: Carried | None = None,
         first_microbatch: int = 0,
     ) -> None:
@@ -67,7 +66,7 @@ class LayerRunner:
         self._draws = (False,) * len(layers)
         self.drew: int | None = None  # a layer that drew in training mode without a loss
         self._keywords = tuple(Keywords.of(layer) for layer in layers)
-        self._compiled = None if backend is None else compile_layers(layers, first_layer, backend)
+        self._compiled = None if compilation is None else compile_layers(layers, first_layer, compilation)
         self._portals = portals
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None

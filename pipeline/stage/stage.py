@@ -30,6 +30,7 @@ from gpipe_bench.pipeline.devices import Transfers
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
 from gpipe_bench.pipeline.stage.buffers import Buffers
+from gpipe_bench.pipeline.stage.compiled import Compilation
 from gpipe_bench.pipeline.stage.first_step import FirstStep
 from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
 from gpipe_bench.pipeline.stage.portals import Carried
@@ -89,8 +90,8 @@ class Stage:
     """Consecutive layers of the model on one device, and the actions of a schedule on them.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `backend` is that of
-    `torch.compile`, for layers that shall be compiled; `portals` are those of the layers, `tied` are
+    draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `compilation` is
+    for layers that shall be compiled; `portals` are those of the layers, `tied` are
     weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys the random streams, too. `reduction` makes the `Reduction` of this stage. `elsewhere`
     is called with each parameter that is of no layer here, and raises if another process trains it.
@@ -106,7 +107,7 @@ class Stage:
         is_last: bool,
         seed: int = 0,
         gather: Gather | None = None,
-        backend: str | None = None,
+        compilation: Compilation | None = None,
         portals: Carried | None = None,
         tied: Collection[nn.Parameter] = (),
         first_microbatch: int = 0,
@@ -124,8 +125,8 @@ class Stage:
         self._buffers = Buffers(self.layers, first_layer, self.statistics.modules)
         self._runner = LayerRunner(
             self.layers, first_layer,
-            device=self.device, seed=seed, statistics=self.statistics, backend=backend,
-            first_microbatch=first_microbatch, portals=portals,
+            device=self.device, seed=seed, statistics=self.statistics,
+            compilation=compilation, first_microbatch=first_microbatch, portals=portals,
         )  # fmt: skip
         self._tied, self._places = frozenset(tied), range(first_layer, first_layer + len(self.layers))
         # By the kind of the inputs: which outputs need a gradient, and which inputs the layers overwrite. F

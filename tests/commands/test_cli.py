@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ from records import metric, record
 import gpipe_bench
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import VERBS, main, parser
+from gpipe_bench.experiments.commands.run import TF32
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, program, spelled_out
+from gpipe_bench.harness.environment import _software
 from gpipe_bench.harness.store import Store
 from gpipe_bench.models import zoo
 
@@ -341,6 +344,33 @@ def test_torch_is_asked_for_a_device_unless_it_is_built_for_none(
     assert made["options"]["device"] == device
     # The short profile is scaled to two cores, on which a GPU is kept waiting for work and nothing else.
     assert made["profile"] == ("full" if device == "cuda" else "short")
+
+
+def test_tf32_is_allowed_on_request_and_recorded(fake, tmp_path, capsys, monkeypatch):
+    """Apart from what is on record without it, and in processes that a case starts, too."""
+    import torch
+
+    run = ["run", "fake", "--only", "step=1", "--json", "--profile", "smoke", "--results", str(tmp_path)]
+    assert main([*run, "--device", "cpu", "--tf32"]) == 2
+    assert "--tf32 is for GPUs" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv(TF32, "0")
+    before = torch.get_float32_matmul_precision()
+    made = []
+    try:
+        for options in ([], ["--tf32"]):
+            _software.cache_clear()
+            assert main([*run, *options]) == 0
+            made.append(json.loads(capsys.readouterr().out))
+        child = "import torch; print(torch.backends.cuda.matmul.allow_tf32)"
+        assert subprocess.run([sys.executable, "-c", child], capture_output=True).stdout == b"True\n"
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert [each["options"].get("tf32") for each in made] == [None, True]
+    assert [each["environment"]["variables"][TF32] for each in made] == ["0", "1"]
+    assert len((tmp_path / "fake.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(

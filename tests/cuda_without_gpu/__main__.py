@@ -135,7 +135,8 @@ def take(walk: Walk, folder: Path) -> bool:
     of = "" if walk.most_gib == float("inf") else f" of {walk.most_gib:g}"
     took = "" if skipped else f", {most_gib:.1f}{of} GiB; {printed}"
     print(f"{walk.title}: {found}{took}", flush=True)
-    for line in said[-40:] if done.returncode else ():
+    results = [line for line in said if line.startswith(f"== {walk.name}: ")][1:]  # behind what it gives
+    for line in said[-40:] if done.returncode else results:
         print(f"    {line}", flush=True)
     return is_right
 

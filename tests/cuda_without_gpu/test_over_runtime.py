@@ -34,6 +34,7 @@ from gpipe_bench.pipeline import (
     pipeline_memory,
 )
 from gpipe_bench.pipeline.clock import Clock
+from gpipe_bench.pipeline.memory.profile import precision
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.planner import timing
 
@@ -310,32 +311,42 @@ def _launches_of_backwards(x: Tensor) -> dict[int, int]:
     return launched
 
 
-def test_the_allocator_agrees_with_the_memory_model() -> None:
-    assert memory_error() == pytest.approx(0, abs=MODEL_ERROR)
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options"), [("transformer-lm", LM), ("resnet101", {}), ("amoebanet-d", {"num_layers": 6})]
+)
+def test_the_allocator_agrees_with_the_memory_model(
+    name: str, options: dict[str, Any], half: torch.dtype | None
+) -> None:
+    assert memory_error(name, options, half=half) == pytest.approx(0, abs=MODEL_ERROR)
 
 
-def memory_error(more: float = 0.0) -> float:
+def memory_error(
+    name: str = "transformer-lm", options: dict[str, Any] = LM, *, more: float = 0.0,
+    half: torch.dtype | None = None, attention: str = "efficient",
+) -> float:  # fmt: skip
     """Of the memory model for a step of one stage, relative to what the allocator says; with a share of the
     modelled bytes held beside it.
     """
-    name, loss = "transformer-lm", loss_fn("transformer-lm", **LM)
+    loss = loss_fn(name, **options)
     with torch.device("meta"):
-        shapes = MODELS[name](**LM)
-    microbatch = (Boundary.of(each) for each in example_batch(name, 4, device="meta", **LM))
-    profiles, of_loss = Profiler().model(shapes, loss, *microbatch)
+        shapes = MODELS[name](**options)
+    microbatch = (Boundary.of(each) for each in example_batch(name, 4, device="meta", **options))
+    profiles, of_loss = Profiler(half, attention).model(shapes, loss, *microbatch)
     (stage,) = pipeline_memory(profiles, of_loss, (range(len(profiles)),), gpipe(1, 2, "always"))
     held: list[Tensor] = []
 
     def loss_that_holds(output: Tensor, target: Tensor) -> Tensor:
-        held[:] = [torch.empty(int(more * stage.working_set), dtype=torch.uint8, device=output.device)]
+        held[:] = [torch.empty(int(more * stage.working_set), dtype=torch.uint8, device=target.device)]
         return loss(output, target)
 
-    pipeline = Pipeline(MODELS[name](**LM).cuda(), num_stages=1, num_microbatches=2)
-    batch, target = example_batch(name, 8, device="cuda", **LM)
-    pipeline.step(batch, target, loss)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.max_memory_allocated()
-    pipeline.step(batch, target, loss_that_holds)
+    pipeline = Pipeline(MODELS[name](**options).cuda(), num_stages=1, num_microbatches=2)
+    batch, target = example_batch(name, 8, device="cuda", **options)
+    with torch.autocast("cuda", half, enabled=half is not None):
+        pipeline.step(batch, target, loss)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated()
+        pipeline.step(batch, target, loss_that_holds)
     return (torch.cuda.max_memory_allocated() - before) / stage.working_set - 1
 
 
@@ -434,3 +445,28 @@ def test_a_missing_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tenth_more_memory_than_modelled_is_found() -> None:
     assert memory_error(more=0.1) > MODEL_ERROR
+
+
+def test_autocast_of_a_cpu_in_the_memory_model_of_a_gpu_is_found() -> None:
+    assert memory_error(half=torch.bfloat16, attention="cpu") > MODEL_ERROR
+
+
+def test_the_memory_model_computes_in_32_bits_what_autocast_does_on_a_gpu() -> None:
+    norm = nn.functional
+    taken: dict[str, Callable[[Tensor], Tensor]] = {
+        "softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: norm.log_softmax(x, -1),
+        "sum": torch.sum, "cumsum": lambda x: x.cumsum(0), "layer_norm": lambda x: norm.layer_norm(x, (8,)),
+        "rms_norm": lambda x: norm.rms_norm(x, (8,)), "group_norm": lambda x: norm.group_norm(x, 2),
+        "normalize": norm.normalize, "norm": torch.norm, "vector_norm": torch.linalg.vector_norm,
+        "power": lambda x: x**2, "square": torch.square, "exp": torch.exp, "log": torch.log,
+        "rsqrt": torch.rsqrt, "softplus": norm.softplus, "gelu": norm.gelu, "silu": norm.silu,
+        "mean": torch.mean, "relu": torch.relu, "matmul": lambda x: x @ x.t(),
+        "interpolate": lambda x: norm.interpolate(x[None, None], scale_factor=2),
+        "loss": lambda x: norm.cross_entropy(x, torch.zeros(len(x), dtype=torch.long, device=x.device)),
+        "error": lambda x: norm.mse_loss(x, x), "dropout": norm.dropout,
+    }  # fmt: skip
+    here, there = (torch.ones(4, 8, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        wanted = {name: call(there).dtype for name, call in taken.items()}
+    with precision(torch.bfloat16, "flash"):
+        assert {name: call(here).dtype for name, call in taken.items()} == wanted

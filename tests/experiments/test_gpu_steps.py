@@ -39,6 +39,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(gpu, "STATE", tmp_path)
     monkeypatch.setattr(gpu, "ask_torch", lambda: ONE)
+    monkeypatch.setattr(gpu, "_results", lambda step, records: [f"what {step.name} found"])
     return tmp_path
 
 
@@ -68,6 +69,7 @@ def test_commands_are_taken_in_turn_and_the_next_call_goes_on(
     assert main([]) == FAILED
     said = capsys.readouterr().out
     assert "fails: exit status 5" in said
+    assert "== works: what works found\n" in said
     assert "large: skipped: needs 100 GiB" in said
     assert "many: skipped: needs 2 GPUs" in said
     assert "long: left for the next call" in said

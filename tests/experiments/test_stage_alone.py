@@ -19,7 +19,7 @@ from gpipe_bench.harness.record import decode, encode
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models import paper as paper_models
 from gpipe_bench.pipeline import Boundary, Profiler, StagePeaks
-from gpipe_bench.pipeline.memory.profile import ModelProfile
+from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 
 HALVES = {
@@ -34,16 +34,20 @@ BATCH_SIZE, NUM_STAGES, NUM_MICROBATCHES = 8, 3, 4
 @pytest.fixture(params=["amoebanet", "transformer"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Setting, Placement]:
     """A half of Table 1 scaled down, cut into three stages."""
-    half, options = request.param, HALVES[request.param]
+    return scaled_down(request.param, monkeypatch, "float32")
+
+
+def scaled_down(half: str, monkeypatch: pytest.MonkeyPatch, precision: str) -> tuple[str, Setting, Placement]:
+    options = HALVES[half]
     name = paper_models.HALVES[half].model
     inputs, target = example_batch(name, BATCH_SIZE // NUM_MICROBATCHES, device="meta", **options)
     with torch.device("meta"):
         model = MODELS[name](**options)
-    profiler = Profiler()
+    profiler = Profiler(PRECISIONS[precision])
     layers = profiler.chain(model, Boundary.of(inputs))
     loss = profiler.loss(loss_fn(name, **options), layers[-1].outputs, Boundary.of(target))
     profile = ModelProfile(layers, loss)
-    setting = Setting(half, NUM_STAGES, False, "float32", cap_gib=1.0)
+    setting = Setting(half, NUM_STAGES, False, precision, cap_gib=1.0)
     monkeypatch.setattr(Setting, "profile", lambda self, *size: profile)
     peaks = StagePeaks(layers, loss, setting.schedule(NUM_MICROBATCHES))
     stages = peaks.partition(setting.cap_bytes)
@@ -61,11 +65,15 @@ def arguments(part: real_steps.Part, half: str, setting: Setting, device: str) -
     with torch.device("meta"):
         model = MODELS[paper_models.HALVES[half].model](**options)
     schedule = setting.schedule(NUM_MICROBATCHES)
-    return part, model, half, schedule, options, BATCH_SIZE, torch.device(device)
+    return part, model, half, schedule, options, BATCH_SIZE, torch.device(device), None, setting.precision
 
 
-def test_every_stage_alone_holds_what_is_modelled(small: tuple[str, Setting, Placement]) -> None:
-    half, setting, placement = small
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("half", HALVES)
+def test_every_stage_alone_holds_what_is_modelled(
+    half: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, setting, placement = scaled_down(half, monkeypatch, precision)
     parts = real_steps.distinct_parts(setting, placement)
     assert [part.index for part in parts] == [0, 1, 2]
     for part in parts:
@@ -106,7 +114,7 @@ def test_an_allocators_absolute_numbers_become_those_of_the_stage(
         counted = measure(part, half, setting, "cpu").num_bytes
         given, fake = arguments(part, half, setting, "cpu"), FakeAllocator(monkeypatch)
         with fake.live:
-            found = real_steps.measure(*given, real_steps.Allocator(torch.device("cpu")))
+            found = real_steps.measure(*given[:-2], real_steps.Allocator(torch.device("cpu")))
         assert found == (counted, WORKSPACE)
 
 

@@ -40,7 +40,7 @@ def model(dropout: float = 0.2) -> nn.Sequential:
 
 
 def step(
-    num_stages: int, backend: bool | str, layers: nn.Sequential | None = None, **options: Any
+    num_stages: int, backend: bool | str | dict[str, Any], layers: nn.Sequential | None = None, **options: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """The loss and the gradients of a step."""
     layers = model() if layers is None else layers
@@ -178,6 +178,54 @@ def test_a_compiled_pipeline_evaluates() -> None:
 def test_an_unknown_backend_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ValueError, match=r"compile is 'fast'; choose True, False or a backend .*inductor"):
         Pipeline(model(), num_stages=1, num_microbatches=1, compile="fast")
+
+
+@pytest.mark.parametrize(
+    ("compile", "says"),
+    [
+        ({"mode": "reduce-overhead"}, "replays CUDA graphs: .* choose mode='max-autotune-no-cudagraphs'"),
+        ({"mode": "max-autotune"}, "replays CUDA graphs"),
+        ({"mode": "fast"}, "compile has mode='fast' .* modes are of 'inductor': default, "),
+        ({"mode": "default", "backend": TRACED}, "with backend='aot_eager'; modes are of 'inductor'"),
+        ({"name": "mine"}, "compile has 'name'; it takes backend, mode, fullgraph, dynamic"),
+    ],
+)
+def test_arguments_of_the_compiler_that_no_stage_can_take_are_refused(
+    compile: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        Pipeline(model(), num_stages=1, num_microbatches=1, compile=compile)
+
+
+def test_arguments_of_the_compiler_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **given: told.append(given) or function)
+    compiled._program.cache_clear()
+    mode = {"mode": "max-autotune-no-cudagraphs", "fullgraph": False, "dynamic": None}
+    for compile in (True, mode):
+        Pipeline([nn.Linear(6, 6)], num_stages=1, num_microbatches=1, compile=compile)
+    compiled._program.cache_clear()
+    assert told[0] == {
+        "fullgraph": True, "dynamic": False, "backend": "inductor", "options": {"fallback_random": True}
+    }  # fmt: skip
+    assert (told[1]["fullgraph"], told[1]["dynamic"]) == (False, None)
+    assert told[1]["options"]["max_autotune"]
+    assert told[1]["options"]["fallback_random"]
+
+
+def test_one_program_for_all_sizes_gives_the_same_gradients() -> None:
+    """Parts of a layer, too, where the rest cannot be compiled."""
+    for layers, options in ((model, {"dynamic": True}), (mixed, {"fullgraph": False})):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="not compiled: .* runs as it is")
+            found = step(2, {"backend": TRACED, **options}, layers(), remat="always")
+        for a, b in zip(found[1], step(2, False, layers(), remat="always")[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_layer_that_must_be_compiled_whole_and_cannot_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="action 0F0 failed: .*data-dependent"):
+        step(1, {"backend": TRACED, "fullgraph": True}, nn.Sequential(nn.Linear(6, 6).double(), Looks()))
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is here")

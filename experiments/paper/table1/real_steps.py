@@ -214,11 +214,13 @@ def measure(
         for step in range(NUM_STEPS):
             if step == NUM_STEPS - 1:
                 counter.reset()
-            stage.begin(
-                step, count, training=True, feed=feed, targets=targets,
-                loss_fn=compute_loss if is_last else None, shares=(1 / count,) * count if is_last else (),
-            )  # fmt: skip
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            half_used = precision == "bfloat16"  # no cast is kept from F to R, as in a pipeline's step
+            with torch.autocast(device.type, torch.bfloat16, enabled=half_used, cache_enabled=False):
+                stage.begin(
+                    step, count, training=True, feed=feed, targets=targets,
+                    loss_fn=compute_loss if is_last else None,
+                    shares=(1 / count,) * count if is_last else (),
+                )  # fmt: skip
                 run(program, transport, clock)
             stage.finish()
             optimizer.step()

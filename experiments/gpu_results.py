@@ -1,0 +1,109 @@
+"""What a step of `.ci/gpu` found, in words: a pure function of its records.
+
+Each line says a number of ours and the paper's beside it; what did not run says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+
+from gpipe_bench.experiments.paper.timed.claims import published
+from gpipe_bench.experiments.registry import load
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.store import Store, latest
+from gpipe_bench.harness.units import show
+from gpipe_bench.models.paper import GIB, HALVES
+
+ROW = "normalized throughput"  # of Figure 3
+
+
+def of_step(arguments: Sequence[str], records: Path) -> list[str]:
+    """The lines about the records that `run` with these arguments leaves in a folder."""
+    name, *options = arguments
+    only: dict[str, tuple[str, ...]] = {}
+    for text in options:
+        key, equals, value = text.partition("=")
+        if equals:
+            only[key] = (*only.get(key, ()), value)
+    found = [
+        record
+        for record in latest(Store(records).load(name).records).values()
+        if all(str(record.case.get(key)) in wanted for key, wanted in only.items())
+    ]
+    return list(sentences(found)) if found else ["no case has ended"]
+
+
+def sentences(records: Sequence[Record]) -> Iterator[str]:
+    """What the records of one step say."""
+    for record in records:
+        if record.status != "done":
+            yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
+    done = [record for record in records if record.status == "done"]
+    about = {"device": _fits, "largest on a GPU": _largest, "recomputation": _recomputation}
+    for part, of_part in groupby(done, key=lambda record: str(record.case.get("part", ""))):
+        yield from about.get(part, _beside)(list(of_part))
+
+
+def _fits(records: Sequence[Record]) -> Iterator[str]:
+    for (half, precision), group in groupby(records, key=lambda r: (r.case["half"], r.case["precision"])):
+        said = []
+        for record in group:
+            peaks = {name: record.metric(f"{name} peak") for name in ("measured", "modelled")}
+            how = "measured" if record.details["fits"] else "modelled"
+            gib = (getattr(peaks[how], "value", None) or 0) / GIB
+            fits = "fits" if record.details["fits"] else "does not fit"
+            said.append(f"{record.case['column']} {fits} ({gib:.2f} GiB {how})")
+        cap = HALVES[str(half)].cap_gib
+        yield f"{half} in {precision} under {cap:g} GiB: {', '.join(said)}; the paper: all of these fit"
+
+
+def _largest(records: Sequence[Record]) -> Iterator[str]:
+    for half, group in groupby(records, key=lambda record: str(record.case["half"])):
+        ours, theirs = [], []
+        for record in group:
+            place = str(record.case["column"])
+            numbers = [record.metric(f"{how} parameters") for how in ("measured", "modelled")]
+            sizes = [
+                "nothing" if each is None or each.value is None else show(each.value, "parameters", 3)
+                for each in numbers
+            ]
+            ours.append(f"{place} fits up to {sizes[0]} (modelled {sizes[1]})")
+            theirs.append(f"{place} {published(HALVES[half].table)['paper', 'parameters', place].printed}")
+        yield f"{half}: {', '.join(ours)}; the paper: {', '.join(theirs)}"
+
+
+def _recomputation(records: Sequence[Record]) -> Iterator[str]:
+    for record in records:
+        model, ratio = record.case["model"], record.metric("with over without")
+        if ratio is None or ratio.value is None:
+            yield from _without_room(record)
+            continue
+        paper = published(f"figure3-{model}")["paper", ROW, "pipeline-1"].printed
+        yield f"{model}: re-materialization leaves {ratio.value:.2f} of the throughput; the paper: {paper}"
+
+
+def _beside(records: Sequence[Record]) -> Iterator[str]:
+    """How the numbers stand to the paper's, where these records answer any, and what found no room."""
+    for record in records:
+        yield from _without_room(record)
+    experiment = load(records[0].experiment)
+    cells = [] if experiment.cells is None else compare(experiment.cells(records), whole=())
+    pairs = [
+        (each.ours, each.paper)
+        for each in cells
+        if each.ours is not None and each.paper and each.question == "here"
+    ]
+    yield f"{len(records)} {'case is' if len(records) == 1 else 'cases are'} done"
+    if pairs:
+        far = median(abs(ours / paper - 1) for ours, paper in pairs)
+        yield f"{len(pairs)} numbers stand beside the paper's, half of them within {100 * far:.0f} % of it"
+
+
+def _without_room(record: Record) -> Iterator[str]:
+    for name, facts in record.details.get("cells", {}).items():
+        if facts.get("out_of_memory"):
+            yield f"{record.label}: {name} did not run: {facts['out_of_memory']}"

@@ -282,10 +282,6 @@ class Transfers:
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, torch.device], CopyStreams] = {}
 
-    def __reduce__(self) -> tuple[type[Transfers], tuple[()]]:
-        """Copies without streams: a copy of a pipeline opens streams of its own."""
-        return Transfers, ()
-
     def send(
         self, tensors: Iterable[Sent], target: torch.device
     ) -> tuple[tuple[Sent, ...], tuple[Mark, ...]]:

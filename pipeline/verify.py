@@ -87,7 +87,6 @@ def verify(
     target: Tree | None,
     loss_fn: LossFn,
     *,
-    shared: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
 ) -> float:
     """See `Pipeline.verify`."""
@@ -118,7 +117,7 @@ def verify(
         is_here = is_alone and len(set(pipeline._devices)) == 1
         values = {} if is_here else {name: _kept(tensor) for name, tensor in _tensors(own)}
         attributes = {} if is_alone else _attributes(own, everything)
-        step = _as_pipeline(pipeline, own, *copy.deepcopy((batch, target)), loss_fn, shared)
+        step = _as_pipeline(pipeline, own, *copy.deepcopy((batch, target)), loss_fn)
         before.restore()
         own_batch, own_target = batch if 0 in pipeline._stages else None, target if has_loss else None
         mine = _Brought(replica, own_batch, own_target, values, attributes, step)
@@ -133,7 +132,7 @@ def verify(
                         "pipeline was built of, on the rank of the last stage, as in `model = ...`"
                     )
                 with torch.enable_grad():  # as in a step
-                    plain = _as_plain(pipeline, everything, brought, before, device, loss_fn, shared)
+                    plain = _as_plain(pipeline, everything, brought, before, device, loss_fn)
                 wide = tolerance if tolerance is not None else _tolerance(everything.values(), device)
                 found = _compare(pipeline, everything, brought, plain, wide)
             except Exception as error:  # the other ranks wait for what is found here
@@ -163,7 +162,6 @@ def _as_pipeline(
     batch: Tree | None,
     target: Tree | None,
     loss_fn: LossFn,
-    shared: Mapping[str, Any] | None,
 ) -> _Step:
     """A step of this pipeline as it is, with what its stages have found out about their layers."""
     step = _Step()
@@ -180,7 +178,7 @@ def _as_pipeline(
     for index, stage in pipeline._stages.items():
         stage.forward = watched(index, stage.forward)
     try:
-        loss = pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn, shared=shared)
+        loss = pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn)
     finally:
         for stage in pipeline._stages.values():
             del stage.forward
@@ -198,7 +196,6 @@ def _as_plain(
     before: _Before,
     device: torch.device,
     loss_fn: LossFn,
-    shared: Mapping[str, Any] | None,
 ) -> list[_Step]:
     """Runs the step on the plain model with each replica's share; all results have the summed gradients."""
     num_replicas = 1 + max(each.replica for each in brought)
@@ -229,14 +226,13 @@ def _as_plain(
         )  # fmt: skip
         feed = divide(_moved(batch, device), lengths)
         targets = [None] * count if target is None else divide(_moved(target, device), lengths)
-        runner.begin(pipeline.num_steps, targets, loss_fn, shared)
+        runner.begin(pipeline.num_steps, targets, loss_fn)
         microbatches = [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]
         for m in microbatches:
             if not pipeline.portals:
                 calls = enumerate(runner._calls)
                 runner._calls = [
-                    (_noting(call, step, ends[i], m) if i in ends else call, key, keywords)
-                    for i, (call, key, keywords) in calls
+                    (_noting(call, step, ends[i], m) if i in ends else call, key) for i, (call, key) in calls
                 ]
             loss = runner.loss(m, runner.run(m, feed[m], recording=True))
             step.loss += float(loss.detach()) * lengths[m] / total
@@ -255,8 +251,8 @@ def _as_plain(
 def _noting(call: Callable[..., Any], step: _Step, stage: int, m: int) -> Callable[..., Any]:
     call = getattr(call, "noted", call)
 
-    def noting(*arguments: Any, **shared: Any) -> Any:
-        output = call(*arguments, **shared)
+    def noting(*arguments: Any) -> Any:
+        output = call(*arguments)
         step.outputs[stage, m] = _sums(flatten(output)[0])
         return output
 

@@ -204,8 +204,7 @@ def buckets_of(
 ) -> list[FlatBucket]:
     """Buckets for gradients, or other tensors, in the order in which the buckets leave.
 
-    Collectives are matched by their order alone, so it is the same on all replicas: that in which gradients
-    were there in an earlier step. A bucket then waits for nothing but its own.
+    Collectives are matched by their order alone, so it is the same on all replicas.
 
     Args:
         tensors: what they look like, in the order of the parameters.

@@ -118,11 +118,10 @@ class Shards(Reduction):
         ]
         self._watched = False
 
-    def begin(self, num_microbatches: int, *, sync: bool) -> None:
+    def begin(self) -> None:
         """The parameters of the step are fetched while the stage waits for its first micro-batch.
 
-        Gradients are kept in parts whatever `sync` says, so there is nothing to put off. `ValueError` for a
-        parameter that is not divided, whose gradients nobody would sum.
+        `ValueError` for a parameter that is not divided, whose gradients nobody would sum.
         """
         if any(not is_divided(parameter) for parameter in self._stage.trainable):
             raise ValueError(

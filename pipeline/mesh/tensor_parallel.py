@@ -158,7 +158,7 @@ class Layouts(Reduction):
         self._cut: set[DTensor] = set()
         self._summed: dict[DTensor, tuple[Placement, ...]] = {}  # how gradients came that are parts of sums
 
-    def begin(self, num_microbatches: int, *, sync: bool) -> None:
+    def begin(self) -> None:
         for parameter in self._parameters:  # only those that are trained can have a hook
             if parameter.requires_grad and parameter not in self._cut:
                 self._cut.add(parameter)
@@ -167,7 +167,7 @@ class Layouts(Reduction):
         for parameter, placements in self._summed.items():  # type: ignore[assignment]
             if isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements:
                 parameter.grad = _one_part(parameter.grad, placements)
-        self._replicas.begin(num_microbatches, sync=sync)
+        self._replicas.begin()
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
         self._replicas.before(kind, m, last=last)
@@ -187,9 +187,6 @@ class Layouts(Reduction):
 
     def reset(self) -> None:
         self._replicas.reset()
-
-    def refresh(self) -> None:
-        self._replicas.refresh()
 
 
 def _part_of_whole(placements: tuple[Placement, ...], gradient: Tensor) -> Tensor | None:

@@ -251,6 +251,19 @@ def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
     return replace(schedule, remat=remat, actions=tuple(rows))
 
 
+@derived
+def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The schedule for a step of fewer micro-batches: without the actions of those that are not there.
+
+    What waits for what, and the order in every row and channel, are those of the whole. The last micro-batch,
+    which "except_last" keeps, is one of those that are not there, so all others are recomputed.
+    """
+    names = [remat_of(schedule.remat, stage) for stage in range(schedule.num_stages)]
+    remat = ["always" if name == "except_last" else name for name in names]
+    rows = [tuple([a for a in row if a.microbatch < num_microbatches]) for row in schedule.actions]
+    return replace(schedule, num_microbatches=num_microbatches, remat=remat, actions=tuple(rows))
+
+
 class Transfer(NamedTuple):
     """A message that `source` produces and `target`, of the stage before or behind, needs."""
 

@@ -6,7 +6,6 @@ NCCL's, and queues behind no activation. Between two ranks it is one stream of f
 says what it is about, and an object; what does not fit follows. Some receives of frames are always posted.
 
     a step             its header, from rank to rank in the order of their first stages
-    what is shared     an spec, and the tensors behind it
     an edge            an spec before the first message of each size, and, where messages are trees,
                        with each further one the structure if it is another one
     the loss           where hosts wait for messages
@@ -35,17 +34,15 @@ from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.edges import Direction
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
-from gpipe_bench.pipeline.ranks.ends import MessageSpec, Sender, conform
+from gpipe_bench.pipeline.ranks.ends import MessageSpec, Sender
 from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit
-from gpipe_bench.pipeline.stage.trees import Message
 
 _FRAME = TensorSpec((1024,), (1,), torch.uint8)
 _LENGTH_BYTES = 8
 # Frames that may come from each rank before one is read; each frame takes a page of shared memory.
 FRAMES_AHEAD = 2
-_FRAME_TAG, _REST_TAG, _TENSORS_TAG = 0, 1, 2
-_SHARED = "shared"  # the key of what all layers share
+_FRAME_TAG, _REST_TAG = 0, 1
 # Kinds of steps that are known at a time; with one more the ranks begin anew.
 MOST_AGREEMENTS = 256
 _CPU = torch.device("cpu")
@@ -156,32 +153,6 @@ class Control:
             about, content = pickle.loads(data[_LENGTH_BYTES:end])
             self._unread[source, about].append(content)
         return unread.popleft()
-
-    def pass_on(
-        self, message: Message | None, before: int | None, behind: int | None, *, bounded: bool
-    ) -> Message:
-        """Passes the arguments that all layers share in a step to rank `behind` and returns them. They come
-        from rank `before`, or from `message` on the first rank. `bounded` as in `Sender.send`.
-        """
-        if message is None:
-            assert before is not None
-            spec: MessageSpec = self.receive(before, _SHARED)
-            received = [
-                self._receive_now(each, before, _TENSORS_TAG + i, None)
-                for i, each in enumerate(spec.tensors)
-                if each is not None
-            ]
-            message = sent = Message(tuple(received), spec.structure, (False,) * len(received))
-        elif behind is not None:
-            # Copied, because the user may change a tensor while it is on its way.
-            copies = tuple([torch.clone(tensor.cpu()) for tensor in message.tensors])
-            sent = message._replace(tensors=copies)
-        if behind is not None:
-            spec = MessageSpec(tuple([TensorSpec.of(tensor) for tensor in sent.tensors]), sent.structure)
-            self.send(behind, _SHARED, spec)
-            tensors = conform(sent.tensors, spec, _CPU, "shared arguments")
-            self._senders[behind].send(tensors, _TENSORS_TAG, bounded=bounded)
-        return message
 
     def finish(self) -> None:
         """Waits until everything that was sent is gone, as it is for others in turn."""

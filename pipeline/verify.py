@@ -9,7 +9,8 @@ its cause.
 
 The plain step takes the same micro-batches one after another, each forward and backward, with the draws that
 the pipeline makes. Over processes it is taken on the rank of the last stage, and every rank is sent the
-values and gradients of all: twice the size of the model, in the host's memory, until `verify` returns.
+values and gradients of all: twice the size of the model, in the host's memory, until `verify` returns. Plain
+attributes are not sent: of layers that change theirs from step to step, verify the first one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import io
 import math
-import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +53,6 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 _SMALL = 1e-3
 
 Pipeline: TypeAlias = Any  # `api.Pipeline`, whose method this is
-_TABLES = frozenset(vars(nn.Module()))
 Name = tuple[int, str]  # the layer, `num_layers` for the loss, and the name of a tensor in it
 
 
@@ -77,7 +75,6 @@ class _Brought:
     batch: Tree | None
     target: Tree | None
     values: dict[Name, Tensor | None]  # of its layers' parameters and buffers
-    attributes: dict[tuple[int, str, str], bytes]  # the others, as far as they can be sent
     step: _Step
 
 
@@ -116,13 +113,11 @@ def verify(
     try:
         is_here = is_alone and len(set(pipeline._devices)) == 1
         values = {} if is_here else {name: _kept(tensor) for name, tensor in _tensors(own)}
-        attributes = {} if is_alone else _attributes(own, everything)
         step = _as_pipeline(pipeline, own, *copy.deepcopy((batch, target)), loss_fn)
         before.restore()
         own_batch, own_target = batch if 0 in pipeline._stages else None, target if has_loss else None
-        mine = _Brought(replica, own_batch, own_target, values, attributes, step)
+        mine = _Brought(replica, own_batch, own_target, values, step)
         brought = pipeline.gather_all(mine)
-        mine.attributes.clear()  # they are here
         found: str | float = 0.0
         if has_loss and replica == 0:
             try:
@@ -419,58 +414,12 @@ def _streams() -> dict[str, object]:
     return {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
 
 
-class _Pickler(pickle.Pickler):
-    """Says by name which modules and tensors of the model something refers to."""
-
-    def __init__(self, file: io.BytesIO, names: Mapping[int, object]) -> None:
-        super().__init__(file)
-        self._names = names
-
-    def persistent_id(self, value: object) -> object:
-        return self._names.get(id(value))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, parts: Mapping[object, object]) -> None:
-        super().__init__(file)
-        self._parts = parts
-
-    def persistent_load(self, name: object) -> object:
-        return self._parts[name]
-
-
-def _parts(layers: Mapping[int, nn.Module]) -> dict[object, Any]:
-    """Modules and tensors by their names."""
-    parts: dict[object, Any] = dict(_tensors(layers))
-    parts.update({(i, path): m for i, layer in layers.items() for path, m in layer.named_modules()})
-    return parts
-
-
-def _attributes(
-    own: Mapping[int, nn.Module], layers: Mapping[int, nn.Module]
-) -> dict[tuple[int, str, str], bytes]:
-    """Returns the modules' attributes other than parameters, buffers, modules and hooks, pickled."""
-    names = {id(part): name for name, part in reversed(_parts(layers).items())}
-    found = {}
-    for index, layer in own.items():
-        for path, module in layer.named_modules():
-            for name, value in vars(module).items():
-                if name not in _TABLES:
-                    with contextlib.suppress(Exception):  # what cannot be sent stays as it is there
-                        _Pickler(file := io.BytesIO(), names).dump(value)
-                        found[index, path, name] = file.getvalue()
-    return found
-
-
 def _load(layers: Mapping[int, nn.Module], brought: _Brought, device: torch.device) -> None:
-    """Loads the parameters, buffers and attributes that the owner of the layers sent, onto `device`."""
-    parts = _parts(layers)
-    for (index, path, name), sent in brought.attributes.items():
-        with contextlib.suppress(Exception):
-            vars(parts[index, path])[name] = _Unpickler(io.BytesIO(sent), parts).load()
-    for part, value in brought.values.items():
+    """Loads the parameters and buffers that the owner of the layers sent, onto `device`."""
+    parts = dict(_tensors(layers))
+    for name, value in brought.values.items():
         if value is not None:
-            parts[part].data = value.to(device)
+            parts[name].data = value.to(device)
 
 
 def _moved(tree: Tree, device: torch.device) -> Tree:

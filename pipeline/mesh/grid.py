@@ -21,7 +21,7 @@ from typing import cast
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector
+from gpipe_bench.pipeline.ranks.failure import FailureDetector
 from gpipe_bench.pipeline.ranks.store import Store
 
 NAMES = ("dp", "fsdp", "pp", "tp")
@@ -143,7 +143,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
 
     with detector.building():
         detector.meet(timeout_s)
-        detector.watch(timeout_s, timeout_s if mesh.device_type == "cpu" else min(timeout_s, SILENCE_S))
+        detector.watch(timeout_s)
         grid.batch_group = detector.bounded(batch_group, timeout_s)
     return grid, detector
 

@@ -36,7 +36,7 @@ from gpipe_bench.pipeline.errors import ActionError, PeerError
 from gpipe_bench.pipeline.plan.edges import Direction, Edge, refuse_other_orders
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule, channels
 from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector, watch_in_thread
+from gpipe_bench.pipeline.ranks.failure import FailureDetector, watch_in_thread
 from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
 from gpipe_bench.pipeline.ranks.store import Store, bounded
@@ -150,7 +150,7 @@ class Session:
     def watch(self) -> None:
         """Watches for failures elsewhere from now on, on accelerators; on a grid that has begun before."""
         if self.is_accelerated and not self.detector.is_grid:
-            self.detector.watch(self.timeout_s, min(self.timeout_s, SILENCE_S), self.network.watch)
+            self.detector.watch(self.timeout_s, self.network.watch)
 
     @property
     def shared_bytes(self) -> int:
@@ -184,13 +184,13 @@ class Session:
         return self._failed
 
     def close(self) -> None:
-        """Waits until everything sent is gone, takes leave of the other ranks and shuts down; once."""
+        """Waits until everything sent is gone and shuts down; once."""
         if self._closed or self._failed is not None or self._process != os.getpid():
             return  # in a process that was forked the connections are its parent's
         self._closed = True
         if not self.detector.noticed:
             self.synchronize()
-        self.detector.leave()
+        self.detector.stop_watching()
         if self.detector.noticed:
             for connection in self._connections:
                 connection.cut()  # most of them once more

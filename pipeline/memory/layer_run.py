@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, SplitTrace, Trace, rise
+from gpipe_bench.pipeline.memory.trace import BufferRole, SplitTrace, Trace, rise
 from gpipe_bench.pipeline.memory.tracker import EventLog
 from gpipe_bench.pipeline.stage.batchnorm import Statistics
 from gpipe_bench.pipeline.stage.buffers import State
-from gpipe_bench.pipeline.stage.split_backward import Split, Waiting, Weights
+from gpipe_bench.pipeline.stage.split_backward import Split
 
 
 class LayerRun:
@@ -77,35 +77,36 @@ class LayerRun:
     def halves(self, whole: Trace) -> SplitTrace:
         """Traces the layer with I and W instead of a backward; ``whole`` is the trace of the whole backward.
 
-        The graph is split as a stage does it, and W's operations are taken one by one, each alone, so that
-        their costs can be added up in any company.
+        The graph is split as a stage does it.
         """
         with self._log as log:
             root = self._forward()
             if root is None or not root.requires_grad:
-                return SplitTrace(False, whole, (), None)
+                return SplitTrace(False, whole)
             edges = (get_gradient_edge(root),)
             del root
             split = Split(edges, _SOURCE)
             if split.whole:
-                return SplitTrace(True, whole, (), None)
+                return SplitTrace(True, whole)
             exits: list[Tensor | None] = [None] * len(self._inputs.tensors)
-            waiting = split.inputs(edges, (self._seed,), exits)
+            weights = split.inputs(edges, (self._seed,), exits)
             del split, edges
             backward = self._events()
             self._delivered.update((i, gradient) for i, gradient in enumerate(exits) if gradient is not None)
             trace = self._trace(backward, set())
             self._delivered.clear()
             exits.clear()
-            # Nothing else refers to the work in these lists by now; `_deferred` empties them.
-            singles = []
-            while waiting.single:
-                singles.append(_deferred(log, [waiting.single.pop()], [], is_single=True))
-            last = None
-            if waiting.shared or waiting.done:
-                last = _deferred(log, waiting.shared, waiting.done, is_single=False)
-        # What W makes is counted there.
-        return SplitTrace(False, replace(trace, sizes=tuple(log.sizes)), tuple(singles), last)
+            before = log.alive
+            # The parameters have no gradients, then they do; what waits is let go of the second time.
+            again = replace(weights, single=[*weights.single], shared=[*weights.shared], done=[*weights.done])
+            rises = []
+            for half in (again, weights):
+                log.events.clear()
+                half.accumulate()
+                rises.append(rise(log.sizes, log.events))
+            (first_peak, made), (later_peak, _) = rises
+            waiting = frozenset(before - log.alive)
+        return SplitTrace(False, trace, waiting, first_peak, later_peak, made)
 
     def _forward(self) -> Tensor | None:
         """Returns where the backward begins; None without a graph."""
@@ -267,50 +268,3 @@ def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[Buf
         else:
             found.append(BufferRole.STILL)
     return tuple(found)
-
-
-@torch.no_grad()
-def _deferred(
-    log: EventLog, waiting: list[Waiting], done: list[tuple[GradientEdge, Tensor]], *, is_single: bool
-) -> Deferred:
-    """Runs W's work on fake tensors: one operation, or at the end all the rest. Empties both lists."""
-    before = log.alive
-    log.events.clear()
-    gradients = [gradient for each in waiting for gradient in each.gradients()]
-    num_formula, (formula_peak, result) = len(log.events), rise(log.sizes, log.events)
-    edges = [edge for each in waiting for edge in each.edges] + [edge for edge, _ in done]
-    given = [*gradients, *(gradient for _, gradient in done)]
-    entering = sum(_entering(edge, gradient) for edge, gradient in zip(edges, given, strict=True))
-    keeps = {serial for each in given if (serial := log.serial_of(each)) in before}
-    counted = sum(gradient.nbytes for gradient in given)
-    del gradients, given, edges
-    passes = []
-    for _ in range(2):  # the parameters have no gradients, then they do
-        log.events.clear()
-        accumulating = Weights([*waiting], [], []) if is_single else Weights([], [*waiting], [*done])
-        accumulating.accumulate()
-        del accumulating
-        peak, _ = rise(log.sizes, log.events[num_formula:])
-        passes.append((peak, rise(log.sizes, log.events)[1]))
-    (first_peak, made), (later_peak, _) = passes
-    log.events.clear()
-    waiting.clear()
-    done.clear()
-    return Deferred(
-        releases=tuple(-event - 1 for event in log.events if event < 0),
-        keeps=tuple(sorted(serial for serial in keeps if serial is not None)),
-        formula_peak=formula_peak,
-        result=result,
-        counted=counted,
-        entering=entering,
-        first_peak=first_peak,
-        later_peak=later_peak,
-        made=made,
-    )
-
-
-def _entering(edge: GradientEdge, gradient: Tensor) -> int:
-    """Bytes of what the engine makes of a gradient whose tensor was expanded."""
-    metadata: Any = edge.node._input_metadata[edge.output_nr]
-    shape = torch.Size(metadata.shape)
-    return 0 if shape == gradient.shape else shape.numel() * gradient.itemsize

@@ -241,8 +241,7 @@ class Steps:
         key = rows.num_microbatches, training
         if key not in self._programs:
             program = prepare(rows, self._stages, training=training)
-            journal = None if self._data_parallel is None else self._data_parallel.journal
-            clock = Clock([instruction.action for instruction in program], self._devices, journal)
+            clock = Clock([instruction.action for instruction in program], self._devices)
             self._programs[key] = program, clock
         return self._programs[key]
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.clock import Journal
 from gpipe_bench.pipeline.mesh.collectives import (
     Collectives,
     FlatBucket,
@@ -67,7 +66,6 @@ class DataParallel:
         self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
         self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
-        self.journal = Journal(device)
         self._collectives = self._of_hosts = None
         if replicas is not None:
             accelerated = devices.is_accelerator(device)
@@ -139,7 +137,7 @@ class DataParallel:
         mine = self._collectives
         if mine is None:
             return None
-        return Buckets(stage, mine, self.journal, self._bucket_bytes, splits=self._splits)
+        return Buckets(stage, mine, self._bucket_bytes, splits=self._splits)
 
     def agree(self, num_microbatches: int) -> int:
         """In how many micro-batches a pass goes that a replica would take in so many. Where holders of a
@@ -235,7 +233,6 @@ class Buckets(Reduction):
     Args:
         stage: whose gradients they are.
         collectives: between its replicas.
-        journal: where is written when each sum began and ended.
         bucket_bytes: gradients that leave together; as `buckets_of` has it if not given.
         splits: whether the last gradients are made by W, from the first layer on, or from the last.
     """
@@ -244,13 +241,12 @@ class Buckets(Reduction):
         self,
         stage: Stage,
         collectives: Collectives,
-        journal: Journal,
         bucket_bytes: int | None = None,
         *,
         splits: bool = False,
     ) -> None:
         self._stage, self._collectives, self._splits = stage, collectives, splits
-        self._journal, self._bucket_bytes = journal, bucket_bytes
+        self._bucket_bytes = bucket_bytes
         self._trainable: tuple[nn.Parameter, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
         self._buckets: list[FlatBucket] = []
@@ -292,11 +288,9 @@ class Buckets(Reduction):
             self._send()
 
     def finish(self) -> None:
-        for number, (work, is_missing) in enumerate(self._sent):
+        for bucket, (work, is_missing) in zip(self._buckets, self._sent, strict=False):
             self._collectives.wait(work)
-            self._journal.waited(self._stage.index, number)
             if is_missing:
-                bucket = self._buckets[number]
                 for position, mark in zip(bucket.positions, bucket.marks.tolist(), strict=True):
                     if not mark:
                         self._parameters[position].grad = None
@@ -332,8 +326,7 @@ class Buckets(Reduction):
     @torch.no_grad()
     def _send(self) -> None:
         """Begins the sum of the next bucket."""
-        number = len(self._sent)
-        bucket = self._buckets[number]
+        bucket = self._buckets[len(self._sent)]
         gradients = [local(self._parameters[i].grad) for i in bucket.positions]
         if any(each is not None and each.layout is not torch.strided for each in gradients):
             raise RuntimeError(
@@ -350,10 +343,7 @@ class Buckets(Reduction):
                 whole = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
                 gradient = like.from_local(gradient, like.device_mesh, like.placements, **whole)
             parameter.grad = gradient
-        self._journal.begun(self._stage.index, number)
-        work = self._collectives.sum(numbers)
-        self._journal.watch(work, self._stage.index, number)
-        self._sent.append((work, is_missing))
+        self._sent.append((self._collectives.sum(numbers), is_missing))
 
 
 class Divided:

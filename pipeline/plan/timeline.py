@@ -74,17 +74,13 @@ class Timeline:
         devices: Iterable[str] = (),
         conditions: Mapping[str, str] | None = None,
         placement: tuple[int, ...] = (),
-        collectives: Iterable[Span] = (),
     ) -> Timeline:
         """Orders the events and moves the earliest start to 0."""
         ordered = sorted(events, key=lambda event: (event.start_s, event.action))
         origin_s = ordered[0].start_s if ordered else 0.0
         shifted = tuple(Event(a, start_s - origin_s, end_s - origin_s) for a, start_s, end_s in ordered)
-        sums = [Span(s.name, s.stage, s.start_s - origin_s, s.end_s - origin_s) for s in collectives]
-        return cls(
-            shifted, num_stages, provenance, tuple(devices), dict(conditions or {}),
-            placement=placement, collectives=tuple(sorted(sums, key=lambda span: (span.start_s, span.stage))),
-        )  # fmt: skip
+        where = tuple(devices), dict(conditions or {})
+        return cls(shifted, num_stages, provenance, *where, placement=placement)
 
     @property
     def num_workers(self) -> int:

@@ -33,7 +33,7 @@ from gpipe_bench.pipeline.clock import Clock, conditions
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.plan.edges import Direction
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
+from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 from gpipe_bench.pipeline.ranks.ends import MessageSpec, Sender
 from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit
@@ -264,16 +264,14 @@ def gather_timeline(
 ) -> Timeline:
     """The latest step of all ranks on one time axis, that of rank 0's host."""
     offset_ns = _clock_offset_ns(collectives)
-    sums = clock.collectives(offset_ns)
-    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions(), sums)
-    ranks: list[tuple[tuple[Event, ...], str, dict[str, str], tuple[Span, ...]]] = collectives.gather(mine)
+    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())
+    ranks: list[tuple[tuple[Event, ...], str, dict[str, str]]] = collectives.gather(mine)
     return Timeline.of(
         [event for rank in ranks for event in rank[0]],
         schedule.num_stages,
         devices=[ranks[schedule.worker(stage)][1] for stage in range(schedule.num_stages)],
         conditions={name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]},
         placement=schedule.placement,
-        collectives=[span for rank in ranks for span in rank[3]],
     )
 
 

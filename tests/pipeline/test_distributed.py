@@ -27,7 +27,7 @@ from case_runner import Outcomes, assert_passed, named
 from forked import free_port
 from own_model_cases import NEED_TRANSFORMERS
 from torch.distributed import HashStore
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.multiprocessing.spawn import ProcessException
 
 from gpipe_bench.pipeline import launch
 from gpipe_bench.pipeline.ranks import wire
@@ -81,7 +81,7 @@ def test_one_gpu_alone_takes_what_the_engine_asks_of_nccl() -> None:
 
 @pytest.mark.usefixtures("spawning")
 def test_the_launcher_ends_with_the_first_error() -> None:
-    with pytest.raises(ChildFailedError, match=r"action 1B0 on rank 1 failed: ZeroDivisionError: broken"):
+    with pytest.raises(ProcessException, match=r"action 1B0 on rank 1 failed: ZeroDivisionError: broken"):
         launch(failure_cases.raise_one, 2, "gpipe", device="cpu")
     left = [process.cmdline() for process in psutil.Process().children(recursive=True)]
     assert not [line for line in left if "spawn_main" in " ".join(line)]

@@ -57,7 +57,7 @@ def test_more_processes_than_gpus_are_refused_before_any_starts(
     gpus: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr(launch, "elastic_launch", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(launch, "start_processes", lambda *arguments, **_: started.append(arguments))
     with pytest.raises(ValueError, match="2 processes, 1 GPU: each process"):
         launch.launch(nothing, 2, device=device)
     assert not started
@@ -181,13 +181,11 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, results: list[object]) -> None:
         self.results = dict(enumerate(results))
         self.kinds: list[str] = []
-        monkeypatch.setattr(launch, "elastic_launch", lambda config, function: self.run)
+        monkeypatch.setattr(consistency, "launch", self.launch)
 
-    def run(
-        self, function: object, threads: int, pin: bool, device: str, *arguments: object
-    ) -> dict[int, object]:
+    def launch(self, function: object, number: int, *arguments: object, device: str, **_: object) -> object:
         self.kinds.append(device)
-        return self.results
+        return [*self.results.values()]
 
 
 @pytest.mark.parametrize("gpus", [1, 2], indirect=True)

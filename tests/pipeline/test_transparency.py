@@ -31,7 +31,7 @@ from tiny_models import (
     seeded,
 )
 from torch import Tensor, nn
-from tree_models import ByKey, Keyed, shared_model, tree_batch, tree_loss, tree_model, what_is_shared
+from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import NAMED, Action, InProcess, Pipeline, Schedule, from_csv, named, run_plain
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
@@ -152,7 +152,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Data, Callable[..., Tensor]
     "keys that change": (
         lambda: nn.Sequential(Keyed(other_keys), ByKey()), lambda step: mlp_batch(5, seed=step), mse_loss, 2,
     ),
-    "shared arguments": (shared_model, lambda step: mlp_batch(7, seed=step), mse_loss, 6),
     "in place": (in_place, lambda step: mlp_batch(7, seed=step), mse_loss, 13),
     "tied weights": (tied, lambda step: mlp_batch(8, seed=step), mse_loss, 4),
 }  # fmt: skip
@@ -167,17 +166,15 @@ def test_models_that_pass_and_keep_all_kinds_of_things(
 ) -> None:
     """Cut into one stage, into two and as finely as it goes; and evaluated."""
     build, data, loss_fn, most = MODELS[name]
-    shared = what_is_shared if name == "shared arguments" else lambda step: None
     pipeline, plain = assert_trains_as_plain(
         build, data, loss_fn, 3, num_steps=3, num_stages=min(cut, most), remat=remat, schedule=schedule,
-        shared_of=shared, transport=InProcess(copy=copy),
+        transport=InProcess(copy=copy),
     )  # fmt: skip
     batch = data(2)[0]
-    if name in ("any tree", "shared arguments"):
-        output = pipeline.eval()(batch, shared=shared(2))
-        whole = run_plain(plain.eval(), batch, seed=0, step=0, microbatch=0, shared=shared(2))
-        torch.testing.assert_close(output, whole, **EXACT)
     if name == "any tree":
+        output = pipeline.eval()(batch)
+        whole = run_plain(plain.eval(), batch, seed=0, step=0, microbatch=0)
+        torch.testing.assert_close(output, whole, **EXACT)
         assert list(output) == list(whole)
         assert (output["temperature"], output["nothing"]) == (0.5, None)
         assert output["both"][0] is output["logits"]

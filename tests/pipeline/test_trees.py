@@ -15,12 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import assert_trains_as_plain, mlp_batch
 from torch import Tensor, nn
-from tree_models import Anything, Masked, Mode, Output, Pair, State
+from tree_models import Mode, Output, Pair, State
 
-from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.stage.trees import (
     Constant,
-    Keywords,
     change,
     flatten,
     merge,
@@ -211,45 +209,3 @@ def test_a_repeated_tensor_travels_once() -> None:
     assert flatten(a) == ((a,), None)
     assert unflatten((a,), None) is a
     assert isinstance(unflatten(*flatten((a,))), tuple)
-
-
-# Keyword arguments that the layers share in a step
-
-
-def test_names_that_nobody_takes_and_tensors_that_need_a_gradient_are_refused() -> None:
-    pipeline = Pipeline([Masked(6, 6).double(), nn.Linear(6, 6).double()], num_stages=2, num_microbatches=2)
-    batch, target = mlp_batch(4)
-    with pytest.raises(ValueError, match="shared has 'maks', but no layer's"):
-        pipeline.step(batch, target, mse_loss, shared={"maks": torch.ones(6)})
-    with pytest.raises(ValueError, match="shared has 'input', but no layer's"):
-        pipeline(batch, shared={"input": torch.ones(6)})
-    with pytest.raises(ValueError, match=r"pipeline does not compute; pass tensor\.detach\(\),"):
-        pipeline.step(batch, target, mse_loss, shared={"mask": torch.ones(6, requires_grad=True)})
-    with pytest.raises(RuntimeError, match="missing 1 required positional argument: 'mask'"):
-        pipeline.step(batch, target, mse_loss)
-
-
-def test_a_layer_that_changes_what_is_shared_is_refused() -> None:
-    class Greedy(nn.Linear):
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return super().forward(x * mask.mul_(0.5))
-
-    for remat, why in {
-        "never": "place, which all layers and micro-batches",
-        "always": "has changed since, such as an object, a list, a tensor of shared",
-    }.items():
-        pipeline = Pipeline([Greedy(6, 6).double()], num_stages=1, num_microbatches=2, remat=remat)
-        with pytest.raises(RuntimeError, match=why):
-            pipeline.step(*mlp_batch(4), mse_loss, shared={"mask": torch.ones(6)})
-
-
-def test_torchs_own_layers_take_keywords() -> None:
-    encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
-    assert {"src_mask", "is_causal"} <= Keywords.of(encoder).names
-    assert Keywords.of(nn.Linear(1, 1)) == Keywords()
-    assert Keywords.of(Anything(1, 1)).any_name
-    pipeline = Pipeline([encoder, nn.Linear(6, 6)], num_stages=2, num_microbatches=2)
-    x, mask = torch.randn(4, 5, 6), nn.Transformer.generate_square_subsequent_mask(5)
-    torch.testing.assert_close(
-        pipeline(x, shared={"src_mask": mask}), pipeline.get_submodule("1")(encoder(x, src_mask=mask))
-    )

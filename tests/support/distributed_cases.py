@@ -38,7 +38,6 @@ from gpipe_bench.pipeline import (
     PortalSequential,
     Stash,
     checkpoint,
-    gpipe,
 )
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
@@ -122,22 +121,6 @@ def short_batches_with_portals() -> None:
         gradients = {name: p.grad for name, p in plain.named_parameters()}
         assert_own_gradients(pipeline, gradients, **EXACT)
         pipeline.zero_grad()
-
-
-def a_short_batch_is_refused_by_a_schedule_of_ones_own() -> None:
-    """On every rank, and the next step trains."""
-    ranks = Ranks()
-    pipeline = ranks.pipeline(seeded(mlp), schedule=gpipe(4, 4))
-    model = seeded(mlp)
-    for step, size in enumerate((4, 7)):
-        with raises(ValueError, "num_microbatches is 4 but the mini-batch has only 3 examples"):
-            pipeline.step(*ranks.own(*mlp_batch(3)), mse_loss)
-        with raises(ValueError, "has only 2 examples"):
-            pipeline(ranks.own(*mlp_batch(2))[0])
-        batch, target = mlp_batch(size, seed=step)
-        plain = plain_step(model, batch, target, mse_loss, 4, step=step)
-        torch.testing.assert_close(pipeline.step(*ranks.own(batch, target), mse_loss), plain.loss, **EXACT)
-        assert_own_gradients(pipeline, plain.gradients, **EXACT)
 
 
 def memory_for_messages_of_many_sizes() -> None:
@@ -419,7 +402,6 @@ CASES = (
     mini_batches_of_changing_shapes,
     short_batches,
     short_batches_with_portals,
-    a_short_batch_is_refused_by_a_schedule_of_ones_own,
     memory_for_messages_of_many_sizes,
     evaluation,
     an_input_that_shares_memory_is_overwritten,

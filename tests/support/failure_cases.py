@@ -75,20 +75,6 @@ def failures_of_every_kind_on_every_rank() -> None:
         fails_everywhere(action, error, cause)
 
 
-def a_wrong_name_in_shared() -> None:
-    """The first rank's error, before any action, is told to the others."""
-    for of in ("step", "forward"):
-        ranks = Ranks()
-        pipeline = ranks.pipeline(seeded(mlp), timeout_s=PATIENCE_S)
-        kind = ValueError if ranks.is_first else ActionError
-        batch, target = ranks.own(*mlp_batch(8))
-        with raises(kind, "typo"):
-            if of == "step":
-                pipeline.step(batch, target, mse_loss, shared={"typo": 1})
-            else:
-                pipeline(batch, shared={"typo": 1})
-
-
 def a_loss_on_one_rank_alone() -> None:
     """The ranks that have none say so at once, and the one that has does not wait for them."""
     ranks = Ranks()
@@ -292,7 +278,6 @@ CASES = (
     a_failure_that_only_the_store_tells,
     a_failure_that_is_noticed_after_the_last_receive,
     a_rank_that_cannot_write,
-    a_wrong_name_in_shared,
     a_loss_on_one_rank_alone,
     an_optimizer_that_decides_by_all_gradients,
     an_interrupt_of_a_save,

@@ -2,7 +2,7 @@
 outputs are the plain model's.
 
 Beside `property_cases`: several stages per worker, every named schedule, "auto" with its change of rows,
-pytrees, shared arguments, tied weights, changes in place, dropout, scaled gradients; and from step to step
+pytrees, tied weights, changes in place, dropout, scaled gradients; and from step to step
 other batch sizes and shapes, other layers (`joined_models.change_of`), weights that an optimizer moved, and
 evaluation between them.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any
 
 import torch
-from joined_models import Asking, Change, change_of, joined_layers, shared_of
+from joined_models import Change, change_of, joined_layers
 from random_schedules import random_placement, random_schedule
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -68,15 +67,9 @@ class Example:
         self.share_memory = generator.random() < 0.5
         self.scaled = generator.random() < 0.4
         self.clips = generator.random() < 0.5
-        asks = any(isinstance(layer, Asking) for layer in self.layers)
-        self.shared = [shared_of(generator, WIDTH) if asks else None for _ in range(NUM_STEPS)]
-        if generator.random() < 0.3:
-            self.shared = self.shared[:1] * NUM_STEPS  # the same tensors in every step
         self.seed = generator.randrange(2**32)
-        # A schedule of one's own takes no fewer examples than it has micro-batches.
-        fewest = 1 if isinstance(self.schedule, str) else self.num_microbatches
         most = 2 * self.num_microbatches + 1
-        self.steps = [Step(generator, self.layers, fewest, most) for _ in range(NUM_STEPS)]
+        self.steps = [Step(generator, self.layers, 1, most) for _ in range(NUM_STEPS)]
 
     def _schedule(self, generator: random.Random) -> Schedule | str:
         way = generator.choice(["named", "named", "random"])
@@ -96,9 +89,8 @@ class Example:
         name = schedule if isinstance(schedule, str) else f"{schedule.name} {schedule.placement}"
         sizes_of = f"K={self.num_stages} workers={self.num_workers} M={self.num_microbatches}"
         steps = f"scaled={self.scaled} steps: {'; '.join(map(str, self.steps))}"
-        shared = [each and list(each) for each in self.shared]
         layers = " ".join(type(layer).__name__ for layer in self.layers)
-        return f"{sizes_of} {name} remat={self.remat} memory={self.share_memory} {steps} {shared=}: {layers}"
+        return f"{sizes_of} {name} remat={self.remat} memory={self.share_memory} {steps}: {layers}"
 
     def problems(self, group: dist.ProcessGroup | None) -> list[str]:
         """What is wrong in this process."""
@@ -131,16 +123,14 @@ class Example:
                 pipeline.refresh()
             batch = _batch(step.batch_size, step.length, generator)
             target = torch.randn(step.batch_size, 1, generator=generator, dtype=torch.float64)
-            shared = self.shared[number]
             if step.zeroed:
                 pipeline.zero_grad()
                 model.zero_grad()
-            wanted = self._plain_step(number, plain, batch, target, shared)
+            wanted = self._plain_step(number, plain, batch, target)
             loss = pipeline.step(
                 batch.clone() if is_first else None,
                 target if is_last else None,
                 nn.functional.mse_loss,
-                shared=shared if is_first else None,
                 scaler=scaler,
             )
             if not torch.allclose(loss, wanted, **CLOSE):
@@ -160,21 +150,17 @@ class Example:
                 model.eval(), pipeline.eval()
                 batch = _batch(step.evaluated, step.length, generator)
                 with torch.inference_mode(step.inference):
-                    output = pipeline(
-                        batch.clone() if is_first else None, shared=shared if is_first else None
-                    )
+                    output = pipeline(batch.clone() if is_first else None)
                 with torch.no_grad():
-                    expected = torch.cat([self._run(plain, x.clone(), shared) for x in self._split(batch)])
+                    expected = torch.cat([self._run(plain, x.clone()) for x in self._split(batch)])
                 if is_last and not torch.allclose(output, expected, **CLOSE):
                     found.append(f"step {number}: an evaluation differs")
                 model.train(), pipeline.train()
         pipeline.close()
         return found
 
-    def _run(
-        self, layers: list[nn.Module], batch: Tensor, shared: dict[str, Any] | None, step: int = 0, m: int = 0
-    ) -> Tensor:
-        return run_plain(layers, batch, seed=0, step=step, microbatch=m, shared=shared)
+    def _run(self, layers: list[nn.Module], batch: Tensor, step: int = 0, m: int = 0) -> Tensor:
+        return run_plain(layers, batch, seed=0, step=step, microbatch=m)
 
     def _split(self, batch: Tensor) -> tuple[Tensor, ...]:
         return batch.split(sizes(len(batch), min(len(batch), self.num_microbatches)))
@@ -185,13 +171,12 @@ class Example:
         layers: list[nn.Module],
         batch: Tensor,
         target: Tensor,
-        shared: dict[str, Any] | None,
     ) -> Tensor:
         # Gradients are summed outside of autograd, whose own sum goes wrong where two share memory.
         parameters = [p for p in nn.Sequential(*layers).parameters() if p.requires_grad]
         total = torch.zeros((), dtype=torch.float64)
         for m, (x, y) in enumerate(zip(self._split(batch), self._split(target), strict=True)):
-            output = self._run(layers, x.clone(), shared, step, m)
+            output = self._run(layers, x.clone(), step, m)
             loss = nn.functional.mse_loss(output, y) * (len(x) / len(batch))
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):

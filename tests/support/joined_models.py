@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from random_models import Counted, Dense, Head, Join, Layer, Shift, Skip, Turn, Twice, flat, joined, parts
@@ -24,15 +23,6 @@ class Packed(Layer):
         positive = bool(first.detach().sum() > 0)
         extra = {"nothing": None} if positive else {}
         return {"x": first, "scale": 2 if positive else 0.5, "others": others, "name": "packed", **extra}
-
-
-class Asking(Dense):
-    """Takes what all layers share."""
-
-    def forward(self, value: Tree, shift: Tensor | None = None, *, times: int = 1) -> Tree:
-        first, *others = parts(value)
-        y = self.change(first) * times
-        return joined((y if shift is None else y + shift, *others))
 
 
 class Same(Dense):
@@ -95,8 +85,8 @@ def of_torch(generator: random.Random, width: int) -> nn.Module:
 
 
 KINDS = (
-    Dense, Dense, Choosing, Dropping, Normed, Shift, Skip, Twice, Turn, Join, Counted, Packed, Packed, Asking,
-    Asking, Same, Same,
+    Dense, Dense, Choosing, Dropping, Normed, Shift, Skip, Twice, Turn, Join, Counted, Packed, Packed, Same,
+    Same,
 )  # fmt: skip
 
 
@@ -129,15 +119,6 @@ def joined_layers(generator: random.Random, num_layers: int, width: int) -> list
     for layer in layers[: generator.choice([0, 0, 0, num_layers // 2])]:
         layer.requires_grad_(False)
     return [layer.double() for layer in (*layers, Head(width))]
-
-
-def shared_of(generator: random.Random, width: int) -> dict[str, Any] | None:
-    found: dict[str, Any] = {}
-    if generator.random() < 0.6:
-        found["shift"] = torch.full((width,), generator.random(), dtype=torch.float64)
-    if generator.random() < 0.6:
-        found["times"] = generator.choice([1, 2])
-    return found or None
 
 
 Change = Callable[[Sequence[nn.Module]], None]

@@ -7,7 +7,6 @@ target count.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench import models
-from gpipe_bench.pipeline import Pipeline, named
+from gpipe_bench.pipeline import Pipeline
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 TRANSFORMER = {
@@ -86,18 +85,6 @@ def short_batches() -> None:
         pipeline.close()
 
 
-def a_short_share_is_refused_by_a_schedule_of_ones_own() -> None:
-    """On every rank of all replicas, whosever share it is, and the next step trains."""
-    parts = [mlp_batch(size, seed=r) for r, size in enumerate((2, 5))]
-    pipeline = on_grid(2, 2, seeded(mlp), 3, schedule=named("1f1b", 2, 3))
-    with raises(ValueError, "num_microbatches is 3 but the mini-batch has only 2 examples"):
-        pipeline.step(*own_part(pipeline, parts), mse_loss)
-    parts[0] = mlp_batch(4)
-    pipeline.step(*own_part(pipeline, parts), mse_loss)
-    assert_gradients(pipeline, joint_step(seeded(mlp), parts, mse_loss, 3))
-    pipeline.close()
-
-
 def amoebanet() -> None:
     of_a_model("amoebanet-d", AMOEBANET, torch.float64, 1e-12)
 
@@ -111,35 +98,16 @@ def transformer_float32() -> None:
 
 
 def gradients_of_earlier_steps_count_once() -> None:
-    """Steps without `zero_grad`, with and without a sum over replicas, in all orders."""
+    """Steps without `zero_grad`."""
     parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
-    for syncs in itertools.product((True, False), repeat=2):
-        model = seeded(mlp)
-        pipeline = on_grid(2, 2, seeded(mlp), 3, schedule="1f1b")
-        for step, sync in enumerate((*syncs, True)):
-            plain = joint_step(model, parts, mse_loss, 3, step=step)
-            loss = pipeline.step(*own_part(pipeline, parts), mse_loss, sync=sync)
-            torch.testing.assert_close(loss, plain.loss, **CLOSE)  # of all replicas, in any case
-        assert_gradients(pipeline, plain)
-        pipeline.close()
-
-
-def gradients_without_a_sum_are_of_this_replica() -> None:
-    """And what the user forgets is forgotten."""
-    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
-    pipeline = on_grid(2, 2, seeded(mlp), 3)
-    replica = pipeline.grid.replica
-    pipeline.step(*own_part(pipeline, parts), mse_loss, sync=False)
     model = seeded(mlp)
-    examples = [len(target) for _, target in parts]
-    own = joint_step(model, [((parts[0]), parts[1])[replica]], mse_loss, 3) if replica == 0 else None
-    if own is not None:
-        share = examples[0] / sum(examples)
-        own.gradients = {name: g * share for name, g in own.gradients.items()}
-        assert_gradients(pipeline, own)
-    pipeline.zero_grad()
-    pipeline.step(*own_part(pipeline, parts), mse_loss)
-    assert_gradients(pipeline, joint_step(seeded(mlp), parts, mse_loss, 3, step=1))
+    pipeline = on_grid(2, 2, seeded(mlp), 3, schedule="1f1b")
+    for step in range(3):
+        plain = joint_step(model, parts, mse_loss, 3, step=step)
+        loss = pipeline.step(*own_part(pipeline, parts), mse_loss)
+        torch.testing.assert_close(loss, plain.loss, **CLOSE)  # of all replicas, in any case
+    assert_gradients(pipeline, plain)
+    pipeline.close()
 
 
 def parameters_without_a_gradient() -> None:
@@ -406,12 +374,10 @@ CASES = (
     transparency_2_2,
     transparency_4_1,
     short_batches,
-    a_short_share_is_refused_by_a_schedule_of_ones_own,
     amoebanet,
     transformer,
     transformer_float32,
     gradients_of_earlier_steps_count_once,
-    gradients_without_a_sum_are_of_this_replica,
     parameters_without_a_gradient,
     parameters_that_come_later,
     a_weight_with_several_gradients_in_one_backward,

@@ -174,7 +174,6 @@ def plain_step(
     *,
     seed: int = 0,
     step: int = 0,
-    shared: Mapping[str, Any] | None = None,
 ) -> Plain:
     """What a step must equal: each micro-batch through the uncut model, losses weighted by their share of
     examples.
@@ -186,7 +185,7 @@ def plain_step(
     for m, (inputs, wanted) in enumerate(
         zip(split(batch, num_microbatches), split(target, num_microbatches), strict=True)
     ):
-        output = run_plain(model, inputs, seed=seed, step=step, microbatch=m, shared=shared)
+        output = run_plain(model, inputs, seed=seed, step=step, microbatch=m)
         states = generators.save()
         generators.seed(stream_key(seed, step, len(model), m))
         loss = loss_fn(output, wanted) * (lengths[m] / examples)
@@ -224,27 +223,26 @@ def assert_trains_as_plain(
     *,
     num_steps: int = 1,
     between: Callable[[int, nn.Sequential], None] = lambda step, layers: None,
-    shared_of: Callable[[int], dict[str, Any] | None] = lambda step: None,
     **options: Any,
 ) -> tuple[Pipeline, nn.Sequential]:
     """Loss, gradients and buffers of each step of a pipeline equal the plain model's.
 
-    `data` and `shared_of` say what a step is given; `between` is called before each step, with the plain
+    `data` says what a step is given; `between` is called before each step, with the plain
     model and with the pipeline's. Returns the pipeline and the plain model.
     """
     plain, layers = seeded(build), seeded(build)
     plain_loss, options = copy.deepcopy(loss_fn), {"cost": [1] * len(layers), **options}
     pipeline = Pipeline(layers, num_microbatches=num_microbatches, **options)
     for step in range(num_steps):
-        (batch, target), shared = data(step), shared_of(step)
+        batch, target = data(step)
         for model in (plain, layers):
             between(step, model)
             model.zero_grad()
         wanted = plain_step(
             plain, change(batch, Tensor.clone, "it"), target, plain_loss,
-            min(num_microbatches, num_examples(batch)), step=step, shared=shared,
+            min(num_microbatches, num_examples(batch)), step=step,
         )  # fmt: skip
-        torch.testing.assert_close(pipeline.step(batch, target, loss_fn, shared=shared), wanted.loss, **EXACT)
+        torch.testing.assert_close(pipeline.step(batch, target, loss_fn), wanted.loss, **EXACT)
         assert {name for name, _ in pipeline.named_parameters()} == wanted.gradients.keys()
         assert_own_gradients(pipeline, wanted.gradients, **EXACT)
         found, expected = dict(pipeline.named_buffers()), dict(plain.named_buffers())

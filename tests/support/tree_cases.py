@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from ranks import Ranks, halves, raises
 from tiny_models import EXACT, assert_own_gradients, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
-from tree_models import ByKey, Keyed, shared_model, tree_batch, tree_loss, tree_model, what_is_shared
+from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
-from gpipe_bench.pipeline import ActionError, Pipeline, run_plain
+from gpipe_bench.pipeline import ActionError, Pipeline
 from gpipe_bench.pipeline.ranks import control
 from gpipe_bench.pipeline.ranks.control import Control
 from gpipe_bench.pipeline.ranks.ends import MessageSpec
@@ -132,32 +131,6 @@ def in_place_layers_first() -> None:
         assert_own_gradients(pipeline, wanted.gradients, **EXACT)
 
 
-def arguments_that_layers_share() -> None:
-    """Given on the first rank, sent on to every stage in every step, in an evaluation too."""
-    for ranks in (Ranks(), halves(share_memory=False)):
-        plain, pipeline = seeded(shared_model), ranks.pipeline(seeded(shared_model), 2)
-        kept = what_is_shared(0)
-        for step, shared in enumerate((kept, {**kept, "factor": 7}, what_is_shared(1), kept)):
-            if step == 3:
-                np.logical_not(kept["mask"].numpy(), out=kept["mask"].numpy())  # where no version counts
-            batch, target = mlp_batch(4, seed=step)
-            wanted = plain_step(plain, batch, target, mse_loss, 2, step=step, shared=shared)
-            with SpecsSent() as sent:
-                loss = pipeline.step(
-                    *ranks.own(batch, target), mse_loss, shared=shared if ranks.is_first else {"not": "used"}
-                )
-            torch.testing.assert_close(loss, wanted.loss, **EXACT)
-            assert_own_gradients(pipeline, wanted.gradients, **EXACT)
-            assert sent.counts["shared"] == int(not ranks.is_last), (step, sent.counts)
-        with SpecsSent() as sent:
-            output = pipeline.eval()(
-                batch if ranks.is_first else None, shared=kept if ranks.is_first else None
-            )
-        if ranks.is_last:
-            whole = run_plain(plain.eval(), batch, seed=0, step=0, microbatch=0, shared=kept)
-            torch.testing.assert_close(output, whole, **EXACT)
-
-
 def one_decision_about_scaled_gradients() -> None:
     """An infinite gradient on one rank: none takes the step, and all go on with the same scale.
 
@@ -203,6 +176,5 @@ CASES: tuple[Callable[[], None], ...] = (
     keys_that_change_between_calls,
     keys_that_bring_other_tensors,
     in_place_layers_first,
-    arguments_that_layers_share,
     one_decision_about_scaled_gradients,
 )

@@ -132,7 +132,10 @@ class Pipeline(nn.Module):
     ) -> None:
         """The arguments are described with the class: `help(Pipeline)`."""
         super().__init__()
-        check_arguments(num_stages, num_microbatches, num_workers, timeout_s, group, mesh, transport)
+        check_arguments(
+            transport=transport, num_stages=num_stages, num_microbatches=num_microbatches,
+            num_workers=num_workers, timeout_s=timeout_s, group=group, mesh=mesh,
+        )  # fmt: skip
         self.seed = seed
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0

@@ -5,16 +5,15 @@ Whatever does not fit is a `ValueError` that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
 from gpipe_bench.pipeline.memory.profile import layer_costs
@@ -38,33 +37,40 @@ Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number
 
 
-def check_arguments(
-    num_stages: object,
-    num_microbatches: object,
-    num_workers: object,
-    timeout_s: object,
-    group: object,
-    mesh: object,
-    transport: object,
-) -> None:
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return value is None or _is_number(value, int)
+
+
+# Arguments by their names: what is one, and what to give instead of one that is not.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_microbatches": (lambda value: _is_number(value, int), "a whole number, such as 4"),
+    "num_stages": (_is_count, "a whole number, such as 4"),
+    "num_workers": (_is_count, "a whole number, such as 4"),
+    "timeout_s": (
+        lambda value: _is_number(value, int, float) and 0 < value < inf, "seconds, more than 0, such as 600",
+    ),
+    "group": (
+        lambda value: isinstance(value, dist.ProcessGroup | Network | None),
+        "a process group, such as torch.distributed.group.WORLD once init_process_group was called",
+    ),
+    "mesh": (
+        lambda value: isinstance(value, DeviceMesh | None),
+        "torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp'))",
+    ),
+}  # fmt: skip
+
+
+def check_arguments(*, transport: object, **given: object) -> None:
     """`ValueError` for arguments of a pipeline that are of another kind, or that exclude each other."""
-    numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_workers": num_workers}
-    for name, number in numbers.items():
-        is_left_out = number is None and name != "num_microbatches"
-        if not is_left_out and (isinstance(number, bool) or not isinstance(number, int)):
-            raise ValueError(f"{name} is {number!r}; give a whole number, such as 4")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
-        raise ValueError(f"timeout_s is {timeout_s!r}; give seconds, more than 0, such as 600")
-    if not isinstance(group, dist.ProcessGroup | Network | None):
-        raise ValueError(
-            f"group is {group!r}; give a process group, such as torch.distributed.group.WORLD once "
-            "init_process_group was called, or leave it out for a pipeline in one process"
-        )
-    if not isinstance(mesh, DeviceMesh | None):
-        raise ValueError(
-            f"mesh is {mesh!r}; give torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp')), or leave it "
-            "out"
-        )
+    for name, value in given.items():
+        is_one, instead = _ARGUMENTS[name]
+        if not is_one(value):
+            raise ValueError(f"{name} is {value!r}; give {instead}")
+    group, mesh = given["group"], given["mesh"]
     if mesh is not None and group is not None:
         raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
     if transport is not None and (group is not None or mesh is not None):
@@ -173,13 +179,6 @@ def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.
             raise ValueError(f"layer {name} is a {type(layer).__name__}; every layer must be an nn.Module")
     if not named:
         raise ValueError("layers is empty; a pipeline needs at least one layer")
-    for name, layer in named:
-        for part, tensor in chain(layer.named_parameters(), layer.named_buffers()):
-            if is_lazy(tensor):
-                raise ValueError(
-                    f"{part!r} of layer {name} ({type(layer).__name__}) has no shape before a first input; "
-                    "run the model once on an example, as in model(example), before the pipeline is built"
-                )
     return named
 
 

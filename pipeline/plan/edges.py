@@ -101,14 +101,15 @@ class Rings(NamedTuple):
 
     On accelerators the receive of micro-batch m is posted when its worker has made `after[m]` calls: one for
     each message of the chain that leaves the worker, one for each micro-batch that a stage is done with. In
-    a pass of forwards alone these are `after_forward`. There `ahead` receives are posted ahead.
+    a pass of forwards alone, whose buffers are free as soon as a message is taken, these are `after_forward`
+    and the ring is `forward`.
     """
 
     tight: Ring
     small: Ring
     after: tuple[int, ...] = ()
     after_forward: tuple[int, ...] = ()
-    ahead: int = FORWARDS_AHEAD
+    forward: Ring | None = None
 
     def of(self, largest_bytes: int, small_bytes: int = SMALL_BYTES) -> Ring:
         """Returns the ring to use where no message takes more than `largest_bytes`."""
@@ -180,12 +181,14 @@ def _rings_of(schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool) 
             ends = [action.microbatch for action in ends_of(schedule.row(stage))]
             order, tight = [message.target.microbatch for message in messages], slots[edge.number, back]
             small = max(tight, schedule.in_flight(stage)) if back else tight
-            rings = Rings(_ring(order, ends, tight), _ring(order, ends, small))
+            few = ahead.get((edge.number, False), FORWARDS_AHEAD)
+            forward = None if back else _ring(order, order, few)
+            rings = Rings(_ring(order, ends, tight), _ring(order, ends, small), forward=forward)
             if accelerated:
                 rings = rings._replace(after=_after(schedule, messages, rounds))
                 if not back:
                     after = _after(schedule, messages, forward_rounds)
-                    rings = rings._replace(after_forward=after, ahead=ahead[edge.number, False])
+                    rings = rings._replace(after_forward=after)
             found[edge.number, back] = rings
     return found
 

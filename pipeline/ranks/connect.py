@@ -73,10 +73,6 @@ class Network:
         """Whether messages from and to the device are waited for by the device, behind the host."""
         return devices.is_accelerator(device)
 
-    def identity(self, device: torch.device) -> str:
-        """Returns a text that is equal on two ranks only if they use one piece of hardware."""
-        return devices.identity(device)
-
     def synchronize(self, device: torch.device) -> None:
         """Waits until the device has done all it was given."""
         devices.synchronize(device)
@@ -220,7 +216,7 @@ def open_connections(
     gradients, by the way that they take; for the loss; and for portals.
 
     `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
-    alike, where two ranks use one GPU, or one a GPU and another none.
+    alike, where one uses a GPU and another none.
     """
     network, accelerated = session.network, session.is_accelerated
     near = neighbours(
@@ -234,8 +230,6 @@ def open_connections(
     # Headers and specs are read by the host, so they never go through NCCL.
     control = session.connect("control", near)
     collectives = ObjectCollectives(control, network.rank, network.size)
-    if accelerated:
-        _refuse_shared_devices(collectives.gather((network.identity(session.device), str(session.device))))
     by_heading = {
         heading: session.connect(name, near, accelerated=accelerated)
         for heading, name in connection_names(schedule).items()
@@ -267,22 +261,6 @@ def open_connections(
     if accelerated:
         warm_up(session, first_messages)
     return control, collectives, by_heading, loss, portals
-
-
-def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
-    """`ValueError`, on every rank alike, if two ranks use one device; `found` is what it is and what the
-    rank calls it.
-    """
-    first: dict[str, int] = {}
-    for rank, (identity, name) in enumerate(found):
-        other = first.setdefault(identity, rank)
-        if other != rank:
-            raise ValueError(
-                f"ranks {other} and {rank} both use one GPU ({identity}; {found[other][1]} on rank {other}, "
-                f"{name} on rank {rank}), and NCCL connects no two ranks on one; start no more processes on "
-                "a host than it has GPUs, give each a device of its own (`devices=`, LOCAL_RANK, "
-                'CUDA_VISIBLE_DEVICES), or run on CPUs with devices="cpu"'
-            )
 
 
 def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:

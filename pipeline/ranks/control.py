@@ -35,7 +35,6 @@ from gpipe_bench.pipeline.plan.edges import Direction
 from gpipe_bench.pipeline.plan.schedule import Action, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event, Timeline
 from gpipe_bench.pipeline.ranks.ends import MessageSpec, Sender
-from gpipe_bench.pipeline.ranks.launch import machine_id
 from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit
 
 _FRAME = TensorSpec((1024,), (1,), torch.uint8)
@@ -186,7 +185,6 @@ def unpacked(content: tuple[torch.dtype, Sequence[int], bytes], device: torch.de
 
 
 _LENGTH_TAG, _DATA_TAG, _NUMBER_TAG, _TENSOR_TAG = range(2**27, 2**27 + 4)
-_ROUND_TRIPS = 10
 T = TypeVar("T")
 
 
@@ -219,26 +217,19 @@ class ObjectCollectives:
 
     def send_tensor(self, tensor: Tensor | None, target: int) -> None:
         """Sends a tensor, or that there is none, to a rank that calls `receive_tensor`."""
-        self.send(int(tensor is not None), target)
+        self._send(torch.tensor([tensor is not None]), target, _NUMBER_TAG)
         if tensor is not None and tensor.numel():
             self._send(tensor.detach().cpu().contiguous(), target, _TENSOR_TAG)
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor | None:
         """A tensor of the shape and dtype of `like`, on its device."""
-        if not self.receive(source):
+        if not self._receive(TensorSpec((1,), (1,), torch.bool), source, _NUMBER_TAG):
             return None
         tensor_spec = TensorSpec.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
         received = (
             self._receive(tensor_spec, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
         )
         return received.to(like.device, like.dtype)
-
-    def send(self, number: int, target: int) -> None:
-        """Sends a number to a rank that calls `receive`."""
-        self._send(torch.tensor([number]), target, _NUMBER_TAG)
-
-    def receive(self, source: int) -> int:
-        return int(self._receive(TensorSpec((1,), (1,), torch.int64), source, _NUMBER_TAG))
 
     def _send(self, tensor: Tensor, target: int, tag: int) -> None:
         self._connection.wait(self._connection.send(tensor, target, tag), None, target)
@@ -262,8 +253,9 @@ def check_equal(found: Sequence[object], who: str = "rank") -> None:
 def gather_timeline(
     collectives: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
 ) -> Timeline:
-    """The latest step of all ranks on one time axis, that of rank 0's host."""
-    offset_ns = _clock_offset_ns(collectives)
+    """The latest step of all ranks on one time axis: the clocks of hosts are as equal as these keep them."""
+    # Actions are timed by a clock that never goes back; where it stands on the one that tells the time.
+    offset_ns = time.time_ns() - time.perf_counter_ns()
     mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())
     ranks: list[tuple[tuple[Event, ...], str, dict[str, str]]] = collectives.gather(mine)
     return Timeline.of(
@@ -273,27 +265,3 @@ def gather_timeline(
         conditions={name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]},
         placement=schedule.placement,
     )
-
-
-def _clock_offset_ns(collectives: ObjectCollectives) -> int:
-    """Offset from this rank's clock to rank 0's: the middle of the quickest of some round trips.
-
-    Processes on one machine have one clock.
-    """
-    machines = collectives.gather(machine_id())
-    quickest_ns, offset_ns = 1 << 62, 0
-    for other, machine in enumerate(machines):
-        if machine == machines[0] or collectives.rank not in (0, other):
-            continue
-        for _ in range(_ROUND_TRIPS):
-            if collectives.rank == 0:
-                collectives.receive(other)
-                collectives.send(time.perf_counter_ns(), other)
-                continue
-            sent_ns = time.perf_counter_ns()
-            collectives.send(sent_ns, 0)
-            answer_ns = collectives.receive(0)
-            back_ns = time.perf_counter_ns()
-            if back_ns - sent_ns < quickest_ns:
-                quickest_ns, offset_ns = back_ns - sent_ns, answer_ns - (sent_ns + back_ns) // 2
-    return offset_ns

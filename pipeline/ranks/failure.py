@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from traceback import walk_tb
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -39,9 +38,6 @@ EXPLANATION_S = 2.0
 _ASK_S = 0.02  # between two questions
 _LOOK_S = 0.5  # between two looks of the thread that watches
 _LAST_LOOK_S = 0.2  # how long the end waits for a look: torch must not be broken off in the middle of a call
-# Through which every collective of torch's goes that Python calls; behind them is only the operator's call.
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
-_OPERATORS = "torch._ops"
 
 T = TypeVar("T")
 Watch = Callable[[Callable[[], bool], float], Callable[[], None]]
@@ -288,20 +284,16 @@ def peer_error_of(error: BaseException) -> PeerError | None:
     """The `PeerError` for an exception of a collective of torch's; None for any other.
 
     Collectives that are not ours (those of `fully_shard`, of tensor-parallel layers) run in the middle of an
-    action and must not pass for a failure of the action. What counts is where one was raised, not what it
-    says: a layer that reads from a network of its own may say the same. (Where a layer itself waits for what
-    it began with `async_op=True`, the error is raised in the layer and is the layer's.)
+    action and must not pass for a failure of the action. torch has types for some of these exceptions, and
+    those of gloo name it.
     """
     if isinstance(error, PeerError):
         return error
-    if not isinstance(error, RuntimeError):
-        return None
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    raised_in = next((name for name in reversed(modules) if name != _OPERATORS), "")
-    return missing(error) if isinstance(error, dist.DistError) or raised_in in _COLLECTIVES else None
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return missing(error) if is_of_gloo or isinstance(error, dist.DistError) else None
 
 
-def missing(error: RuntimeError) -> PeerError:
+def missing(error: BaseException) -> PeerError:
     """Returns a `PeerError` for the error of a collective, which does not tell which rank it waited for."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     what = cleaned(next(lines, type(error).__name__))

@@ -50,12 +50,6 @@ def test_a_device_gets_its_index_and_its_allocator_is_there_before_it_is_asked(
     assert asked == ["up", torch.device("cuda", 1)]
 
 
-def test_a_host_is_told_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = devices.identity(CPU)
-    monkeypatch.setattr(devices.platform, "node", lambda: "elsewhere")
-    assert devices.identity(CPU) != here
-
-
 def test_no_other_file_names_an_accelerators_interface() -> None:
     """One file to read for another kind of device."""
     found = []
@@ -67,15 +61,6 @@ def test_no_other_file_names_an_accelerators_interface() -> None:
             if named and node.value.id == "torch" and node.attr in ("cuda", "accelerator", "xpu", "mps"):
                 found.append(f"{path.relative_to(PIPELINE)}:{node.lineno}")
     assert not found, f"ask `devices` instead: {found}"
-
-
-def test_an_accelerator_is_told_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes may call one GPU by different indices, and two GPUs by the same."""
-    numbers = iter(["GPU-1", "GPU-1", "GPU-2"])
-    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(uuid=next(numbers)))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    first, same, other = (devices.identity(torch.device("cuda", index)) for index in (0, 1, 0))
-    assert first == same != other
 
 
 def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_failure import Keys
 
 from gpipe_bench.pipeline import Action
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks.connect import in_turn
-from gpipe_bench.pipeline.ranks.failure import Heartbeat
 from gpipe_bench.pipeline.ranks.store import bounded
 from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, nccl_options, unreachable
 
@@ -147,59 +145,3 @@ def test_who_did_not_run_has_not_waited() -> None:
     late = device.look(2)[1]
     assert late is not None
     assert str(late) == "rank 1 did not answer: a device has waited for 10 s"
-
-
-# Signs of life
-
-
-class Life:
-    """The heartbeats of some ranks over one store and one clock."""
-
-    def __init__(self, size: int) -> None:
-        self.now_s, keys = 0.0, Keys()
-        self.of_rank = [Heartbeat(keys, rank, range(size), now=lambda: self.now_s) for rank in range(size)]
-
-    def pass_time(self, seconds: int, alive: set[int]) -> dict[int, PeerError]:
-        """What the living find out, looking once a second."""
-        found: dict[int, PeerError] = {}
-        for _ in range(seconds):
-            self.now_s += 1.0
-            for rank in sorted(alive):
-                if (error := self.of_rank[rank].beat(10.0)) is not None:
-                    found.setdefault(rank, error)
-        return found
-
-
-def test_ranks_that_live_are_not_missed() -> None:
-    assert Life(3).pass_time(100, {0, 1, 2}) == {}
-    assert Life(1).pass_time(100, {0}) == {}
-
-
-@pytest.mark.parametrize("first_s", [0, 5])
-def test_a_silent_rank_is_missed_by_the_one_before_it(first_s: int) -> None:
-    """Also one that has never been heard of."""
-    life = Life(3)
-    assert life.pass_time(first_s, {0, 1, 2}) == {}
-    assert life.pass_time(10, {0, 2}) == {}
-    found = life.pass_time(2, {0, 2})
-    assert {rank: (error.peer, error.cause) for rank, error in found.items()} == {
-        0: (1, "rank 1 disappeared: no sign of life for 10 s")
-    }
-
-
-def test_nobody_is_missed_for_a_time_in_which_all_were_stopped() -> None:
-    life = Life(3)
-    assert life.pass_time(5, {0, 1, 2}) == {}
-    assert life.pass_time(1, {0}) == {}  # it has heard the latest of rank 1
-    life.now_s += 1000.0
-    assert life.pass_time(1, {0}) == {}  # and has time to look again before rank 1 has to beat
-    assert life.pass_time(5, {0, 1, 2}) == {}
-    assert {rank: error.peer for rank, error in life.pass_time(12, {0, 2}).items()} == {0: 1}
-
-
-def test_who_took_leave_is_not_missed_and_whoever_it_watched_is() -> None:
-    life = Life(3)
-    assert life.pass_time(5, {0, 1, 2}) == {}
-    life.of_rank[1].leave()
-    assert life.pass_time(20, {0, 2}) == {}
-    assert {rank: error.peer for rank, error in life.pass_time(12, {0}).items()} == {0: 2}

@@ -161,17 +161,6 @@ def test_types_that_nccl_has_no_name_for() -> None:
 # Ranks that do not come, or go
 
 
-def test_two_ranks_on_one_gpu_are_named() -> None:
-    def build(network: FakeNetwork) -> Pipeline:
-        network.gpu = "GPU-7" if network.rank in (1, 2) else network.gpu
-        return pipeline_on(network, gpipe(3, 2), layers(3))
-
-    for found in run(3, build):
-        assert isinstance(found, ValueError)
-        for part in ("ranks 1 and 2", "GPU-7", "LOCAL_RANK"):
-            assert part in str(found)
-
-
 def test_a_rank_that_never_meets_the_others_ends_them_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has connected to the hosts, and stops before it says a word on the device."""
 
@@ -231,7 +220,7 @@ def test_a_killed_rank_is_missed() -> None:
     schedule = gpipe(3, 4)
 
     def take(network: FakeNetwork) -> tuple[str, float]:
-        with pipeline_on(network, schedule, layers(3), timeout_s=600.0) as pipeline:
+        with pipeline_on(network, schedule, layers(3), timeout_s=60.0) as pipeline:
             pipeline.step(*batch(4), mse_loss)
             began_s = network.now()
 
@@ -248,7 +237,7 @@ def test_a_killed_rank_is_missed() -> None:
     found = run(3, take)
     assert isinstance(found[1], Killed)
     for text, taken_s in (found[0], found[2]):
-        assert "rank 1 disappeared: no sign of life for 60 s" in text
+        assert "rank 1 did not answer: a device has waited for 60 s" in text
         assert taken_s < 65.0
 
 
@@ -371,18 +360,15 @@ def test_closing_waits_until_everything_has_left() -> None:
 
 
 def test_a_pipeline_that_is_dropped_closes_by_itself() -> None:
-    def take(network: FakeNetwork) -> list[str]:
+    def take(network: FakeNetwork) -> bool:
         pipeline = pipeline_on(network, gpipe(2, 2), layers(2))
         pipeline.step(*batch(2), mse_loss)
         gone = weakref.ref(pipeline)
         del pipeline
         gc.collect()
-        assert gone() is None
-        return sorted(
-            value.decode() for key, value in network.world.shared["store", 1].items() if "alive" in key
-        )
+        return gone() is None
 
-    assert run(2, take)[1] == ["left", "left"]
+    assert run(2, take) == [True, True]
 
 
 def test_a_pipeline_in_one_process_can_be_closed_too() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from gpipe_bench.pipeline import (
     SLOTS,
     Action,
     Event,
-    Kind,
     Link,
     Timeline,
     gpipe,
@@ -56,24 +54,6 @@ def test_live_activations(schedule, stage: int, most: int) -> None:
     live = replay(schedule, SLOTS).live_activations(stage)
     assert max(count for _, count in live) == most
     assert live[-1][1] == 0
-
-
-def test_chrome_trace() -> None:
-    schedule = gpipe(2, 2, remat="always")
-    replayed = replay(schedule, {kind: slots / 1000 for kind, slots in SLOTS.items()})
-    timeline = Timeline.of(
-        replayed.events, 2, provenance="replayed", devices=["cpu", "cpu"], conditions={"threads": "1"}
-    )
-    trace = json.loads(json.dumps(timeline.to_chrome()))
-    rows = [row for row in trace["traceEvents"] if row["ph"] == "X"]
-    assert {row["name"] for row in rows} == {str(action) for action in schedule}
-    backward = next(row for row in rows if row["name"] == "1B1")
-    assert (backward["tid"], backward["cat"], backward["dur"]) == (1, Kind.B.name, pytest.approx(2000))
-    assert {row["args"]["name"] for row in trace["traceEvents"] if row["ph"] == "M"} == {
-        "stage 0 (cpu)",
-        "stage 1 (cpu)",
-    }
-    assert trace["otherData"] == {"provenance": "replayed", "threads": "1"}
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

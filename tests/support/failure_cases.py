@@ -195,7 +195,7 @@ def a_failure_that_only_the_store_tells() -> None:
     pipeline = ranks.pipeline(seeded(mlp))
     pipeline.step(*ranks.own(*mlp_batch(8)), mse_loss)
     detector = pipeline._transport._session.detector
-    detector.watch(TIMEOUT_S, TIMEOUT_S)
+    detector.watch(TIMEOUT_S)
     dist.barrier()
     assert not detector.noticed
     if ranks.rank == 2:

@@ -7,7 +7,6 @@ here (one graph per layer, its backward as one node); one small model is really 
 
 from __future__ import annotations
 
-import copy
 import shutil
 import warnings
 from typing import Any
@@ -212,13 +211,11 @@ def test_the_error_of_a_layer_is_its_own() -> None:
         step(1, TRACED, nn.Sequential(nn.Linear(6, 6).double(), Wrong()))
 
 
-def test_a_compiled_pipeline_can_be_copied_and_evaluates() -> None:
+def test_a_compiled_pipeline_evaluates() -> None:
     layers = model(dropout=0.0)
     pipeline = Pipeline(layers, num_stages=2, num_microbatches=2, compile=TRACED)
-    other = copy.deepcopy(pipeline)
-    batch, target = mlp_batch(4)
-    assert torch.equal(pipeline.step(batch, target, mse_loss), other.step(batch, target, mse_loss))
-    output = other(batch)
+    batch, _ = mlp_batch(4)
+    output = pipeline(batch)
     assert not output.requires_grad
     torch.testing.assert_close(output, layers(batch).detach())
 

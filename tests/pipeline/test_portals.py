@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 from collections import Counter
 from typing import Any
 
@@ -284,12 +283,10 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
     with pytest.raises(Exception, match="no loss today"):
         pipeline.step(inputs, target, broken)
     pipeline.zero_grad()
-    again = pickle.loads(pickle.dumps(pipeline))
     expected = _plain(copy.deepcopy(model), inputs, target)[1]
-    for each in (pipeline, again):
-        each.step(inputs, target, nn.functional.mse_loss)
-        for name, gradient in _gradients(each).items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
+    pipeline.step(inputs, target, nn.functional.mse_loss)
+    for name, gradient in _gradients(pipeline).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-14)
 
 
 # What `layers_of` sends past stages, and what is profiled

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
-import pickle
 import random
 import weakref
 from collections import OrderedDict
@@ -157,22 +155,6 @@ def test_a_part_lets_go_of_what_it_no_longer_needs() -> None:
     with torch.no_grad():
         layers[1](torch.randn(2, 3))
     assert alive == [0] * 4
-
-
-def test_pipelines_of_split_models_can_be_copied_and_pickled() -> None:
-    case = CASES["residual"]
-    batch, target = case.data()
-    pipeline = Pipeline(split(case.model(), case.at), num_stages=3, num_microbatches=2)
-    file = io.BytesIO()
-    pickle.dump(pipeline, file)
-    file.seek(0)
-    copies = [copy.deepcopy(pipeline), pickle.load(file)]
-    pipeline.step(batch, target, case.loss)
-    for each in copies:
-        assert all(p.grad is None for p in each.parameters())
-        each.step(batch, target, case.loss)
-        for (name, one), other in zip(pipeline.named_parameters(), each.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad), name
 
 
 def test_a_pipeline_that_changes_its_format_goes_on() -> None:

@@ -162,8 +162,6 @@ def test_a_worker_without_overlap_has_the_graphs_of_all_its_stages() -> None:
     step = replay(named("zb-v", 2, 4), SLOTS)
     assert max(live for _, live in step.worker_live_activations(0)) == 4
     assert max(live for _, live in step.live_activations(3)) == 1
-    rows = {row["tid"] for row in step.to_chrome()["traceEvents"]}
-    assert rows == {0, 1}
 
 
 def test_any_change_of_a_row_is_refused_or_runs() -> None:

@@ -24,28 +24,28 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import Assignment, Device, backend_of, check_arguments
-from gpipe_bench.pipeline.mesh.collectives import Replicas
-from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
-from gpipe_bench.pipeline.mesh.grid import Grid, join, watch_over
-from gpipe_bench.pipeline.mesh.reduce import data_parallel_of, divided_over
-from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.ranks.connect import Network, detector_of, network_of
-from gpipe_bench.pipeline.ranks.control import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.tied import Tie, TiedWeights
-from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.portals import portals_of
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.trees import Tree, merge
-from gpipe_bench.pipeline.step import Observer, Steps, refuse_elsewhere
-from gpipe_bench.pipeline.transport import EdgeTransport, InProcess, PortalTransport
-from gpipe_bench.pipeline.verify import verify
+from .arguments import Assignment, Device, backend_of, check_arguments
+from .mesh.collectives import Replicas
+from .mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
+from .mesh.grid import Grid, join, watch_over
+from .mesh.reduce import data_parallel_of, divided_over
+from .model.parts import OwnLayers, Part, follow
+from .plan.edges import Edge
+from .plan.remat import Remat
+from .plan.schedule import Schedule
+from .plan.timeline import Timeline
+from .ranks.connect import Network, detector_of, network_of
+from .ranks.control import check_equal, gather_timeline
+from .ranks.distributed import PointToPoint
+from .ranks.failure import FailureDetector
+from .ranks.tied import Tie, TiedWeights
+from .stage.layers import LossFn
+from .stage.portals import portals_of
+from .stage.stage import Stage
+from .stage.trees import Tree, merge
+from .step import Observer, Steps, refuse_elsewhere
+from .transport import EdgeTransport, InProcess, PortalTransport
+from .verify import verify
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.

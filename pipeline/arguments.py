@@ -15,23 +15,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
-from gpipe_bench.pipeline.memory.profile import layer_costs
-from gpipe_bench.pipeline.model.parts import OwnLayers
-from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.names import suggestion
-from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.partition import partition as balanced
-from gpipe_bench.pipeline.plan.portals import edges_of
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
-from gpipe_bench.pipeline.plan.vee import shared_by
-from gpipe_bench.pipeline.ranks.connect import Network
-from gpipe_bench.pipeline.ranks.tied import find_ties
-from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
-from gpipe_bench.pipeline.stage.compiled import BACKEND
-from gpipe_bench.pipeline.stage.portals import declarations
-from gpipe_bench.pipeline.stage.trees import Tree
+from . import devices as accelerators  # `devices` is an argument here
+from .memory.profile import layer_costs
+from .model.parts import OwnLayers
+from .plan.named import NAMED, named
+from .plan.names import suggestion
+from .plan.partition import Partition
+from .plan.partition import partition as balanced
+from .plan.portals import edges_of
+from .plan.remat import Remat
+from .plan.schedule import Schedule, check_sizes
+from .plan.vee import shared_by
+from .ranks.connect import Network
+from .ranks.tied import find_ties
+from .stage.batchnorm import refuse_unsupported
+from .stage.compiled import BACKEND
+from .stage.portals import declarations
+from .stage.trees import Tree
 
 Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number

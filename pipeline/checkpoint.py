@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
-from gpipe_bench.pipeline.api import Pipeline
-from gpipe_bench.pipeline.errors import summary
+from .api import Pipeline
+from .errors import summary
 
 T = TypeVar("T")
 

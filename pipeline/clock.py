@@ -19,9 +19,9 @@ from functools import partial
 
 import torch
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.plan.timeline import Event, Timeline
+from . import devices
+from .plan.schedule import Action
+from .plan.timeline import Event, Timeline
 
 
 class Clock:

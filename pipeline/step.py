@@ -19,27 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.clock import Clock
-from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.mesh.reduce import DataParallel
-from gpipe_bench.pipeline.plan.edges import Edge, chain
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, shortened, validate
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.trees import (
-    Message,
-    Nested,
-    Tree,
-    divide,
-    flatten,
-    num_examples,
-    sizes,
-)
-from gpipe_bench.pipeline.transport import EdgeTransport, PortalTransport, StepPlan
+from . import devices
+from .clock import Clock
+from .errors import ActionError
+from .mesh.reduce import DataParallel
+from .plan.edges import Edge, chain
+from .plan.schedule import Action, Kind, Schedule, execution_order, shortened, validate
+from .plan.simulate import SLOTS, replay
+from .ranks.distributed import PointToPoint
+from .ranks.tied import TiedWeights
+from .stage.layers import LossFn
+from .stage.stage import Stage
+from .stage.trees import Message, Nested, Tree, divide, flatten, num_examples, sizes
+from .transport import EdgeTransport, PortalTransport, StepPlan
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.devices import Mark, Sent, Transfers
-from gpipe_bench.pipeline.errors import ActionError, summary
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.portals import leaving
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.stage.portals import changed
-from gpipe_bench.pipeline.stage.stage import Gradients
-from gpipe_bench.pipeline.stage.tensors import version
-from gpipe_bench.pipeline.stage.trees import Message, flatten, unflatten
+from .devices import Mark, Sent, Transfers
+from .errors import ActionError, summary
+from .plan.edges import Edge
+from .plan.portals import leaving
+from .plan.schedule import Action
+from .stage.portals import changed
+from .stage.stage import Gradients
+from .stage.tensors import version
+from .stage.trees import Message, flatten, unflatten
 
 
 class StepPlan(NamedTuple):

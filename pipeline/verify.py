@@ -30,21 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gpipe_bench.pipeline.errors import VerifyError, summary
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.layers import Generators, LayerRunner, LossFn
-from gpipe_bench.pipeline.stage.portals import Carried, declarations
-from gpipe_bench.pipeline.stage.trees import (
-    Message,
-    Tree,
-    change,
-    divide,
-    flatten,
-    num_examples,
-    sizes,
-    tensors_of,
-)
+from .errors import VerifyError, summary
+from .plan.schedule import Kind
+from .stage.batchnorm import Statistics
+from .stage.layers import Generators, LayerRunner, LossFn
+from .stage.portals import Carried, declarations
+from .stage.trees import Message, Tree, change, divide, flatten, num_examples, sizes, tensors_of
 
 # The largest difference that rounding explains, relative to the largest number of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}

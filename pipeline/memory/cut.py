@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.pipeline.memory.counts import Step, steps
-from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
-from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import fullest_moment
-from gpipe_bench.pipeline.plan.partition import Partition, can_partition_by, partition_by
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, derived
+from ..plan.partition import Partition, can_partition_by, partition_by
+from ..plan.schedule import Kind, Schedule, derived
+from .counts import Step, steps
+from .peaks import Optimizer, StageMemory
+from .stage_bytes import StageBytes, stage_bytes
+from .trace import LayerProfile
+from .workers import fullest_moment
 
 
 @derived

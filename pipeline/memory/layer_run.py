@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple
-from gpipe_bench.pipeline.memory.trace import BufferRole, SplitTrace, Trace, rise
-from gpipe_bench.pipeline.memory.tracker import EventLog
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.buffers import State
-from gpipe_bench.pipeline.stage.split_backward import Split
+from ..stage.batchnorm import Statistics
+from ..stage.buffers import State
+from ..stage.split_backward import Split
+from .boundary import Boundary, as_tuple
+from .trace import BufferRole, SplitTrace, Trace, rise
+from .tracker import EventLog
 
 
 class LayerRun:

@@ -26,8 +26,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.memory.trace import BufferRole, LayerProfile, Received, SplitTrace, Trace
-from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
+from ..stage.split_backward import MANY_BYTES
+from .trace import BufferRole, LayerProfile, Received, SplitTrace, Trace
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
+from .boundary import Boundary
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,12 +26,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gpipe_bench.pipeline.memory.counts import Moment, Step, moments, steps
-from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
-from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.plan.edges import is_one_too_many, rings_of
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from ..plan.edges import is_one_too_many, rings_of
+from ..plan.schedule import Action, Kind, Schedule
+from .counts import Moment, Step, moments, steps
+from .peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
+from .stage_bytes import StageBytes, stage_bytes
+from .trace import LayerProfile
 
 
 @dataclass(frozen=True)

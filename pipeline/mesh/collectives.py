@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.errors import PeerError, StoreError
-from gpipe_bench.pipeline.plan.links import BUCKET_BYTES, bucket_bytes_of
-from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.failure import FailureDetector, missing
-from gpipe_bench.pipeline.ranks.wire import Connection, TensorSpec, Transit, backend
+from .. import devices
+from ..errors import PeerError, StoreError
+from ..plan.links import BUCKET_BYTES, bucket_bytes_of
+from ..ranks.control import ObjectCollectives
+from ..ranks.failure import FailureDetector, missing
+from ..ranks.wire import Connection, TensorSpec, Transit, backend
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.tensors import is_divided, local
+from ..stage.stage import Stage
+from ..stage.tensors import is_divided, local
 
 
 def clip(

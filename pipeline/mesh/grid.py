@@ -21,8 +21,8 @@ from typing import cast
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.store import Store
+from ..ranks.failure import FailureDetector
+from ..ranks.store import Store
 
 NAMES = ("dp", "fsdp", "pp", "tp")
 _BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own

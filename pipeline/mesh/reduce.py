@@ -20,23 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.mesh.collectives import (
-    Collectives,
-    FlatBucket,
-    GlobalShares,
-    Replicas,
-    buckets_of,
-)
-from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.ranks.control import check_equal
-from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.tied import Tie
-from gpipe_bench.pipeline.ranks.wire import Transit
-from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.stage import Reduction, Stage
-from gpipe_bench.pipeline.stage.tensors import is_divided, local
+from .. import devices
+from ..plan.schedule import Kind, Schedule
+from ..ranks.control import check_equal
+from ..ranks.failure import FailureDetector
+from ..ranks.tied import Tie
+from ..ranks.wire import Transit
+from ..stage.layers import LossFn
+from ..stage.stage import Reduction, Stage
+from ..stage.tensors import is_divided, local
+from .collectives import Collectives, FlatBucket, GlobalShares, Replicas, buckets_of
+from .grid import Grid
 
 LEVELS = (2, 3)
 
@@ -360,11 +354,11 @@ class Divided:
         self._sharding: ModuleType | None = None
         self._tensor_parallel: ModuleType | None = None
         if zero is not None:
-            from gpipe_bench.pipeline.mesh import sharding
+            from . import sharding
 
             self._sharding = sharding
         if grid.size("tp") > 1:
-            from gpipe_bench.pipeline.mesh import tensor_parallel
+            from . import tensor_parallel
 
             self._tensor_parallel = tensor_parallel
 

@@ -49,11 +49,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpipe_bench.pipeline.mesh.collectives import Collectives
-from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.stage.stage import Reduction, Stage
-from gpipe_bench.pipeline.stage.tensors import is_divided
+from ..plan.schedule import Kind, Schedule
+from ..stage.stage import Reduction, Stage
+from ..stage.tensors import is_divided
+from .collectives import Collectives
+from .grid import Grid
 
 
 def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule, zero: int) -> None:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Placement
 
-from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.stage.stage import Gradients, Reduction, Stage
-from gpipe_bench.pipeline.stage.tensors import here, is_divided
-from gpipe_bench.pipeline.stage.trees import Message
+from ..plan.schedule import Kind
+from ..stage.stage import Gradients, Reduction, Stage
+from ..stage.tensors import here, is_divided
+from ..stage.trees import Message
+from .grid import Grid
 
 
 def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:

@@ -44,17 +44,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.remat import remat_of
-from gpipe_bench.pipeline.plan.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    Transfer,
-    Walk,
-    channels,
-    derived,
-    ends_of,
-)
+from .remat import remat_of
+from .schedule import Action, Kind, Schedule, Transfer, Walk, channels, derived, ends_of
 
 # Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
 # hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.names import suggestion
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, recomputed
-from gpipe_bench.pipeline.plan.vee import check_workers, dualpipe_v, v_half, v_min, zb_v
+from .names import suggestion
+from .remat import Remat
+from .schedule import Action, Kind, Schedule, check_sizes, recomputed
+from .vee import check_workers, dualpipe_v, v_half, v_min, zb_v
 
 
 def named(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.edges import Edge
+from .edges import Edge
 
 
 class Declared(NamedTuple):

@@ -26,7 +26,7 @@ from enum import StrEnum
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
-from gpipe_bench.pipeline.plan.remat import Remat, check_remat, in_one_form, of_stages, remat_of
+from .remat import Remat, check_remat, in_one_form, of_stages, remat_of
 
 
 class Kind(StrEnum):

@@ -13,7 +13,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, begins_of, ends_of, stages_of
+from .schedule import Action, Kind, begins_of, ends_of, stages_of
 
 
 class Event(NamedTuple):

@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.errors import ActionError, PeerError
-from gpipe_bench.pipeline.plan.edges import Direction, Edge, refuse_other_orders
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule, channels
-from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.failure import FailureDetector, watch_in_thread
-from gpipe_bench.pipeline.ranks.launch import machine_id
-from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
-from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
+from .. import devices
+from ..errors import ActionError, PeerError
+from ..plan.edges import Direction, Edge, refuse_other_orders
+from ..plan.schedule import Action, Schedule, channels
+from .control import ObjectCollectives
+from .failure import FailureDetector, watch_in_thread
+from .launch import machine_id
+from .shared_memory import Neighbour
+from .store import Store, bounded
+from .wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
 
 _FIRST_TAG, _FIRST_SPEC = 2**29 + 1, TensorSpec((1,), (1,), torch.float32)
 T = TypeVar("T")

@@ -29,13 +29,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.clock import Clock, conditions
-from gpipe_bench.pipeline.errors import PeerError
-from gpipe_bench.pipeline.plan.edges import Direction
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.plan.timeline import Event, Timeline
-from gpipe_bench.pipeline.ranks.ends import MessageSpec, Sender
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit
+from ..clock import Clock, conditions
+from ..errors import PeerError
+from ..plan.edges import Direction
+from ..plan.schedule import Action, Schedule
+from ..plan.timeline import Event, Timeline
+from .ends import MessageSpec, Sender
+from .wire import Buffer, Connection, TensorSpec, Transit
 
 _FRAME = TensorSpec((1024,), (1,), torch.uint8)
 _LENGTH_BYTES = 8

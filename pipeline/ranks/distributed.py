@@ -24,10 +24,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
-from gpipe_bench.pipeline.plan.edges import Direction, Edge, chain, rings_of, turns
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, channels, shortened
-from gpipe_bench.pipeline.ranks.connect import (
+from ..errors import ActionError, PeerError, StoreError
+from ..plan.edges import Direction, Edge, chain, rings_of, turns
+from ..plan.schedule import Action, Kind, Schedule, channels, shortened
+from ..stage.stage import Gradients
+from ..stage.trees import Message, sizes
+from ..transport import InProcess, StepPlan
+from .connect import (
     MOST_TENSORS,
     Network,
     Session,
@@ -40,29 +43,10 @@ from gpipe_bench.pipeline.ranks.connect import (
     open_connections,
     refuse_edges,
 )
-from gpipe_bench.pipeline.ranks.control import (
-    FRAMES_AHEAD,
-    Agreement,
-    Agreements,
-    Control,
-    ObjectCollectives,
-    packed,
-    unpacked,
-)
-from gpipe_bench.pipeline.ranks.ends import (
-    MessageSpec,
-    Progress,
-    ReceiveQueue,
-    Receiver,
-    Sender,
-    changed,
-    conform,
-)
-from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.wire import TensorSpec, flat
-from gpipe_bench.pipeline.stage.stage import Gradients
-from gpipe_bench.pipeline.stage.trees import Message, sizes
-from gpipe_bench.pipeline.transport import InProcess, StepPlan
+from .control import FRAMES_AHEAD, Agreement, Agreements, Control, ObjectCollectives, packed, unpacked
+from .ends import MessageSpec, Progress, ReceiveQueue, Receiver, Sender, changed, conform
+from .failure import FailureDetector
+from .wire import TensorSpec, flat
 
 _LOSS_TAG = 2**29
 

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings, is_one_too_many
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit, flat
-from gpipe_bench.pipeline.stage.portals import changed as overwritten
-from gpipe_bench.pipeline.stage.tensors import version
-from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure
+from ..plan.edges import SMALL_BYTES, Rings, is_one_too_many
+from ..plan.schedule import Action
+from ..stage.portals import changed as overwritten
+from ..stage.tensors import version
+from ..stage.trees import Message, Nested, Structure
+from .wire import Buffer, Connection, TensorSpec, Transit, flat
 
 
 class MessageSpec(NamedTuple):

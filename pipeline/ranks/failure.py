@@ -26,11 +26,11 @@ from weakref import WeakMethod
 import torch
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, backend, bound_waits, cleaned
+from ..errors import ActionError, PeerError, StoreError, summary
+from ..plan.schedule import Action
+from .control import ObjectCollectives
+from .store import Store, bounded
+from .wire import Connection, DeviceWaits, backend, bound_waits, cleaned
 
 # How long a rank that waited in vain waits for another one to say why: one that raises writes it before it
 # closes anything.

@@ -26,7 +26,7 @@ import torch
 from torch import distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from gpipe_bench.pipeline import devices
+from .. import devices
 
 # Queues that the driver makes for a device when it is first used, 8 unless somebody says otherwise. A rank
 # has up to nine streams; where two share a queue, a wait at its head holds up the send behind it.

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from .control import ObjectCollectives
+from .distributed import PointToPoint
 
 
 @dataclass(frozen=True)

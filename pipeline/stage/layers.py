@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.devices import Mark, Transfers
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.compiled import compile_layers, without_graph
-from gpipe_bench.pipeline.stage.portals import Carried
-from gpipe_bench.pipeline.stage.trees import Structure, Tree, flatten, unflatten
+from .. import devices
+from ..devices import Mark, Transfers
+from .batchnorm import Statistics
+from .compiled import compile_layers, without_graph
+from .portals import Carried
+from .trees import Structure, Tree, flatten, unflatten
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target

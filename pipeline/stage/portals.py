@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.portals import Declared, arriving, check, leaving
-from gpipe_bench.pipeline.stage.tensors import version
-from gpipe_bench.pipeline.stage.trees import Tree
+from ..plan.edges import Edge
+from ..plan.portals import Declared, arriving, check, leaving
+from .tensors import version
+from .trees import Tree
 
 
 class Stash(nn.Module):

@@ -25,24 +25,17 @@ from torch import Tensor, nn
 from torch._C import _set_grad_enabled as enable_grad  # `torch.set_grad_enabled` takes a microsecond more
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.devices import Transfers
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
-from gpipe_bench.pipeline.stage.buffers import Buffers
-from gpipe_bench.pipeline.stage.first_step import FirstStep
-from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
-from gpipe_bench.pipeline.stage.portals import Carried
-from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
-from gpipe_bench.pipeline.stage.tensors import (
-    ENTRY,
-    MicrobatchState,
-    is_divided,
-    overlapping,
-    separate,
-    version,
-)
-from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
+from .. import devices
+from ..devices import Transfers
+from ..plan.schedule import Kind, Schedule
+from .batchnorm import Gather, Statistics
+from .buffers import Buffers
+from .first_step import FirstStep
+from .layers import Arriving, LayerRunner, LossFn, deliver
+from .portals import Carried
+from .split_backward import Split, Weights, run_engine
+from .tensors import ENTRY, MicrobatchState, is_divided, overlapping, separate, version
+from .trees import Message, Tree, flatten, unflatten
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_bench.pipeline.stage.buffers import Saved
-from gpipe_bench.pipeline.stage.trees import Message, Nested, Tree, unflatten
+from .buffers import Saved
+from .trees import Message, Nested, Tree, unflatten
 
 
 def is_divided(tensor: Any) -> bool:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .errors import ActionError as ActionError
     from .errors import VerifyError as VerifyError
     from .memory.boundary import Boundary as Boundary
-    from .memory.cut import StagePeaks as StagePeaks
     from .memory.grids import grid_peak_bytes as grid_peak_bytes
     from .memory.peaks import StageMemory as StageMemory
     from .memory.profile import Profiler as Profiler
+    from .memory.workers import StagePeaks as StagePeaks
     from .memory.workers import Transport as Transport
     from .memory.workers import bytes_of_stages as bytes_of_stages
     from .memory.workers import peak_bytes as peak_bytes

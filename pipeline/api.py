@@ -25,9 +25,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import Assignment, Device, backend_of, check_arguments
-from .mesh.collectives import Replicas
 from .mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
-from .mesh.grid import Grid, join, watch_over
+from .mesh.grid import Grid, Replicas, join, watch_over
 from .mesh.reduce import data_parallel_of, divided_over
 from .model.parts import OwnLayers, Part, follow
 from .plan.edges import Edge

@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import devices as accelerators  # `devices` is an argument here
 from .memory.profile import layer_costs
 from .model.parts import OwnLayers
+from .plan.edges import edges_of
 from .plan.named import NAMED, named
 from .plan.names import suggestion
 from .plan.partition import Partition
 from .plan.partition import partition as balanced
-from .plan.portals import edges_of
 from .plan.remat import Remat
 from .plan.schedule import Schedule, check_sizes
 from .plan.vee import shared_by

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from .devices import Mark, Sent, Transfers
 from .errors import ActionError, summary
-from .plan.edges import Edge
-from .plan.portals import leaving
+from .plan.edges import Edge, leaving
 from .plan.schedule import Action
 from .stage.portals import changed
 from .stage.stage import Gradients

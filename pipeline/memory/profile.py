@@ -40,9 +40,8 @@ from ..stage.compiled import signature
 from ..stage.portals import Carried, declarations
 from ..stage.trees import Tree, change, tensors_of
 from .boundary import Boundary
-from .layer_run import LayerRun, buffer_roles
 from .trace import LayerProfile
-from .tracker import EventLog, no_collections, on_this_rank
+from .tracker import EventLog, LayerRun, buffer_roles, no_collections, on_this_rank
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Dtypes of activations for `autocast`; parameters, gradients and optimizer state stay float32."""

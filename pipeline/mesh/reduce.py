@@ -29,8 +29,7 @@ from ..ranks.wire import Transit
 from ..stage.layers import LossFn
 from ..stage.stage import Reduction, Stage
 from ..stage.tensors import is_divided, local
-from .collectives import Collectives, FlatBucket, GlobalShares, Replicas, buckets_of
-from .grid import Grid
+from .grid import Collectives, FlatBucket, GlobalShares, Grid, Replicas, buckets_of
 
 LEVELS = (2, 3)
 

@@ -52,8 +52,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..plan.schedule import Kind, Schedule
 from ..stage.stage import Reduction, Stage
 from ..stage.tensors import is_divided
-from .collectives import Collectives
-from .grid import Grid
+from .grid import Collectives, Grid
 
 
 def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule, zero: int) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan.edges import Edge
-from ..plan.portals import Declared, arriving, check, leaving
+from ..plan.edges import Declared, Edge, arriving, check, leaving
 from .tensors import version
 from .trees import Tree
 

@@ -28,8 +28,7 @@ from gpipe_bench.pipeline import (
     named,
 )
 from gpipe_bench.pipeline.memory.profile import layer_costs
-from gpipe_bench.pipeline.plan.edges import Edge, messages_of, rings_of
-from gpipe_bench.pipeline.plan.portals import Declared, edges_of
+from gpipe_bench.pipeline.plan.edges import Declared, Edge, edges_of, messages_of, rings_of
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 
 SPLIT = "zb-h1"

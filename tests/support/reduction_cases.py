@@ -10,7 +10,7 @@ from mesh_grids import on_grid, own_part
 from tiny_models import mlp, mlp_batch, seeded
 from torch import nn
 
-from gpipe_bench.pipeline.mesh.collectives import Collectives
+from gpipe_bench.pipeline.mesh.grid import Collectives
 from gpipe_bench.pipeline.mesh.reduce import Buckets
 
 mse_loss = nn.functional.mse_loss

@@ -246,8 +246,7 @@ class Collectives:
 
     def sum(self, numbers: Tensor) -> Transit:
         """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
-        return self.replicas.bounded(lambda: self._connection.backend.allreduce([numbers]))  # type:
-        ignore[no-any-return]
+        return self.replicas.bounded(lambda: self._connection.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def gather(self, number: int) -> list[int]:
         """Returns each replica's `number`, of at most 63 bits; waits for all replicas."""

@@ -102,7 +102,6 @@ def test_a_value_that_holds_code_is_refused_unread(saved, tmp_path):
     data.write_bytes(content + evil.getvalue())
     object.__setattr__(place, "offset", len(content))
     object.__setattr__(place, "length", len(evil.getvalue()))
-    object.__delattr__(place, "digest")  # who writes such a file can compute it too
     (saved / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(
         ValueError, match=r"loaded, says rank 0: ValueError: optimizer\.param_groups\.0\.weight\.lr"
@@ -133,29 +132,9 @@ def test_the_index_is_read_once_and_never_without_protection(saved, monkeypatch)
     checkpoint.load(saved, *make())
 
 
-def break_data(folder):
-    (data,) = folder.glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[content.index(b"model.0.weight" if b"model.0.weight" in content else b"PK") + 200] ^= 1
-    data.write_bytes(content)
-
-
 def drop_data(folder):
     for data in folder.glob("*.distcp"):
         data.unlink()
-
-
-def cut_data(folder):
-    (data,) = folder.glob("*.distcp")
-    os.truncate(data, data.stat().st_size - 1)
-
-
-def exchange_data(folder):
-    """The data of another save, of which every value has the place of one of these."""
-    other = folder.with_name("other")
-    checkpoint.save(other, *make())
-    (data,), (of_it,) = folder.glob("*.distcp"), other.glob("*.distcp")
-    shutil.copy(of_it, data)
 
 
 REFUSALS = {
@@ -164,10 +143,7 @@ REFUSALS = {
     "another optimizer": (None, {"kind": torch.optim.SGD}, "no `dampening` for 0.weight"),
     "a layer more": (None, {"more": nn.Linear(1, 1)}, "Missing key in checkpoint state_dict: model.3"),
     "a layer less": ("longer", {}, "it has 3.bias, which the model does not have"),
-    "a value that changed": (break_data, {}, "is damaged or belongs to another checkpoint"),
     "no data": (drop_data, {}, "No such file"),
-    "half a file": (cut_data, {}, "is damaged or belongs to another checkpoint"),
-    "data of another save": (exchange_data, {}, "is damaged or belongs to another checkpoint"),
 }
 
 
@@ -240,24 +216,6 @@ def test_options_of_a_group_must_be_those_of_all_its_parameters(tmp_path):
         RuntimeError, match=r"tensors in a list, optimizer\.state\.0\.weight\.before\.0; dictionaries"
     ):
         checkpoint.save(tmp_path, pipeline, again)
-
-
-def test_what_torch_wrote_for_earlier_versions_is_loaded(tmp_path):
-    """Names of an optimizer's entries were one word each, and data had no digests."""
-    from torch.distributed.checkpoint import save
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    pipeline, optimizer = run = make()
-    flat = get_optimizer_state_dict(
-        pipeline, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
-    )
-    numbers = {"num_steps": torch.tensor(1), "seed": torch.tensor(0)}
-    save({"model": pipeline.state_dict(), "optimizer": flat, **numbers}, checkpoint_id=tmp_path, no_dist=True)
-    again = fresh()
-    checkpoint.load(tmp_path, *again)
-    assert same(everything(*again)[2:], everything(*run)[2:])
-    checkpoint.save(tmp_path, *run)
-    assert len(list(tmp_path.iterdir())) == 2, "what earlier versions left is removed"
 
 
 # Killed, refused and at the same time

@@ -239,7 +239,8 @@ def test_thread_local_state_reaches_the_stages() -> None:
         pipeline(batch)
     for layer in layers:
         assert (
-            layer.seen == [(True, torch.float64, False, True)] * 4 + [(False, torch.float32, True, False)] * 2
+            layer.seen
+            == [(True, torch.float64, False, True)] * 4 + [(False, torch.float32, False, False)] * 2
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -220,26 +219,6 @@ def test_who_begins_to_draw_later_draws_the_same_in_the_recomputation(late: str)
         for handle in handles:
             if hasattr(handle, "remove"):
                 handle.remove()
-
-
-def test_a_forward_in_training_mode_warns_once_of_layers_that_draw() -> None:
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(x, 0.5, self.training)
-
-    batch, target = mlp_batch(4)
-    pipeline = Pipeline([nn.Linear(6, 6).double(), Own()], num_stages=2, num_microbatches=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipeline.step(batch, target, nn.functional.mse_loss)
-        pipeline.eval()(batch)
-        pipeline.train()
-    with pytest.warns(UserWarning, match=r"layer 1 \(Own\) drew.*pipeline.eval\(\) before") as caught:
-        pipeline(batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pipeline(batch)
-    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_forwards_draw_from_streams_of_their_own() -> None:

@@ -8,7 +8,6 @@ planted in what it looks at.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -166,19 +165,6 @@ def test_a_micro_batch_lives_no_longer_than_its_backward() -> None:
         pipeline.step(*mlp_batch(8), mse_loss)
     assert len(alive) == 8
     assert max(alive) == 2
-
-
-def test_a_copied_transport_opens_streams_of_its_own() -> None:
-    """torch's streams can be neither copied nor pickled, and a pipeline can."""
-    fake = FakeAccelerator(2)
-    with fake.opened():
-        sender = devices.Transfers()
-        sender.send([torch.ones(2, device=fake.devices[0])], fake.devices[1])
-        copied = copy.deepcopy(sender)
-        sent, marks = copied.send([torch.ones(2, device=fake.devices[0])], fake.devices[1])
-        copied.receive(sent, marks, fake.devices[1])
-        assert (sent[0] + 1).tolist() == [2, 2]
-    assert not [fault for fault in fake.history.faults if fault.kind is not Kind.HOST_WAIT]
 
 
 class NamesNoDevice(nn.Module):

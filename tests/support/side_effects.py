@@ -629,7 +629,9 @@ def run(program: Program, wanted: list[Any], *, verified: bool | int, **options:
             loss_before, sums, lefts = wanted[step]
             try:
                 with program.surroundings():
-                    if verified is True or (verified is not False and verified == step):
+                    # Over processes attributes are not sent, so only the first step is compared.
+                    before = verified is True and (pipeline.group is None or step == 0)
+                    if before or (verified is not True and verified is not False and verified == step):
                         pipeline.verify(batch, target, loss_fn)
                 pipeline.zero_grad()
                 with program.surroundings():

@@ -109,13 +109,16 @@ class Steps:
         parametrize._cache_enabled = 0
         try:
             plan, microbatches = self._plan(model, batch, training=loss_fn is not None)
-            rows, lengths = self._rows_of(plan), sizes(plan.examples, plan.num_microbatches)
-            shares = self._share(lengths, loss_fn) if plan.training else ()
-            self._feed(number, plan, microbatches, target, loss_fn, shares, scaler)
+            if plan.num_microbatches != self._rows.num_microbatches:
+                self._follow(plan.num_microbatches)
+            self._feed(number, plan, microbatches, target, loss_fn, scaler)
             if 0 in self._stages and (first := self._stages[0].first) is not None:
                 first.begin(batch, target)
-            program, clock = self._program(rows, training=plan.training)
-            run(program, self._transport, clock, self._on_their_devices(observe))
+            key = plan.num_microbatches, plan.training
+            program, clock = self._programs.get(key) or self._program(self._rows, training=plan.training)
+            if self._on_accelerators:
+                observe = self._on_their_devices(observe)
+            run(program, self._transport, clock, observe)
             return self._finish()
         except BaseException as error:
             failure = self._give_up(error)
@@ -176,28 +179,13 @@ class Steps:
             )
         return self._transport.begin(plan, signature), divide(batch, sizes(examples, count))
 
-    def _rows_of(self, plan: StepPlan) -> Schedule:
-        """The schedule of this step, which the stages follow from now on."""
-        rows = self._schedule
-        if plan.num_microbatches != rows.num_microbatches:
-            rows = shortened(rows, plan.num_microbatches)
-        if rows is not self._rows:
-            self._rows = rows
-            for stage in self._stages.values():
-                stage.follow(rows)
-        if plan.training:
-            self.latest = rows
-        return rows
-
-    def _share(self, lengths: Sequence[int], loss_fn: LossFn | None) -> Sequence[float]:
-        """Returns the weight of each micro-batch in the loss. Also prepares gradients that need more than an
-        addition to `.grad`.
-        """
-        if self._tied is not None:
-            self._tied.begin()
-        if self._data_parallel is not None:
-            return self._data_parallel.begin(lengths, loss_fn, has_loss=self._has_last)
-        return tuple([length / sum(lengths) for length in lengths])
+    def _follow(self, num_microbatches: int) -> None:
+        """The steps take so many micro-batches from now on, which may be fewer than the schedule has."""
+        whole = self._schedule
+        is_whole = num_microbatches == whole.num_microbatches
+        self._rows = whole if is_whole else shortened(whole, num_microbatches)
+        for stage in self._stages.values():
+            stage.follow(self._rows)
 
     def _feed(
         self,
@@ -206,18 +194,36 @@ class Steps:
         microbatches: Sequence[Tree],
         target: Tree | None,
         loss_fn: LossFn | None,
-        shares: Sequence[float],
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """Gives each stage its part of the step."""
+        """Gives each stage its part of the step, and the last one the weight of each micro-batch in the loss.
+        Also prepares gradients that need more than an addition to `.grad`.
+        """
+        lengths = sizes(plan.examples, plan.num_microbatches)
+        shares: Sequence[float] = ()
+        targets: Sequence[Tree | None] = ()
+        if plan.training:
+            self.latest = self._rows
+            if self._tied is not None:
+                self._tied.begin()
+            if self._data_parallel is not None:
+                shares = self._data_parallel.begin(lengths, loss_fn, has_loss=self._has_last)
+            else:
+                shares = tuple([length / plan.examples for length in lengths])
+            if self._has_last and target is not None and num_examples(target, "the target") != plan.examples:
+                raise ValueError(
+                    f"the mini-batch has {plan.examples} examples but the target "
+                    f"{num_examples(target, 'the target')}"
+                )
+            if self._has_last:
+                targets = [None] * len(lengths) if target is None else divide(target, lengths, "the target")
         for stage in self._stages.values():
-            has_loss = stage.is_last and plan.training
             stage.begin(
                 number,
                 plan.num_microbatches,
                 training=plan.training,
                 feed=microbatches if stage.is_first else (),
-                targets=_targets(target, plan) if has_loss else (),
+                targets=targets if stage.is_last else (),
                 loss_fn=loss_fn,
                 shares=shares,
                 scaler=scaler if stage.is_last else None,
@@ -237,12 +243,10 @@ class Steps:
             self._programs[key] = program, clock
         return self._programs[key]
 
-    def _on_their_devices(self, observe: Observer | None) -> Observer | None:
+    def _on_their_devices(self, observe: Observer | None) -> Observer:
         """`observe`, with the device of an action's stage as the current one in the action: layers may ask
-        for "the" accelerator without saying which. Where there are only CPUs there is no need of it.
+        for "the" accelerator without saying which.
         """
-        if not self._on_accelerators:
-            return observe
 
         @contextmanager
         def guarded(action: Action) -> Iterator[None]:
@@ -267,16 +271,6 @@ class Steps:
         for stage in self._stages.values():
             stage.finish()
         return loss
-
-
-def _targets(target: Tree | None, plan: StepPlan) -> Sequence[Tree | None]:
-    """Returns the target of each micro-batch."""
-    if target is None:
-        return [None] * plan.num_microbatches
-    found = num_examples(target, "the target")
-    if found != plan.examples:
-        raise ValueError(f"the mini-batch has {plan.examples} examples but the target {found}")
-    return divide(target, sizes(plan.examples, plan.num_microbatches), "the target")
 
 
 def refuse_elsewhere(elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]], parameter: nn.Parameter) -> None:

@@ -361,15 +361,6 @@ class Walk:
         action = self.next[worker]
         return action is not None and self._done.issuperset(self._needs[action])
 
-    def missing(self, worker: int) -> Action | None:
-        """Returns the first unfinished action that the next action of `worker` needs, or None."""
-        action = self.next[worker]
-        if action is not None:
-            for need in self._needs[action]:
-                if need not in self._done:
-                    return need
-        return None
-
     def take(self, worker: int) -> Action:
         """Moves `worker` on, which has an action left; the action is done when it is finished."""
         action = self.next[worker]
@@ -385,9 +376,10 @@ class Walk:
         """The error where no worker can go on: what each stands at, and who would have to go on first."""
         reasons = []
         for worker, action in enumerate(self.next):
-            need = self.missing(worker)
-            if need is None:
+            missing = [need for need in self._needs.get(action, ()) if need not in self._done]  # type: ignore[arg-type]
+            if not missing:
                 continue
+            need = missing[0]
             other = self.schedule.worker(need.stage)
             before = self.next[other]
             if other == worker:

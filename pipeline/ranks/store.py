@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import distributed as dist
 
@@ -27,6 +28,10 @@ from ..errors import PeerError, StoreError
 ANSWER_S = 1.5
 _ASK_S = 0.1  # between two questions whether a call is given up
 T = TypeVar("T")
+# Two connections for all pipelines of a group: for questions, and for what waits in the store for long and
+# holds the lock of its connection, such as a backend. Where one is given up, its thread still holds that
+# lock, so the next pipeline connects anew.
+_connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def bounded(call: Callable[[], T], limit_s: float, given_up: Callable[[], bool] | None = None) -> T:
@@ -77,9 +82,10 @@ class Store:
         group, rank = self._group, dist.get_rank(self._group)
 
         def prepare() -> tuple[Any, ...]:
-            store: Any = group.get_group_store()
-            # For questions, and for what waits in the store for long and holds the lock of its connection.
-            questions, backends = store.clone(), store.clone()
+            if group not in _connections:
+                store: Any = group.get_group_store()
+                _connections[group] = store.clone(), store.clone()
+            questions, backends = _connections[group]
             number = questions.add(f"{self._name}pipelines of rank {rank}", 1)
             name = f"{self._name}pipeline {number}"
             return tuple(dist.PrefixStore(name, store) for store in (questions, backends))  # type: ignore[attr-defined]
@@ -100,6 +106,10 @@ class Store:
     def has_failed(self) -> bool:
         """Whether a rank has said that it failed (`ranks.failure`), so that no wait need go on."""
         return self._whole.get("failure") is not None
+
+    def give_up(self) -> None:
+        """Drops cached connections on which a thread may still wait; the next pipeline makes new ones."""
+        _connections.pop(self._whole._group, None)
 
     def set(self, key: str, value: str, limit_s: float = ANSWER_S) -> None:
         self._ask(lambda: self._store.set(key, value), limit_s)
@@ -148,6 +158,7 @@ class Store:
         try:
             return bounded(get, timeout_s + ANSWER_S, self.has_failed)
         except TimeoutError as error:
+            self.give_up()
             if self.has_failed():
                 raise PeerError(None, None, "another rank has failed", timed_out=False) from None
             raise StoreError(f"did not answer: {error}", silent=True) from None
@@ -167,6 +178,7 @@ class Store:
             return bounded(question, limit_s)
         except TimeoutError as error:
             self._failed = StoreError(f"did not answer: {error}", silent=True)
+            self.give_up()
         except PeerError:
             raise
         except RuntimeError as error:

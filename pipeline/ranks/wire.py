@@ -305,6 +305,7 @@ def backend(
         # Its own timeout does not cover a store that is silent.
         return bounded(connect, timeout_s + 1, store.has_failed)
     except (RuntimeError, TimeoutError) as error:
+        store.give_up()
         cause = f"not all ranks connected within {timeout_s:g} s: {str(error).splitlines()[0]}"
         raise PeerError(None, None, cause, timed_out=True) from error
 

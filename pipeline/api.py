@@ -231,16 +231,15 @@ class Pipeline(nn.Module):
         else:
             self._modules.update(self._layers)
 
-    def _tie(self, shared: Sequence[Tie], ranks: PointToPoint) -> TiedWeights:
+    def _tie(self, shared: Sequence[Tie], ranks: PointToPoint) -> TiedWeights | None:
         """The weights that this process has in common with others, all with the values of the first."""
         joint = self._data_parallel if self._replicas is not None else None
-        here = [tie for tie in shared if ranks.rank in tie.ranks]
-        found = TiedWeights(
-            [tie for tie in here if len(tie.ranks) > 1 or joint is not None],
-            ranks,
-            self,
-            over_replicas=None if joint is None else joint.sum_of,
-        )
+        here = [
+            tie for tie in shared if ranks.rank in tie.ranks and (len(tie.ranks) > 1 or joint is not None)
+        ]
+        if not here:
+            return None
+        found = TiedWeights(here, ranks, self, over_replicas=None if joint is None else joint.sum_of)
         found.share_values()
         return found
 

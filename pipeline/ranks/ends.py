@@ -180,7 +180,7 @@ class Receiver:
 
     def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
         self.queue, self._rings, self._device, self._tags = queue, rings, device, tags
-        self._ring = rings.tight
+        self._ring = self._whole = rings.tight  # of this step, and of steps with a backward
         self._slots: dict[int, tuple[MessageSpec, _Buffers]] = {}
         self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known spec yet
@@ -197,10 +197,9 @@ class Receiver:
         if specs is not self._outlines or not self._is_known:
             self._outlines, self._lengths = specs, lengths
             self._is_known = all(length in specs for length in lengths)
-        largest = max((spec.num_bytes for spec in self._outlines.values()), default=0)
-        ring = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
-        if not training and self._rings.forward is not None:
-            ring = self._rings.forward
+            largest = max((spec.num_bytes for spec in specs.values()), default=0)
+            self._whole = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
+        ring = self._whole if training or self._rings.forward is None else self._rings.forward
         if ring is not self._ring:
             for position in range(ring.num_slots, self._ring.num_slots):
                 if position in self._slots:

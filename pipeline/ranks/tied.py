@@ -87,7 +87,7 @@ class TiedWeights:
         tied = {tie.parameter: tie for tie in self._ties}
         self._places = [
             (module._parameters, name, tied[parameter])
-            for module in (model.modules() if tied else ())
+            for module in model.modules()
             for name, parameter in module._parameters.items()
             if parameter in tied
         ]
@@ -97,8 +97,6 @@ class TiedWeights:
 
     def share_values(self) -> None:
         """Copies the first owner's values to all owners."""
-        if not self._ties:
-            return
         with self._ranks.collectives() as collectives, torch.no_grad():
             for tie in self._ties:
                 value = self._of_first(collectives, tie, tie.parameter)
@@ -123,8 +121,6 @@ class TiedWeights:
 
     def sum_gradients(self) -> None:
         """Ends a training step: every owner has the sum in `.grad`, added to what it held before."""
-        if not self._ties:
-            return
         with self._ranks.collectives() as collectives, torch.no_grad():
             for tie in self._ties:
                 total = self._sum(collectives, tie)

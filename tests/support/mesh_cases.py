@@ -246,6 +246,7 @@ def parameters_that_nobody_would_sum() -> None:
 
 def a_weight_with_several_gradients_in_one_backward() -> None:
     """Of layers that are checkpointed in the reentrant way; refused, as the sum has begun with the first."""
+
     def build() -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 6), TwiceCheckpointed(), nn.Linear(6, 6), TwiceCheckpointed())
 

@@ -4,7 +4,6 @@ and the whole grid on eight.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -125,44 +124,8 @@ def masks_of_divided_layers() -> None:
         assert found_any
 
 
-class Heads(nn.Module):
-    """Attention whose `view(..., -1)` takes any number of columns."""
-
-    def __init__(self, head_dim: int | None = 2) -> None:
-        super().__init__()
-        self.num_heads = 4
-        if head_dim is not None:
-            self.head_dim = head_dim
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.query(x).view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
-        return self.out(nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
-
-
 def layers_that_compute_something_else_are_refused() -> None:
     mesh = grid(pp=2, tp=2)
-    plan = {"query": ColwiseParallel(), "out": RowwiseParallel()}
-
-    def heads(head_dim: int | None = 2) -> nn.Sequential:
-        layers = nn.Sequential(Heads(head_dim), Heads(head_dim)).double()
-        for layer in layers:
-            parallelize_module(layer, mesh["tp"], plan)
-        return layers
-
-    with raises(ValueError, "0.num_heads is 4, the heads of the whole layer"):
-        on(mesh, heads())
-    divided = heads()
-    for layer in divided:
-        layer.num_heads //= 2
-    on(mesh, divided).close()
-    for layer in divided:  # half as many heads of keys: all of them are as wide as its part of the queries
-        layer.key = parallelize_module(nn.Linear(8, 4).double(), mesh["tp"], ColwiseParallel())
-    on(mesh, divided).close()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        on(mesh, heads(None)).close()
-    assert any("0.num_heads=4 is divided by tp=2 can't be told" in str(each.message) for each in found)
     with raises(ValueError, "no layer is divided over them"):
         on(mesh, transformer())
     wrong = transformer()

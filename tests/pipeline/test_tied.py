@@ -4,8 +4,6 @@ parameter to everybody outside of a step.
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -144,23 +142,6 @@ def test_a_failed_step_leaves_what_its_actions_gave() -> None:
     other = alone(2, schedule="1f1b")
     step(other)
     assert_close(gradients(pipeline), gradients(other))
-
-
-@pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"]
-)
-def test_a_copy_trains_alike_and_apart(again: Callable[[Pipeline], Pipeline]) -> None:
-    pipeline = alone()
-    step(pipeline)
-    pipeline.zero_grad()
-    other = again(pipeline)
-    assert other.get_submodule("3").weight is other.get_parameter("0.weight")
-    before = gradients(pipeline)
-    step(other, 1)
-    assert not before
-    assert not gradients(pipeline)
-    step(pipeline, 1)
-    assert_close(gradients(other), gradients(pipeline))
 
 
 def test_what_a_layer_runs_again_in_the_backward_counts() -> None:

@@ -134,11 +134,8 @@ class Assignment:
         )
         # On every rank, whosever layer it is: one that refuses alone would be waited for.
         refuse_unsupported(part for layer in modules for part in layer.modules())
-        refuse_split_statistics(modules, cuts)
-        homes = [self.schedule.worker(stage) for stage in range(num_stages)]
-        if network is None:
-            refuse_split_ties(modules, cuts, self.devices)
-            homes = [0] * num_stages
+        refuse_apart(modules, cuts, [None] * num_stages if network is not None else self.devices)
+        homes = [0 if network is None else self.schedule.worker(stage) for stage in range(num_stages)]
         named = [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else self.named
         self.ties = find_ties(named, cuts, homes)
         self.portals = declarations(modules)
@@ -355,11 +352,14 @@ def backend_of(compile: bool | str) -> str | None:
     return compile
 
 
-def refuse_split_ties(
-    layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device]
+def refuse_apart(
+    layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device | None]
 ) -> None:
-    """A parameter on two devices of one process would be two parameters; `homes` are those of the stages."""
-    first: dict[nn.Parameter, int] = {}
+    """`ValueError` for what cannot be in two stages: a parameter on two devices of one process would be two
+    parameters, and one batch normalization would move its averages once for each. `homes` are the devices of
+    the stages, None where processes have copies.
+    """
+    first: dict[object, int] = {}
     for stage, span in enumerate(spans):
         for index in span:
             for name, parameter in layers[index].named_parameters():
@@ -370,33 +370,6 @@ def refuse_split_ties(
                         "each has a device of its own; keep tied layers in one stage, or the stages in "
                         "processes of their own"
                     )
-
-
-def worker_of(network: Network, schedule: Schedule) -> int:
-    """The worker that this process is: its rank in the group, which has one for each worker."""
-    size = network.size
-    if size != schedule.num_workers:
-        holders, several = ("workers", "") if schedule.placement else ("stages", "")
-        if not schedule.placement and size > 1 and schedule.num_stages % size == 0:
-            each = schedule.num_stages // size
-            several = f", or a schedule by which each has {each} stages, such as schedule='interleaved'"
-        raise ValueError(
-            f"the process group has {size} ranks for {schedule.num_workers} {holders}; it needs one rank per "
-            f"{holders[:-1]}" + several
-        )
-    rank = network.rank
-    if rank < 0:
-        raise ValueError(
-            "this process is not in the process group; build the pipeline on the group's ranks only"
-        )
-    return rank
-
-
-def refuse_split_statistics(layers: Sequence[nn.Module], spans: Sequence[range]) -> None:
-    """One batch normalization in two stages would move its averages once for each."""
-    first: dict[nn.Module, int] = {}
-    for stage, span in enumerate(spans):
-        for index in span:
             for module in layers[index].modules():
                 tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
                 if tracked and first.setdefault(module, stage) != stage:
@@ -404,3 +377,20 @@ def refuse_split_statistics(layers: Sequence[nn.Module], spans: Sequence[range])
                         f"a batch normalization of layer {index} is also in stage {first[module]}, so that "
                         "its moving averages would depend on the cut; keep both in one stage"
                     )
+
+
+def worker_of(network: Network, schedule: Schedule) -> int:
+    """The worker that this process is: its rank in the group, which has one for each worker."""
+    size = network.size
+    if size != schedule.num_workers:
+        holder = "worker" if schedule.placement else "stage"
+        raise ValueError(
+            f"the process group has {size} ranks for {schedule.num_workers} {holder}s; it needs one rank per "
+            f"{holder}, or a schedule by which each has several stages, such as schedule='interleaved'"
+        )
+    rank = network.rank
+    if rank < 0:
+        raise ValueError(
+            "this process is not in the process group; build the pipeline on the group's ranks only"
+        )
+    return rank

@@ -274,19 +274,16 @@ def _compare(
         )
 
     outside = (
-        "What computes it uses something that does not come with its input: an attribute that a layer sets, "
-        "of a module or a tensor, a type of tensor, memory that another layer overwrites, or random numbers "
-        "that are not of torch's default generators"
+        "What computes it uses something that does not come with its input: an attribute of a module or a "
+        "tensor, memory that another layer overwrites, or random numbers that are not of torch's generators"
     )
     beside = (
         "Outputs and loss are right, so a gradient comes some other way than from layer to layer: through a "
-        "tensor that a layer leaves in an attribute, to a weight that another stage uses without being "
-        "registered there, or from a backward inside of a forward"
+        "tensor in an attribute, to a weight of another stage, or from a backward inside of a forward"
     )
     again = (
-        f"{beside}. Or the recomputation differs: layers find something else when they are called again, "
-        "such as an attribute that they change; then remat='never' is right, and so is a buffer "
-        "(register_buffer) in place of the attribute"
+        f"{beside}. Or layers find something else when they are called again; then remat='never' is right, "
+        "and so is a buffer (register_buffer) in place of the attribute that they change"
     )
     order = sorted({key for each in brought for key in each.step.outputs})
     for stage, m in order:

@@ -20,14 +20,13 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 # What a layer takes and gives: a tensor or a pytree of tensors and constants.
 Tree = Any
@@ -276,13 +275,9 @@ def _instead(leaf: Any) -> str:
         return (
             f"register it once, before the first step: torch.export.register_dataclass({type(leaf).__name__})"
         )
-    if isinstance(leaf, Mapping):
-        return "pass a dict(...) of it"
-    if isinstance(leaf, DataLoader | Iterator):
-        return "take one mini-batch after another from it, as in `for batch in loader`, and pass that"
     return (
-        "between layers pass tensors in tuples, lists, dicts and what is registered with "
-        "torch.utils._pytree, and beside them None, bools, numbers, strings, enums and dtypes"
+        "pass tensors in tuples, lists, dicts and what is registered with torch.utils._pytree, and beside "
+        "them None, bools, numbers, strings, enums and dtypes; of a loader one mini-batch after another"
     )
 
 

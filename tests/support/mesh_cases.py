@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from mesh_grids import CLOSE, UNEVEN, assert_gradients, assert_steps, grid, joint_step, on_grid, own_part
-from odd_layers import Picky, TwiceCheckpointed
+from odd_layers import Picky
 from ranks import TIMEOUT_S, raises
 from tiny_models import AMOEBANET, everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench import models
-from gpipe_bench.pipeline import ActionError, Pipeline
+from gpipe_bench.pipeline import Pipeline
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 TRANSFORMER = {
@@ -244,18 +244,6 @@ def parameters_that_nobody_would_sum() -> None:
     refused("not divided along 'fsdp'", lambda layers: TrainedLoss(), dimension="fsdp")
 
 
-def a_weight_with_several_gradients_in_one_backward() -> None:
-    """Of layers that are checkpointed in the reentrant way; refused, as the sum has begun with the first."""
-
-    def build() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(6, 6), TwiceCheckpointed(), nn.Linear(6, 6), TwiceCheckpointed())
-
-    parts = [mlp_batch(UNEVEN[r], seed=r) for r in range(2)]
-    pipeline = on_grid(2, 2, seeded(build), 2, schedule="gpipe", remat="never")
-    with raises((RuntimeError, ActionError), "use use_reentrant=False"):
-        pipeline.step(*own_part(pipeline, parts), mse_loss)
-
-
 def averages_follow_all_replicas() -> None:
     """Batch normalization's, of uneven shares of the batch; and they are the same bits everywhere."""
 
@@ -378,7 +366,6 @@ CASES = (
     gradients_of_earlier_steps_count_once,
     parameters_without_a_gradient,
     parameters_that_come_later,
-    a_weight_with_several_gradients_in_one_backward,
     averages_follow_all_replicas,
     replicas_begin_alike,
     clipping,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -87,7 +88,7 @@ def launch(
         context = start_processes(_run, given, num_processes, join=False, start_method=START_METHOD)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    found: dict[int, Any] = {}
+    found: dict[int, bytes] = {}
     try:
         while not context.join(_LOOK_S):
             while not results.empty():  # a pipe that is full would hold up who writes into it
@@ -99,7 +100,7 @@ def launch(
             process.kill()
             process.join()
         del store
-    return [found[rank] for rank in range(num_processes)]
+    return [pickle.loads(found[rank]) for rank in range(num_processes)]
 
 
 def check_devices(device: str, num_processes: int) -> str:
@@ -179,7 +180,8 @@ def _run(
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes)))
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), TORCHELASTIC_RESTART_COUNT="0")
     with start_process(threads=threads, pin=pin, device=device):
-        results.put((rank, function(*arguments)))
+        # As bytes: torch would share the memory of tensors, which ends with this process.
+        results.put((rank, pickle.dumps(function(*arguments))))
 
 
 # glibc's mallopt parameters and a size that no tensor of a micro-batch exceeds.

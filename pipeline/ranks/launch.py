@@ -78,8 +78,9 @@ def launch(
         store = dist.TCPStore(  # type: ignore[attr-defined]
             _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-    results = get_context(START_METHOD).SimpleQueue()
-    given = (function, num_processes, port, results, threads, pin, device, *arguments)
+    own = get_context(START_METHOD)
+    results, connected = own.SimpleQueue(), own.Barrier(num_processes)
+    given = (function, num_processes, port, results, connected, threads, pin, device, *arguments)
     # A keyboard's interrupt goes to all processes of a terminal. One that is just starting would say so with
     # a traceback out of the middle of an import; so it inherits this thread's mask, until `_run` lifts it.
     resource_tracker.ensure_running()  # which lets interrupts through again once it has started
@@ -165,6 +166,7 @@ def _run(
     num_processes: int,
     port: int,
     results: Any,
+    connected: Any,
     threads: int,
     pin: bool,
     device: str,
@@ -180,6 +182,7 @@ def _run(
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes)))
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), TORCHELASTIC_RESTART_COUNT="0")
     with start_process(threads=threads, pin=pin, device=device):
+        connected.wait()  # one that is soon done would close what another is still connecting to
         # As bytes: torch would share the memory of tensors, which ends with this process.
         results.put((rank, pickle.dumps(function(*arguments))))
 

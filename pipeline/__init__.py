@@ -10,60 +10,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpipe_bench.pipeline.api import Pipeline as Pipeline
-    from gpipe_bench.pipeline.errors import ActionError as ActionError
-    from gpipe_bench.pipeline.errors import VerifyError as VerifyError
-    from gpipe_bench.pipeline.memory.boundary import Boundary as Boundary
-    from gpipe_bench.pipeline.memory.cut import StagePeaks as StagePeaks
-    from gpipe_bench.pipeline.memory.grids import grid_peak_bytes as grid_peak_bytes
-    from gpipe_bench.pipeline.memory.peaks import StageMemory as StageMemory
-    from gpipe_bench.pipeline.memory.profile import Profiler as Profiler
-    from gpipe_bench.pipeline.memory.workers import Transport as Transport
-    from gpipe_bench.pipeline.memory.workers import bytes_of_stages as bytes_of_stages
-    from gpipe_bench.pipeline.memory.workers import peak_bytes as peak_bytes
-    from gpipe_bench.pipeline.memory.workers import pipeline_memory as pipeline_memory
-    from gpipe_bench.pipeline.model.layers_of import layers_of as layers_of
-    from gpipe_bench.pipeline.model.split import split as split
-    from gpipe_bench.pipeline.plan.files import draw as draw
-    from gpipe_bench.pipeline.plan.files import from_csv as from_csv
-    from gpipe_bench.pipeline.plan.files import to_csv as to_csv
-    from gpipe_bench.pipeline.plan.generate import generate as generate
-    from gpipe_bench.pipeline.plan.links import FREE as FREE
-    from gpipe_bench.pipeline.plan.links import LINKS as LINKS
-    from gpipe_bench.pipeline.plan.links import Link as Link
-    from gpipe_bench.pipeline.plan.named import NAMED as NAMED
-    from gpipe_bench.pipeline.plan.named import gpipe as gpipe
-    from gpipe_bench.pipeline.plan.named import naive as naive
-    from gpipe_bench.pipeline.plan.named import named as named
-    from gpipe_bench.pipeline.plan.named import one_f_one_b as one_f_one_b
-    from gpipe_bench.pipeline.plan.partition import partition as partition
-    from gpipe_bench.pipeline.plan.schedule import Action as Action
-    from gpipe_bench.pipeline.plan.schedule import Kind as Kind
-    from gpipe_bench.pipeline.plan.schedule import Schedule as Schedule
-    from gpipe_bench.pipeline.plan.schedule import validate as validate
-    from gpipe_bench.pipeline.plan.simulate import SLOTS as SLOTS
-    from gpipe_bench.pipeline.plan.simulate import replay as replay
-    from gpipe_bench.pipeline.plan.timeline import Event as Event
-    from gpipe_bench.pipeline.plan.timeline import Timeline as Timeline
-    from gpipe_bench.pipeline.plan.timeline import svg as svg
-    from gpipe_bench.pipeline.ranks.launch import launch as launch
-    from gpipe_bench.pipeline.ranks.launch import start_process as start_process
-    from gpipe_bench.pipeline.stage.layers import run_plain as run_plain
-    from gpipe_bench.pipeline.stage.portals import Pop as Pop
-    from gpipe_bench.pipeline.stage.portals import PortalSequential as PortalSequential
-    from gpipe_bench.pipeline.stage.portals import Stash as Stash
-    from gpipe_bench.pipeline.transport import InProcess as InProcess
+    from .api import Pipeline as Pipeline
+    from .errors import ActionError as ActionError
+    from .errors import VerifyError as VerifyError
+    from .memory.boundary import Boundary as Boundary
+    from .memory.grids import grid_peak_bytes as grid_peak_bytes
+    from .memory.peaks import StageMemory as StageMemory
+    from .memory.profile import Profiler as Profiler
+    from .memory.workers import StagePeaks as StagePeaks
+    from .memory.workers import Transport as Transport
+    from .memory.workers import bytes_of_stages as bytes_of_stages
+    from .memory.workers import peak_bytes as peak_bytes
+    from .memory.workers import pipeline_memory as pipeline_memory
+    from .model.layers_of import layers_of as layers_of
+    from .model.split import split as split
+    from .plan.files import draw as draw
+    from .plan.files import from_csv as from_csv
+    from .plan.files import to_csv as to_csv
+    from .plan.generate import generate as generate
+    from .plan.links import FREE as FREE
+    from .plan.links import LINKS as LINKS
+    from .plan.links import Link as Link
+    from .plan.named import NAMED as NAMED
+    from .plan.named import gpipe as gpipe
+    from .plan.named import naive as naive
+    from .plan.named import named as named
+    from .plan.named import one_f_one_b as one_f_one_b
+    from .plan.partition import partition as partition
+    from .plan.schedule import Action as Action
+    from .plan.schedule import Kind as Kind
+    from .plan.schedule import Schedule as Schedule
+    from .plan.schedule import validate as validate
+    from .plan.simulate import SLOTS as SLOTS
+    from .plan.simulate import replay as replay
+    from .plan.timeline import Event as Event
+    from .plan.timeline import Timeline as Timeline
+    from .plan.timeline import svg as svg
+    from .ranks.launch import launch as launch
+    from .ranks.launch import start_process as start_process
+    from .stage.layers import run_plain as run_plain
+    from .stage.portals import Pop as Pop
+    from .stage.portals import PortalSequential as PortalSequential
+    from .stage.portals import Stash as Stash
+    from .transport import InProcess as InProcess
 
 # Where the names are; a line here and a line above.
 _NAMES = {
     "api": ("Pipeline",),
     "errors": ("ActionError", "VerifyError"),
     "memory.boundary": ("Boundary",),
-    "memory.cut": ("StagePeaks",),
     "memory.grids": ("grid_peak_bytes",),
     "memory.peaks": ("StageMemory",),
     "memory.profile": ("Profiler",),
-    "memory.workers": ("Transport", "bytes_of_stages", "peak_bytes", "pipeline_memory"),
+    "memory.workers": ("StagePeaks", "Transport", "bytes_of_stages", "peak_bytes", "pipeline_memory"),
     "model.layers_of": ("layers_of",),
     "model.split": ("split",),
     "plan.files": ("draw", "from_csv", "to_csv"),

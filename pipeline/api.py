@@ -13,7 +13,6 @@ checkpoints are interchangeable with it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -25,28 +24,27 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.arguments import Assignment, Device, check_arguments, compilation_of
-from gpipe_bench.pipeline.mesh.collectives import Replicas
-from gpipe_bench.pipeline.mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
-from gpipe_bench.pipeline.mesh.grid import Grid, join, watch_over
-from gpipe_bench.pipeline.mesh.reduce import data_parallel_of, divided_over
-from gpipe_bench.pipeline.model.parts import OwnLayers, Part, follow
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Schedule
-from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.ranks.connect import Network, detector_of, network_of
-from gpipe_bench.pipeline.ranks.control import check_equal, gather_timeline
-from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.tied import Tie, TiedWeights
-from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.portals import portals_of
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.trees import Keywords, Tree, merge
-from gpipe_bench.pipeline.step import Observer, Steps, refuse_elsewhere
-from gpipe_bench.pipeline.transport import EdgeTransport, InProcess, PortalTransport
-from gpipe_bench.pipeline.verify import verify
+from .arguments import Assignment, Device, check_arguments, compilation_of
+from .mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
+from .mesh.grid import Grid, Replicas, join, watch_over
+from .mesh.reduce import data_parallel_of, divided_over
+from .model.parts import OwnLayers, Part, follow
+from .plan.edges import Edge
+from .plan.remat import Remat
+from .plan.schedule import Schedule
+from .plan.timeline import Timeline
+from .ranks.connect import Network, detector_of, network_of
+from .ranks.control import check_equal, gather_timeline
+from .ranks.distributed import PointToPoint
+from .ranks.failure import FailureDetector
+from .ranks.tied import Tie, TiedWeights
+from .stage.layers import LossFn
+from .stage.portals import portals_of
+from .stage.stage import Stage
+from .stage.trees import Tree, merge
+from .step import Observer, Steps, refuse_elsewhere
+from .transport import EdgeTransport, InProcess, PortalTransport
+from .verify import verify
 
 # Forward-only passes draw from streams of their own, so that evaluating does not change the training that
 # follows.
@@ -65,8 +63,7 @@ class Pipeline(nn.Module):
         num_stages: K, the number of stages. Default: those of `partition` or, where the pipeline has several
             processes, as many as the schedule has for them.
         num_microbatches: M, the micro-batches a mini-batch is split into; they may be uneven, but not empty:
-            a mini-batch of fewer examples is taken in as many micro-batches, unless the schedule is one of
-            one's own.
+            a mini-batch of fewer examples is taken in as many micro-batches.
 
     The schedule:
         schedule: "gpipe", "1f1b", "naive" or another name of `NAMED`; or a `Schedule` of one's own, such as
@@ -106,8 +103,8 @@ class Pipeline(nn.Module):
             chooses that, and a dict has arguments of `torch.compile`: backend, mode, fullgraph, dynamic. What
             cannot be compiled whole runs as it is, with a warning; with fullgraph=True it is an error.
 
-    `ValueError` names an argument that does not fit and what would. In one process a pipeline can be copied
-    and pickled between two steps: the copy trains like the original and apart from it.
+    `ValueError` names an argument that does not fit and what would. A pipeline is neither copied nor pickled;
+    its `state_dict` is.
     """
 
     def __init__(
@@ -135,11 +132,13 @@ class Pipeline(nn.Module):
     ) -> None:
         """The arguments are described with the class: `help(Pipeline)`."""
         super().__init__()
-        check_arguments(num_stages, num_microbatches, num_workers, timeout_s, group, mesh, transport)
-        self.seed, self._is_own = seed, isinstance(schedule, Schedule)
+        check_arguments(
+            transport=transport, num_stages=num_stages, num_microbatches=num_microbatches,
+            num_workers=num_workers, timeout_s=timeout_s, group=group, mesh=mesh,
+        )  # fmt: skip
+        self.seed = seed
         self.num_steps = 0  # training steps taken, which number the random streams
         self._num_forwards = 0
-        self._has_warned = False  # of an evaluation in training mode
         # The other processes, and what is known of their failures.
         self.grid: Grid | None = None
         detector: FailureDetector | None = None
@@ -176,9 +175,10 @@ class Pipeline(nn.Module):
                 )
                 share_memory = False  # nobody moves messages along while an action waits for other processes
             # What replicas do together. They begin with the same values.
-            self._of_replicas = (timeout_s, bucket_bytes, self._divided)
             device = self._devices[assigned.local[0]]
-            self._data_parallel = data_parallel_of(self.grid, detector, device, *self._of_replicas)
+            self._data_parallel = data_parallel_of(
+                self.grid, detector, device, timeout_s, bucket_bytes, self._divided, self._schedule
+            )
             self._hold(layers, assigned, move=devices is not None)
             if self._data_parallel is not None:
                 self._data_parallel.start_alike((assigned.same_on_all(), seed), self)
@@ -201,7 +201,6 @@ class Pipeline(nn.Module):
                     share_memory=share_memory,
                     portals=self._portal_edges,
                     detector=detector,
-                    is_own=self._is_own,
                 )
                 check_equal(self.gather((assigned.same_on_all(), seed)))
                 self._tied = self._tie(shared, self._ranks)
@@ -218,7 +217,6 @@ class Pipeline(nn.Module):
         self._schedule, self._partition = assigned.schedule, assigned.partition
         self._devices, self._layer_names = assigned.devices, tuple(name for name, _ in assigned.named)
         self._portals, self._portal_edges = assigned.portals, assigned.portal_edges
-        self._keywords = Keywords.of_all(modules)
         self.tied_names = {name: tie.names[0] for tie in assigned.ties for name in tie.names[1:]}
         self._whole = [ref(layer) for layer in modules]  # as long as somebody holds them
 
@@ -237,17 +235,15 @@ class Pipeline(nn.Module):
         else:
             self._modules.update(self._layers)
 
-    def _tie(self, shared: Sequence[Tie], ranks: PointToPoint) -> TiedWeights:
+    def _tie(self, shared: Sequence[Tie], ranks: PointToPoint) -> TiedWeights | None:
         """The weights that this process has in common with others, all with the values of the first."""
         joint = self._data_parallel if self._replicas is not None else None
-        here = [tie for tie in shared if ranks.rank in tie.ranks]
-        found = TiedWeights(
-            [tie for tie in here if len(tie.ranks) > 1 or joint is not None],
-            ranks,
-            self,
-            replica=0 if self._replicas is None else self._replicas.rank,
-            over_replicas=None if joint is None else joint.sum_of,
-        )
+        here = [
+            tie for tie in shared if ranks.rank in tie.ranks and (len(tie.ranks) > 1 or joint is not None)
+        ]
+        if not here:
+            return None
+        found = TiedWeights(here, ranks, self, over_replicas=None if joint is None else joint.sum_of)
         found.share_values()
         return found
 
@@ -304,10 +300,8 @@ class Pipeline(nn.Module):
         target: Tree | None,
         loss_fn: LossFn,
         *,
-        shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         observe: Observer | None = None,
-        sync: bool = True,
     ) -> Tensor:
         """One training step without the optimizer: gradients of the mean loss over the mini-batch are added
         to `.grad`.
@@ -320,15 +314,9 @@ class Pipeline(nn.Module):
             loss_fn: `loss_fn(output, target)` returns the mean over the examples of a micro-batch. The
                 parameters of one that is a module get gradients where the last stage is, on a grid those of
                 all replicas, but are not the pipeline's: give them to an optimizer there.
-            shared: keyword arguments for the layers, the same for all micro-batches: each layer is given
-                those that its `forward` has a parameter for (all, if it has `**kwargs`). Tensors in it are
-                not split, must not require a gradient and not be changed by a layer. The first rank's
-                counts, and is sent to the others in every step.
             scaler: multiplies the gradients, but not the loss that is returned, by its scale. With a process
                 group it must be of `Pipeline.scaler`, and given on every rank.
             observe: entered around every action.
-            sync: on a grid, whether the gradients of all replicas are summed at the end. Without it `.grad`
-                is each replica's own, to which further steps add, until one of them sums.
 
         Returns the mean loss over the mini-batch, of all replicas, without a graph; with a process group, on
         every rank. An exception inside an action becomes an `ActionError` that names it; gradients of
@@ -353,9 +341,7 @@ class Pipeline(nn.Module):
                 "pipeline.scaler() on every rank"
             )
             raise self._steps.refused(alone)
-        loss = self._steps.take(
-            self, self.num_steps, batch, target, loss_fn, observe, shared=shared, scaler=scaler, sync=sync
-        )
+        loss = self._steps.take(self, self.num_steps, batch, target, loss_fn, observe, scaler)
         assert loss is not None
         self.num_steps += 1
         return loss
@@ -366,7 +352,6 @@ class Pipeline(nn.Module):
         target: Tree | None,
         loss_fn: LossFn,
         *,
-        shared: Mapping[str, Any] | None = None,
         tolerance: float | None = None,
     ) -> float:
         """Takes one step as this pipeline takes it and one of the plain model, and compares the outputs of
@@ -378,7 +363,7 @@ class Pipeline(nn.Module):
         with the layers that the pipeline was built of, on its device.
 
         Args:
-            batch, target, loss_fn, shared: as in `step`; one or two mini-batches of real data tell most.
+            batch, target, loss_fn: as in `step`; one or two mini-batches of real data tell most.
             tolerance: the largest difference that rounding explains, relative to the largest number of a
                 tensor. Default: 1e-9 for a model of float64, 1e-3 for float32, more for less.
 
@@ -388,7 +373,7 @@ class Pipeline(nn.Module):
             VerifyError: what differs first, its stage, by how much, and the likely cause; on every rank.
             ValueError: a mesh with `fsdp` or `tp`, along which no process has whole parameters.
         """
-        return verify(self, batch, target, loss_fn, shared=shared, tolerance=tolerance)
+        return verify(self, batch, target, loss_fn, tolerance=tolerance)
 
     def scaler(self, **options: Any) -> GradScaler:
         """A `torch.amp.GradScaler` for `step(..., scaler=...)` whose decisions hold for all ranks.
@@ -400,34 +385,20 @@ class Pipeline(nn.Module):
         device = next(iter(self._stages.values())).device
         return GradScaler(self, device.type, **options)
 
-    def forward(self, batch: Tree | None, *, shared: Mapping[str, Any] | None = None) -> Tree | None:
+    def forward(self, batch: Tree | None) -> Tree | None:
         """The model's output for a mini-batch, computed micro-batch by micro-batch without a graph.
 
         To evaluate, call `eval()` before and `train()` after, as with the plain model: in training mode
-        dropout drops and batch normalization moves its averages. The first time that a layer in training mode
-        draws here, a warning says so.
+        dropout drops and batch normalization moves its averages.
 
-        `batch` and `shared` are as in `step`. The outputs of the micro-batches are joined along dimension 0,
-        tensor by tensor; what is no tensor in them must be equal. With a process group, the output is on the
-        rank of the last stage; the others return None.
+        `batch` is as in `step`. The outputs of the micro-batches are joined along dimension 0, tensor by
+        tensor; what is no tensor in them must be equal. With a process group, the output is on the rank of
+        the last stage; the others return None.
         """
-        inference = torch.is_inference_mode_enabled()
-        # What is made here and kept, such as buffers of messages, must serve training steps too: only the
-        # layers see the mode.
-        with torch.inference_mode(False) if inference else nullcontext():
-            number = _FORWARD_ONLY + self._num_forwards
-            self._steps.take(self, number, batch, shared=shared, inference=inference)
+        # What is made here and kept, such as buffers of messages, must serve training steps too.
+        with torch.inference_mode(False):
+            self._steps.take(self, _FORWARD_ONLY + self._num_forwards, batch)
         self._num_forwards += 1
-        drew = [stage.drew for stage in self._stages.values() if stage.drew is not None]
-        if drew and not self._has_warned:
-            self._has_warned = True
-            layer = self._layers[self._layer_names[drew[0]]]
-            warnings.warn(
-                f"pipeline(inputs) ran in training mode, and layer {drew[0]} ({type(layer).__name__}) drew "
-                "random numbers, as dropout does; call pipeline.eval() before an evaluation, and "
-                "pipeline.train() after it",
-                stacklevel=4,  # of the caller of the module
-            )
         stage = self._stages.get(self._schedule.num_stages - 1)
         if stage is None:
             return None
@@ -521,27 +492,14 @@ class Pipeline(nn.Module):
             stage.follow(self._schedule)
         self._steps = Steps(
             self._schedule, self._stages, self._devices, self._transport, self._tied, self._data_parallel,
-            self._elsewhere, self._keywords,
-            is_own=self._is_own,
+            self._elsewhere,
         )  # fmt: skip
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For `copy` and `pickle`: everything that cannot be rebuilt from the rest."""
-        if self.group is not None:
-            raise TypeError(
-                "a pipeline over several processes cannot be copied or pickled, because its connections "
-                "belong to this process; keep its state with checkpoint.save, or build a new pipeline on "
-                "every rank and load its state_dict"
-            )
-        made = ("_stages", "_steps", "_data_parallel", "_whole")
-        return {name: value for name, value in self.__dict__.items() if name not in made}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        super().__setstate__(dict(state))
-        self._data_parallel = data_parallel_of(None, None, self._devices[0], *self._of_replicas)
-        self._whole = [ref(layer) for layer in self._layers.values()]
-        self._stages = self._make_stages(range(self._schedule.num_stages))
-        self._prepare()
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a pipeline cannot be copied or pickled; keep its state with state_dict or checkpoint.save, or "
+            "copy the model and build another pipeline"
+        )
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)

@@ -5,8 +5,7 @@ Whatever does not fit is a `ValueError` that says what would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -16,57 +15,63 @@ from torch import nn
 from torch._inductor import list_mode_options
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
-from gpipe_bench.pipeline import devices as accelerators  # `devices` is an argument here
-from gpipe_bench.pipeline.memory.profile import layer_costs
-from gpipe_bench.pipeline.model.parts import OwnLayers
-from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.names import suggestion
-from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.partition import partition as balanced
-from gpipe_bench.pipeline.plan.portals import edges_of
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Schedule, check_sizes
-from gpipe_bench.pipeline.plan.vee import shared_by
-from gpipe_bench.pipeline.ranks.connect import Network
-from gpipe_bench.pipeline.ranks.tied import find_ties
-from gpipe_bench.pipeline.stage.batchnorm import refuse_unsupported
-from gpipe_bench.pipeline.stage.compiled import BACKEND, Compilation
-from gpipe_bench.pipeline.stage.portals import declarations
-from gpipe_bench.pipeline.stage.trees import Tree
+from . import devices as accelerators  # `devices` is an argument here
+from .memory.profile import layer_costs
+from .model.parts import OwnLayers
+from .plan.edges import edges_of
+from .plan.named import NAMED, named
+from .plan.names import suggestion
+from .plan.partition import Partition
+from .plan.partition import partition as balanced
+from .plan.remat import Remat
+from .plan.schedule import Schedule, check_sizes
+from .plan.vee import shared_by
+from .ranks.connect import Network
+from .ranks.tied import find_ties
+from .stage.batchnorm import refuse_unsupported
+from .stage.compiled import BACKEND, Compilation
+from .stage.portals import declarations
+from .stage.trees import Tree
 
 Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number
 
 
-def check_arguments(
-    num_stages: object,
-    num_microbatches: object,
-    num_workers: object,
-    timeout_s: object,
-    group: object,
-    mesh: object,
-    transport: object,
-) -> None:
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return value is None or _is_number(value, int)
+
+
+# Arguments by their names: what is one, and what to give instead of one that is not.
+_ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_microbatches": (lambda value: _is_number(value, int), "a whole number, such as 4"),
+    "num_stages": (_is_count, "a whole number, such as 4"),
+    "num_workers": (_is_count, "a whole number, such as 4"),
+    "timeout_s": (
+        lambda value: _is_number(value, int, float) and 0 < value < inf, "seconds, more than 0, such as 600",
+    ),
+    "group": (
+        lambda value: isinstance(value, dist.ProcessGroup | Network | None),
+        "a process group, such as torch.distributed.group.WORLD once init_process_group was called",
+    ),
+    "mesh": (
+        lambda value: isinstance(value, DeviceMesh | None),
+        "torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp'))",
+    ),
+}  # fmt: skip
+
+
+def check_arguments(*, transport: object, **given: object) -> None:
     """`ValueError` for arguments of a pipeline that are of another kind, or that exclude each other."""
-    numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_workers": num_workers}
-    for name, number in numbers.items():
-        is_left_out = number is None and name != "num_microbatches"
-        if not is_left_out and (isinstance(number, bool) or not isinstance(number, int)):
-            raise ValueError(f"{name} is {number!r}; give a whole number, such as 4")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
-        raise ValueError(f"timeout_s is {timeout_s!r}; give seconds, more than 0, such as 600")
-    if not isinstance(group, dist.ProcessGroup | Network | None):
-        raise ValueError(
-            f"group is {group!r}; give a process group, such as torch.distributed.group.WORLD once "
-            "init_process_group was called, or leave it out for a pipeline in one process"
-        )
-    if not isinstance(mesh, DeviceMesh | None):
-        raise ValueError(
-            f"mesh is {mesh!r}; give torch's init_device_mesh(..., mesh_dim_names=('dp', 'pp')), or leave it "
-            "out"
-        )
+    for name, value in given.items():
+        is_one, instead = _ARGUMENTS[name]
+        if not is_one(value):
+            raise ValueError(f"{name} is {value!r}; give {instead}")
+    group, mesh = given["group"], given["mesh"]
     if mesh is not None and group is not None:
         raise ValueError("mesh and group are both given; the mesh says which group the pipeline has")
     if transport is not None and (group is not None or mesh is not None):
@@ -130,11 +135,8 @@ class Assignment:
         )
         # On every rank, whosever layer it is: one that refuses alone would be waited for.
         refuse_unsupported(part for layer in modules for part in layer.modules())
-        refuse_split_statistics(modules, cuts)
-        homes = [self.schedule.worker(stage) for stage in range(num_stages)]
-        if network is None:
-            refuse_split_ties(modules, cuts, self.devices)
-            homes = [0] * num_stages
+        refuse_apart(modules, cuts, [None] * num_stages if network is not None else self.devices)
+        homes = [0 if network is None else self.schedule.worker(stage) for stage in range(num_stages)]
         named = [("", layer) for layer in modules] if isinstance(layers, OwnLayers) else self.named
         self.ties = find_ties(named, cuts, homes)
         self.portals = declarations(modules)
@@ -175,13 +177,6 @@ def named_layers(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.
             raise ValueError(f"layer {name} is a {type(layer).__name__}; every layer must be an nn.Module")
     if not named:
         raise ValueError("layers is empty; a pipeline needs at least one layer")
-    for name, layer in named:
-        for part, tensor in chain(layer.named_parameters(), layer.named_buffers()):
-            if is_lazy(tensor):
-                raise ValueError(
-                    f"{part!r} of layer {name} ({type(layer).__name__}) has no shape before a first input; "
-                    "run the model once on an example, as in model(example), before the pipeline is built"
-                )
     return named
 
 
@@ -376,11 +371,14 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
     return found
 
 
-def refuse_split_ties(
-    layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device]
+def refuse_apart(
+    layers: Sequence[nn.Module], spans: Sequence[range], homes: Sequence[torch.device | None]
 ) -> None:
-    """A parameter on two devices of one process would be two parameters; `homes` are those of the stages."""
-    first: dict[nn.Parameter, int] = {}
+    """`ValueError` for what cannot be in two stages: a parameter on two devices of one process would be two
+    parameters, and one batch normalization would move its averages once for each. `homes` are the devices of
+    the stages, None where processes have copies.
+    """
+    first: dict[object, int] = {}
     for stage, span in enumerate(spans):
         for index in span:
             for name, parameter in layers[index].named_parameters():
@@ -391,33 +389,6 @@ def refuse_split_ties(
                         "each has a device of its own; keep tied layers in one stage, or the stages in "
                         "processes of their own"
                     )
-
-
-def worker_of(network: Network, schedule: Schedule) -> int:
-    """The worker that this process is: its rank in the group, which has one for each worker."""
-    size = network.size
-    if size != schedule.num_workers:
-        holders, several = ("workers", "") if schedule.placement else ("stages", "")
-        if not schedule.placement and size > 1 and schedule.num_stages % size == 0:
-            each = schedule.num_stages // size
-            several = f", or a schedule by which each has {each} stages, such as schedule='interleaved'"
-        raise ValueError(
-            f"the process group has {size} ranks for {schedule.num_workers} {holders}; it needs one rank per "
-            f"{holders[:-1]}" + several
-        )
-    rank = network.rank
-    if rank < 0:
-        raise ValueError(
-            "this process is not in the process group; build the pipeline on the group's ranks only"
-        )
-    return rank
-
-
-def refuse_split_statistics(layers: Sequence[nn.Module], spans: Sequence[range]) -> None:
-    """One batch normalization in two stages would move its averages once for each."""
-    first: dict[nn.Module, int] = {}
-    for stage, span in enumerate(spans):
-        for index in span:
             for module in layers[index].modules():
                 tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
                 if tracked and first.setdefault(module, stage) != stage:
@@ -425,3 +396,20 @@ def refuse_split_statistics(layers: Sequence[nn.Module], spans: Sequence[range])
                         f"a batch normalization of layer {index} is also in stage {first[module]}, so that "
                         "its moving averages would depend on the cut; keep both in one stage"
                     )
+
+
+def worker_of(network: Network, schedule: Schedule) -> int:
+    """The worker that this process is: its rank in the group, which has one for each worker."""
+    size = network.size
+    if size != schedule.num_workers:
+        holder = "worker" if schedule.placement else "stage"
+        raise ValueError(
+            f"the process group has {size} ranks for {schedule.num_workers} {holder}s; it needs one rank per "
+            f"{holder}, or a schedule by which each has several stages, such as schedule='interleaved'"
+        )
+    rank = network.rank
+    if rank < 0:
+        raise ValueError(
+            "this process is not in the process group; build the pipeline on the group's ranks only"
+        )
+    return rank

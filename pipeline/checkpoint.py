@@ -24,10 +24,8 @@ import io
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,12 +34,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from gpipe_bench.pipeline.api import Pipeline
-from gpipe_bench.pipeline.errors import summary
+from .api import Pipeline
+from .errors import summary
 
 T = TypeVar("T")
 
@@ -76,8 +73,6 @@ def save(path: Path | str, pipeline: Pipeline, optimizer: torch.optim.Optimizer 
     def write() -> Any:
         work = writer.write_data(planner.finish_plan(mine), planner)
         work.wait()
-        for place, found in digests(path, [result.storage_data for result in work.value()]):
-            place.digest = found  # an attribute more, which torch's own readers leave alone
         return work.value()
 
     def finish() -> None:
@@ -217,9 +212,6 @@ def _places(here: Mapping[str, Any], index: Metadata, names: Mapping[Tensor, str
     for key, (part, *path) in index.planner_data.items():
         if part != "optimizer":
             continue
-        if len(path) == 1:  # as torch flattens it, and as it was written once
-            kind, rest = path[0].split(".", 1)
-            path = [kind, *rest.rsplit(".", 1)]
         kind, name, *outer, last = path
         if name in optimizer[kind]:
             place = optimizer[kind][name]
@@ -311,20 +303,8 @@ def sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def digests(folder: Path, places: Iterable[Any]) -> Iterator[tuple[Any, str]]:
-    """Yields each of the places that an index names, with a digest of its content in 32 characters."""
-    file_of = attrgetter("relative_path")
-    for name, some in groupby(sorted(places, key=file_of), file_of):
-        with (folder / name).open("rb") as file:
-            for place in some:
-                file.seek(place.offset)
-                yield place, hashlib.blake2b(file.read(place.length), digest_size=16).hexdigest()
-
-
 class Reader(FileSystemReader):
-    """Reads the index, once, and only if it consists of what `save` puts there; `ValueError` otherwise. Reads
-    data only if it is what belongs to this index.
-    """
+    """Reads the index, once, and only if it consists of what `save` puts there; `ValueError` otherwise."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -337,13 +317,6 @@ class Reader(FileSystemReader):
             raise ValueError(f"{path} is no index of a checkpoint: {error}") from error
         if not isinstance(self.index, Metadata):
             raise ValueError(f"{path} is no index of a checkpoint: it is a {type(self.index).__name__}")
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        places = [self.storage_data[item.storage_index] for item in plan.items]
-        for place, found in digests(Path(self.path), places):
-            if getattr(place, "digest", found) != found:  # older checkpoints have none
-                raise ValueError(f"{place.relative_path} is damaged or belongs to another checkpoint")
-        return super().read_data(plan, planner)
 
 
 class Planner(DefaultLoadPlanner):

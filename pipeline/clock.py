@@ -8,39 +8,26 @@ What an event tells is the time since another one. When the first of a step happ
 because the device may still have had other work to do when it was enqueued, each device its own. So when
 somebody asks, one more event is recorded and waited for: it happened just now, and the others as long ago as
 the device says.
-
-The sums over replicas that leave meanwhile are noted beside the actions (`Journal`). On a CPU a sum's end is
-noticed by the thread that made it, on an accelerator by a stream that does nothing but wait.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
+from . import devices
+from .plan.schedule import Action
+from .plan.timeline import Event, Timeline
 
 
 class Clock:
-    """Records start and end of the actions of one program, step after step; keeps the latest step.
+    """Records start and end of the actions of one program, step after step; keeps the latest step."""
 
-    The sums over replicas that leave meanwhile are in a `journal`.
-    """
-
-    def __init__(
-        self,
-        actions: Sequence[Action],
-        stage_devices: Sequence[torch.device],
-        journal: Journal | None = None,
-    ) -> None:
-        self._journal = journal
+    def __init__(self, actions: Sequence[Action], stage_devices: Sequence[torch.device]) -> None:
         self._actions = tuple(actions)
         self._devices = tuple(stage_devices)  # by stage
         # Start and end of each action, one after the other: what tells the time, and what it told, which is
@@ -50,14 +37,12 @@ class Clock:
         self._accelerators = tuple(filter(devices.is_accelerator, dict.fromkeys(self._devices)))
         self._firsts: dict[torch.device, torch.Event] = {}  # of the step, on each accelerator
         self._firsts_ns: dict[torch.device, float] = {}  # when that was, once somebody has asked
-        self.begins = journal is not None or bool(self._accelerators)
+        self.begins = bool(self._accelerators)
         self.complete = False
 
     def begin(self) -> None:
         """Begins a step. Without accelerators, the host's clock needs no preparation."""
         self.complete = False
-        if self._journal is not None:
-            self._journal.begin()
         if self._accelerators:
             self._firsts_ns = {}
             if not self._firsts:
@@ -98,22 +83,6 @@ class Clock:
             found.append(Event(action, (start_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9))
         return tuple(found)
 
-    def collectives(self, offset_ns: int = 0) -> tuple[Span, ...]:
-        """The sums over replicas of the latest step, as `events`."""
-        self._date_firsts()
-        if self._journal is None:
-            return ()
-        device = next(iter(self._firsts), None)
-
-        def happened_ns(event: torch.Event) -> float:
-            assert device is not None
-            return self._firsts_ns[device] + self._firsts[device].elapsed_time(event) * 1e6
-
-        return tuple(
-            Span(f"reduce {number}", stage, (begin_ns + offset_ns) / 1e9, (end_ns + offset_ns) / 1e9)
-            for stage, number, begin_ns, end_ns in self._journal.entries(happened_ns)
-        )
-
     def _date_firsts(self) -> None:
         if not self.complete:
             raise ValueError("no complete step to show; run a step first")
@@ -129,58 +98,7 @@ class Clock:
             devices=[str(device) for device in self._devices],
             conditions=conditions(),
             placement=placement,
-            collectives=self.collectives(),
         )
-
-
-class Journal:
-    """Begin and end times of the gradient sums in the latest step, for all stages of this process."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_accelerated = devices.is_accelerator(device)
-        self._stream = devices.new_stream(device) if self._is_accelerated else None
-        self._begun: dict[tuple[int, int], Any] = {}
-        self._ended: dict[tuple[int, int], Any] = {}
-
-    def begin(self) -> None:
-        """Begins a step: forgets the sums of the one before."""
-        self._begun, self._ended = {}, {}
-
-    def begun(self, stage: int, number: int) -> None:
-        """Notes that sum `number` of a stage begins now."""
-        self._begun[stage, number] = self._now()
-
-    def watch(self, work: Any, stage: int, number: int) -> None:
-        """Notes when sum `number` of a stage ends, which is when `work` is done."""
-        key, ended = (stage, number), self._ended
-        if self._stream is not None:
-            with devices.using(self._stream):
-                work.wait()
-                ended[key] = self._now()
-        else:
-            work.get_future().add_done_callback(lambda _: ended.setdefault(key, time.perf_counter_ns()))
-
-    def waited(self, stage: int, number: int) -> None:
-        """Notes that sum `number` of a stage has ended by now."""
-        if self._stream is None:
-            self._ended.setdefault((stage, number), time.perf_counter_ns())
-
-    def entries(self, happened_ns: Callable[[Any], float]) -> Iterator[tuple[int, int, float, float]]:
-        """Stage, number, begin and end of each that is over, in ns of the wall clock; `happened_ns` says when
-        an event was.
-        """
-        for (stage, number), begun in self._begun.items():
-            ended = self._ended.get((stage, number))
-            if ended is not None:
-                times = (begun, ended)
-                begin_ns, end_ns = map(happened_ns, times) if self._is_accelerated else times
-                yield stage, number, begin_ns, end_ns
-
-    def _now(self) -> Any:
-        if not self._is_accelerated:
-            return time.perf_counter_ns()
-        return _recorded(devices.event(self._device, timing=True), self._device)
 
 
 def _recorded(event: torch.Event, device: torch.device) -> torch.Event:

@@ -79,19 +79,6 @@ def name(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else str(device)
 
 
-def identity(device: torch.device) -> str:
-    """The same text in two processes if and only if they use the same piece of hardware.
-
-    An accelerator's unique number. One without a number, and a CPU, is named by its host and index.
-    """
-    number = None
-    if is_accelerator(device):
-        module = torch.get_device_module(device)
-        if hasattr(module, "get_device_properties"):
-            number = getattr(module.get_device_properties(device), "uuid", None)
-    return f"{platform.node()} {device}" if number is None else f"{device.type} {number}"
-
-
 def on(device: torch.device) -> AbstractContextManager[None]:
     """Makes an accelerator with an index the current device, for code that names none."""
     if not is_accelerator(device) or device.index is None:
@@ -281,10 +268,6 @@ class Transfers:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, torch.device], CopyStreams] = {}
-
-    def __reduce__(self) -> tuple[type[Transfers], tuple[()]]:
-        """Copies without streams: a copy of a pipeline opens streams of its own."""
-        return Transfers, ()
 
     def send(
         self, tensors: Iterable[Sent], target: torch.device

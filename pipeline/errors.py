@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpipe_bench.pipeline.plan.schedule import Action
+from .plan.schedule import Action
 
 
 class ActionError(RuntimeError):

@@ -19,31 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.clock import Clock
-from gpipe_bench.pipeline.errors import ActionError
-from gpipe_bench.pipeline.mesh.reduce import DataParallel
-from gpipe_bench.pipeline.plan.edges import Edge, chain
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order, validate
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.ranks.distributed import PointToPoint
-from gpipe_bench.pipeline.ranks.tied import TiedWeights
-from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.trees import (
-    Keywords,
-    Message,
-    Nested,
-    Tree,
-    divide,
-    flatten,
-    flatten_shared,
-    num_examples,
-    shared_versions,
-    sizes,
-    unflatten_shared,
-)
-from gpipe_bench.pipeline.transport import EdgeTransport, PortalTransport, ShortBatchError, StepPlan, rows_for
+from . import devices
+from .clock import Clock
+from .errors import ActionError
+from .mesh.reduce import DataParallel
+from .plan.edges import Edge, chain
+from .plan.schedule import Action, Kind, Schedule, execution_order, shortened, validate
+from .plan.simulate import SLOTS, replay
+from .ranks.distributed import PointToPoint
+from .ranks.tied import TiedWeights
+from .stage.layers import LossFn
+from .stage.stage import Stage
+from .stage.trees import Message, Nested, Tree, divide, flatten, num_examples, sizes
+from .transport import EdgeTransport, PortalTransport, StepPlan
 
 Observer = Callable[[Action], AbstractContextManager[object]]
 _UNOBSERVED = nullcontext()
@@ -63,8 +51,6 @@ class Steps:
         data_parallel: what is done with other replicas.
         elsewhere: the parameters that other processes train, by their id, with their names, as far as this
             process still has them.
-        keywords: what the layers may share.
-        is_own: as in `rows_for`.
     """
 
     def __init__(
@@ -76,14 +62,10 @@ class Steps:
         tied: TiedWeights | None = None,
         data_parallel: DataParallel | None = None,
         elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]] | None = None,
-        keywords: Keywords | None = None,
-        *,
-        is_own: bool = False,
     ) -> None:
         self._schedule, self._stages, self._data_parallel = schedule, stages, data_parallel
-        self._is_own, self._devices = is_own, tuple(stage_devices)
+        self._devices = tuple(stage_devices)
         self._transport, self._tied, self._elsewhere = transport, tied, elsewhere or {}
-        self._keywords = keywords
         self._has_last = schedule.num_stages - 1 in stages
         self._device_types = tuple(dict.fromkeys(("cpu", *(device.type for device in stage_devices))))
         self._on_accelerators = any(map(devices.is_accelerator, stage_devices))
@@ -108,18 +90,13 @@ class Steps:
         target: Tree | None = None,
         loss_fn: LossFn | None = None,
         observe: Observer | None = None,
-        shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        *,
-        sync: bool = True,
-        inference: bool = False,
     ) -> Tensor | None:
         """One pass over a mini-batch: a training step if there is a `loss_fn`, else forwards only.
 
-        `model` is the whole module of this process, `number` keys the random streams, `shared` are keyword
-        arguments of the layers, `scaler` scales the gradients; without `sync` they stay this replica's own;
-        with `inference` the layers run in torch's inference mode.
-        Returns the mean loss of a training step; the outputs of forwards are left in the last stage.
+        `model` is the whole module of this process, `number` keys the random streams, `scaler` scales the
+        gradients. Returns the mean loss of a training step; the outputs of forwards are left in the last
+        stage.
         """
         if not self._turn.acquire(blocking=False):
             raise RuntimeError(
@@ -131,23 +108,18 @@ class Steps:
         torch.set_autocast_cache_enabled(False)
         parametrize._cache_enabled = 0
         try:
-            plan, microbatches = self._plan(model, batch, shared, training=loss_fn is not None)
-            rows, lengths = self._rows_of(plan), sizes(plan.examples, plan.num_microbatches)
-            shares = self._share(lengths, loss_fn, sync=sync) if plan.training else ()
-            self._feed(number, plan, microbatches, target, loss_fn, shares, scaler, inference=inference)
+            plan, microbatches = self._plan(model, batch, training=loss_fn is not None)
+            if plan.num_microbatches != self._rows.num_microbatches:
+                self._follow(plan.num_microbatches)
+            self._feed(number, plan, microbatches, target, loss_fn, scaler)
             if 0 in self._stages and (first := self._stages[0].first) is not None:
                 first.begin(batch, target)
-            program, clock = self._program(rows, training=plan.training)
-            versions = None if plan.shared is None else shared_versions(plan.shared)
-            run(program, self._transport, clock, self._on_their_devices(observe))
-            if plan.shared is not None and versions != shared_versions(plan.shared):
-                raise RuntimeError(
-                    "a layer has changed a tensor of shared in place, which all layers and micro-batches "
-                    "use; use the out-of-place form of the operation"
-                )
-            return self._finish(sync=sync)
-        except ShortBatchError:
-            raise  # on every rank alike, and nothing has begun
+            key = plan.num_microbatches, plan.training
+            program, clock = self._programs.get(key) or self._program(self._rows, training=plan.training)
+            if self._on_accelerators:
+                observe = self._on_their_devices(observe)
+            run(program, self._transport, clock, observe)
+            return self._finish()
         except BaseException as error:
             failure = self._give_up(error)
             if self._ranks is not None and self._ranks.is_let_down(error):
@@ -177,24 +149,22 @@ class Steps:
         return error if isinstance(error, ActionError) else self._transport.abort(None, error)
 
     def _plan(
-        self, model: nn.Module, batch: Tree | None, shared: Mapping[str, Any] | None, *, training: bool
+        self, model: nn.Module, batch: Tree | None, *, training: bool
     ) -> tuple[StepPlan, Sequence[Tree]]:
         """Returns the plan of the step for all ranks; the first stage makes it and divides the mini-batch."""
         if 0 not in self._stages:
             return self._transport.begin(None, None), ()
-        if shared and self._keywords is not None:
-            self._keywords.check(shared)
         examples = num_examples(batch)
         count = max(1, min(examples, self._schedule.num_microbatches))
         sizes(examples, count)  # refuses an empty mini-batch before another rank is told of it
         if self._data_parallel is not None:
-            count = self._data_parallel.agree(count, training=training, is_own=self._is_own)
+            count = self._data_parallel.agree(count)
         tensors, structure = flatten(batch, "the mini-batch")
         if any(tensor.requires_grad for tensor in tensors):
             raise ValueError(
                 "the batch requires a gradient, which a pipeline does not compute; pass batch.detach()"
             )
-        plan = StepPlan(examples, count, training, flatten_shared(shared) if shared else None)
+        plan = StepPlan(examples, count, training)
         signature: Hashable = None
         if self._ranks is not None:  # what the shapes, dtypes and gradients of all messages may depend on
             signature = (
@@ -202,7 +172,6 @@ class Steps:
                 count,
                 model.training,
                 _signature(Message(tensors, structure, ())),
-                _signature(plan.shared),
                 tuple(p.requires_grad for p in model.parameters()),
                 tuple(
                     (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self._device_types
@@ -210,28 +179,13 @@ class Steps:
             )
         return self._transport.begin(plan, signature), divide(batch, sizes(examples, count))
 
-    def _rows_of(self, plan: StepPlan) -> Schedule:
-        """The schedule of this step, which the stages follow from now on."""
-        rows = self._schedule
-        if plan.num_microbatches != rows.num_microbatches:
-            rows = rows_for(rows, plan, is_own=self._is_own)
-        if rows is not self._rows:
-            self._rows = rows
-            for stage in self._stages.values():
-                stage.follow(rows, short=True)
-        if plan.training:
-            self.latest = rows
-        return rows
-
-    def _share(self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool) -> Sequence[float]:
-        """Returns the weight of each micro-batch in the loss. Also prepares gradients that need more than an
-        addition to `.grad`.
-        """
-        if self._tied is not None:
-            self._tied.begin()
-        if self._data_parallel is not None:
-            return self._data_parallel.begin(lengths, loss_fn, sync=sync, has_loss=self._has_last)
-        return tuple([length / sum(lengths) for length in lengths])
+    def _follow(self, num_microbatches: int) -> None:
+        """The steps take so many micro-batches from now on, which may be fewer than the schedule has."""
+        whole = self._schedule
+        is_whole = num_microbatches == whole.num_microbatches
+        self._rows = whole if is_whole else shortened(whole, num_microbatches)
+        for stage in self._stages.values():
+            stage.follow(self._rows)
 
     def _feed(
         self,
@@ -240,24 +194,38 @@ class Steps:
         microbatches: Sequence[Tree],
         target: Tree | None,
         loss_fn: LossFn | None,
-        shares: Sequence[float],
         scaler: torch.amp.GradScaler | None,
-        *,
-        inference: bool,
     ) -> None:
-        """Gives each stage its part of the step."""
+        """Gives each stage its part of the step, and the last one the weight of each micro-batch in the loss.
+        Also prepares gradients that need more than an addition to `.grad`.
+        """
+        lengths = sizes(plan.examples, plan.num_microbatches)
+        shares: Sequence[float] = ()
+        targets: Sequence[Tree | None] = ()
+        if plan.training:
+            self.latest = self._rows
+            if self._tied is not None:
+                self._tied.begin()
+            if self._data_parallel is not None:
+                shares = self._data_parallel.begin(lengths, loss_fn, has_loss=self._has_last)
+            else:
+                shares = tuple([length / plan.examples for length in lengths])
+            if self._has_last and target is not None and num_examples(target, "the target") != plan.examples:
+                raise ValueError(
+                    f"the mini-batch has {plan.examples} examples but the target "
+                    f"{num_examples(target, 'the target')}"
+                )
+            if self._has_last:
+                targets = [None] * len(lengths) if target is None else divide(target, lengths, "the target")
         for stage in self._stages.values():
-            has_loss = stage.is_last and plan.training
             stage.begin(
                 number,
                 plan.num_microbatches,
                 training=plan.training,
-                inference=inference,
                 feed=microbatches if stage.is_first else (),
-                targets=_targets(target, plan) if has_loss else (),
+                targets=targets if stage.is_last else (),
                 loss_fn=loss_fn,
                 shares=shares,
-                shared=None if plan.shared is None else unflatten_shared(plan.shared, stage.device),
                 scaler=scaler if stage.is_last else None,
             )
             if plan.training and self._elsewhere:
@@ -271,17 +239,14 @@ class Steps:
         key = rows.num_microbatches, training
         if key not in self._programs:
             program = prepare(rows, self._stages, training=training)
-            journal = None if self._data_parallel is None else self._data_parallel.journal
-            clock = Clock([instruction.action for instruction in program], self._devices, journal)
+            clock = Clock([instruction.action for instruction in program], self._devices)
             self._programs[key] = program, clock
         return self._programs[key]
 
-    def _on_their_devices(self, observe: Observer | None) -> Observer | None:
+    def _on_their_devices(self, observe: Observer | None) -> Observer:
         """`observe`, with the device of an action's stage as the current one in the action: layers may ask
-        for "the" accelerator without saying which. Where there are only CPUs there is no need of it.
+        for "the" accelerator without saying which.
         """
-        if not self._on_accelerators:
-            return observe
 
         @contextmanager
         def guarded(action: Action) -> Iterator[None]:
@@ -293,7 +258,7 @@ class Steps:
 
         return guarded
 
-    def _finish(self, *, sync: bool) -> Tensor | None:
+    def _finish(self) -> Tensor | None:
         """Ends a step after its last action. Returns the loss of a training step; gradients are complete."""
         loss = self._transport.finish()
         if self._data_parallel is not None:
@@ -302,20 +267,10 @@ class Steps:
             else:
                 loss = self._data_parallel.finish(loss)
         if loss is not None and self._tied is not None:
-            self._tied.sum_gradients(sync=sync)
+            self._tied.sum_gradients()
         for stage in self._stages.values():
             stage.finish()
         return loss
-
-
-def _targets(target: Tree | None, plan: StepPlan) -> Sequence[Tree | None]:
-    """Returns the target of each micro-batch."""
-    if target is None:
-        return [None] * plan.num_microbatches
-    found = num_examples(target, "the target")
-    if found != plan.examples:
-        raise ValueError(f"the mini-batch has {plan.examples} examples but the target {found}")
-    return divide(target, sizes(plan.examples, plan.num_microbatches), "the target")
 
 
 def refuse_elsewhere(elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]], parameter: nn.Parameter) -> None:
@@ -429,10 +384,8 @@ def _take(instruction: Instruction, position: int, transport: EdgeTransport, clo
             transport.send_back(before, m, passed)
 
 
-def _signature(message: Message | None) -> Hashable:
+def _signature(message: Message) -> Hashable:
     """Returns the properties of a message on which the shapes of later messages may depend."""
-    if message is None:
-        return None
     structure = message.structure
     kind = structure.kind() if isinstance(structure, Nested) else structure
     return kind, tuple([(tensor.shape, tensor.dtype) for tensor in message.tensors])

@@ -20,16 +20,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.devices import Mark, Sent, Transfers
-from gpipe_bench.pipeline.errors import ActionError, summary
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.named import shortened
-from gpipe_bench.pipeline.plan.portals import leaving
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.stage.portals import changed
-from gpipe_bench.pipeline.stage.stage import Gradients
-from gpipe_bench.pipeline.stage.tensors import version
-from gpipe_bench.pipeline.stage.trees import Message, flatten, unflatten
+from .devices import Mark, Sent, Transfers
+from .errors import ActionError, summary
+from .plan.edges import Edge, leaving
+from .plan.schedule import Action
+from .stage.portals import changed
+from .stage.stage import Gradients
+from .stage.tensors import version
+from .stage.trees import Message, flatten, unflatten
 
 
 class StepPlan(NamedTuple):
@@ -38,24 +36,6 @@ class StepPlan(NamedTuple):
     examples: int  # in the mini-batch
     num_microbatches: int  # as many as the schedule has, or fewer
     training: bool  # or forwards only
-    shared: Message | None = None  # what the layers share: tensors, and the structure of the dict
-
-
-class ShortBatchError(ValueError):
-    """A mini-batch that a schedule cannot take; nothing of it was sent, and the next step may train."""
-
-
-def rows_for(schedule: Schedule, plan: StepPlan, *, is_own: bool) -> Schedule:
-    """Returns the schedule of a step with fewer micro-batches: the one of the same name. `ShortBatchError`
-    for a schedule of the user's own, which says nothing about fewer micro-batches.
-    """
-    if is_own:
-        raise ShortBatchError(
-            f"num_microbatches is {schedule.num_microbatches} but the mini-batch has only "
-            f"{plan.num_microbatches} examples, and a Schedule of one's own is for all of its micro-batches; "
-            "name a schedule, which is then laid out for fewer, or leave such a mini-batch out"
-        )
-    return shortened(schedule, plan.num_microbatches)
 
 
 class EdgeTransport(Protocol):

@@ -9,7 +9,8 @@ its cause.
 
 The plain step takes the same micro-batches one after another, each forward and backward, with the draws that
 the pipeline makes. Over processes it is taken on the rank of the last stage, and every rank is sent the
-values and gradients of all: twice the size of the model, in the host's memory, until `verify` returns.
+values and gradients of all: twice the size of the model, in the host's memory, until `verify` returns. Plain
+attributes are not sent: of layers that change theirs from step to step, verify the first one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import io
 import math
-import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,21 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gpipe_bench.pipeline.errors import VerifyError, summary
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.layers import Generators, LayerRunner, LossFn
-from gpipe_bench.pipeline.stage.portals import Carried, declarations
-from gpipe_bench.pipeline.stage.trees import (
-    Message,
-    Tree,
-    change,
-    divide,
-    flatten,
-    num_examples,
-    sizes,
-    tensors_of,
-)
+from .errors import VerifyError, summary
+from .plan.schedule import Kind
+from .stage.batchnorm import Statistics
+from .stage.layers import Generators, LayerRunner, LossFn
+from .stage.portals import Carried, declarations
+from .stage.trees import Message, Tree, change, divide, flatten, num_examples, sizes, tensors_of
 
 # The largest difference that rounding explains, relative to the largest number of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -54,7 +44,6 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 _SMALL = 1e-3
 
 Pipeline: TypeAlias = Any  # `api.Pipeline`, whose method this is
-_TABLES = frozenset(vars(nn.Module()))
 Name = tuple[int, str]  # the layer, `num_layers` for the loss, and the name of a tensor in it
 
 
@@ -77,7 +66,6 @@ class _Brought:
     batch: Tree | None
     target: Tree | None
     values: dict[Name, Tensor | None]  # of its layers' parameters and buffers
-    attributes: dict[tuple[int, str, str], bytes]  # the others, as far as they can be sent
     step: _Step
 
 
@@ -87,7 +75,6 @@ def verify(
     target: Tree | None,
     loss_fn: LossFn,
     *,
-    shared: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
 ) -> float:
     """See `Pipeline.verify`."""
@@ -117,13 +104,11 @@ def verify(
     try:
         is_here = is_alone and len(set(pipeline._devices)) == 1
         values = {} if is_here else {name: _kept(tensor) for name, tensor in _tensors(own)}
-        attributes = {} if is_alone else _attributes(own, everything)
-        step = _as_pipeline(pipeline, own, *copy.deepcopy((batch, target)), loss_fn, shared)
+        step = _as_pipeline(pipeline, own, *copy.deepcopy((batch, target)), loss_fn)
         before.restore()
         own_batch, own_target = batch if 0 in pipeline._stages else None, target if has_loss else None
-        mine = _Brought(replica, own_batch, own_target, values, attributes, step)
+        mine = _Brought(replica, own_batch, own_target, values, step)
         brought = pipeline.gather_all(mine)
-        mine.attributes.clear()  # they are here
         found: str | float = 0.0
         if has_loss and replica == 0:
             try:
@@ -133,7 +118,7 @@ def verify(
                         "pipeline was built of, on the rank of the last stage, as in `model = ...`"
                     )
                 with torch.enable_grad():  # as in a step
-                    plain = _as_plain(pipeline, everything, brought, before, device, loss_fn, shared)
+                    plain = _as_plain(pipeline, everything, brought, before, device, loss_fn)
                 wide = tolerance if tolerance is not None else _tolerance(everything.values(), device)
                 found = _compare(pipeline, everything, brought, plain, wide)
             except Exception as error:  # the other ranks wait for what is found here
@@ -163,7 +148,6 @@ def _as_pipeline(
     batch: Tree | None,
     target: Tree | None,
     loss_fn: LossFn,
-    shared: Mapping[str, Any] | None,
 ) -> _Step:
     """A step of this pipeline as it is, with what its stages have found out about their layers."""
     step = _Step()
@@ -180,7 +164,7 @@ def _as_pipeline(
     for index, stage in pipeline._stages.items():
         stage.forward = watched(index, stage.forward)
     try:
-        loss = pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn, shared=shared)
+        loss = pipeline._steps.take(pipeline, pipeline.num_steps, batch, target, loss_fn)
     finally:
         for stage in pipeline._stages.values():
             del stage.forward
@@ -198,7 +182,6 @@ def _as_plain(
     before: _Before,
     device: torch.device,
     loss_fn: LossFn,
-    shared: Mapping[str, Any] | None,
 ) -> list[_Step]:
     """Runs the step on the plain model with each replica's share; all results have the summed gradients."""
     num_replicas = 1 + max(each.replica for each in brought)
@@ -229,14 +212,13 @@ def _as_plain(
         )  # fmt: skip
         feed = divide(_moved(batch, device), lengths)
         targets = [None] * count if target is None else divide(_moved(target, device), lengths)
-        runner.begin(pipeline.num_steps, targets, loss_fn, shared)
+        runner.begin(pipeline.num_steps, targets, loss_fn)
         microbatches = [a.microbatch for a in schedule.row(0) if a.kind is Kind.F and a.microbatch < count]
         for m in microbatches:
             if not pipeline.portals:
                 calls = enumerate(runner._calls)
                 runner._calls = [
-                    (_noting(call, step, ends[i], m) if i in ends else call, key, keywords)
-                    for i, (call, key, keywords) in calls
+                    (_noting(call, step, ends[i], m) if i in ends else call, key) for i, (call, key) in calls
                 ]
             loss = runner.loss(m, runner.run(m, feed[m], recording=True))
             step.loss += float(loss.detach()) * lengths[m] / total
@@ -255,8 +237,8 @@ def _as_plain(
 def _noting(call: Callable[..., Any], step: _Step, stage: int, m: int) -> Callable[..., Any]:
     call = getattr(call, "noted", call)
 
-    def noting(*arguments: Any, **shared: Any) -> Any:
-        output = call(*arguments, **shared)
+    def noting(*arguments: Any) -> Any:
+        output = call(*arguments)
         step.outputs[stage, m] = _sums(flatten(output)[0])
         return output
 
@@ -292,19 +274,16 @@ def _compare(
         )
 
     outside = (
-        "What computes it uses something that does not come with its input: an attribute that a layer sets, "
-        "of a module or a tensor, a type of tensor, memory that another layer overwrites, or random numbers "
-        "that are not of torch's default generators"
+        "What computes it uses something that does not come with its input: an attribute of a module or a "
+        "tensor, memory that another layer overwrites, or random numbers that are not of torch's generators"
     )
     beside = (
         "Outputs and loss are right, so a gradient comes some other way than from layer to layer: through a "
-        "tensor that a layer leaves in an attribute, to a weight that another stage uses without being "
-        "registered there, or from a backward inside of a forward"
+        "tensor in an attribute, to a weight of another stage, or from a backward inside of a forward"
     )
     again = (
-        f"{beside}. Or the recomputation differs: layers find something else when they are called again, "
-        "such as an attribute that they change; then remat='never' is right, and so is a buffer "
-        "(register_buffer) in place of the attribute"
+        f"{beside}. Or layers find something else when they are called again; then remat='never' is right, "
+        "and so is a buffer (register_buffer) in place of the attribute that they change"
     )
     order = sorted({key for each in brought for key in each.step.outputs})
     for stage, m in order:
@@ -423,58 +402,12 @@ def _streams() -> dict[str, object]:
     return {"Python's random": random.getstate(), "numpy.random": str(np.random.get_state())}
 
 
-class _Pickler(pickle.Pickler):
-    """Says by name which modules and tensors of the model something refers to."""
-
-    def __init__(self, file: io.BytesIO, names: Mapping[int, object]) -> None:
-        super().__init__(file)
-        self._names = names
-
-    def persistent_id(self, value: object) -> object:
-        return self._names.get(id(value))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, parts: Mapping[object, object]) -> None:
-        super().__init__(file)
-        self._parts = parts
-
-    def persistent_load(self, name: object) -> object:
-        return self._parts[name]
-
-
-def _parts(layers: Mapping[int, nn.Module]) -> dict[object, Any]:
-    """Modules and tensors by their names."""
-    parts: dict[object, Any] = dict(_tensors(layers))
-    parts.update({(i, path): m for i, layer in layers.items() for path, m in layer.named_modules()})
-    return parts
-
-
-def _attributes(
-    own: Mapping[int, nn.Module], layers: Mapping[int, nn.Module]
-) -> dict[tuple[int, str, str], bytes]:
-    """Returns the modules' attributes other than parameters, buffers, modules and hooks, pickled."""
-    names = {id(part): name for name, part in reversed(_parts(layers).items())}
-    found = {}
-    for index, layer in own.items():
-        for path, module in layer.named_modules():
-            for name, value in vars(module).items():
-                if name not in _TABLES:
-                    with contextlib.suppress(Exception):  # what cannot be sent stays as it is there
-                        _Pickler(file := io.BytesIO(), names).dump(value)
-                        found[index, path, name] = file.getvalue()
-    return found
-
-
 def _load(layers: Mapping[int, nn.Module], brought: _Brought, device: torch.device) -> None:
-    """Loads the parameters, buffers and attributes that the owner of the layers sent, onto `device`."""
-    parts = _parts(layers)
-    for (index, path, name), sent in brought.attributes.items():
-        with contextlib.suppress(Exception):
-            vars(parts[index, path])[name] = _Unpickler(io.BytesIO(sent), parts).load()
-    for part, value in brought.values.items():
+    """Loads the parameters and buffers that the owner of the layers sent, onto `device`."""
+    parts = dict(_tensors(layers))
+    for name, value in brought.values.items():
         if value is not None:
-            parts[part].data = value.to(device)
+            parts[name].data = value.to(device)
 
 
 def _moved(tree: Tree, device: torch.device) -> Tree:

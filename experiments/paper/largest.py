@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, transformer
 from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, column
-from gpipe_bench.pipeline.memory.cut import StagePeaks
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS, StageMemory
 from gpipe_bench.pipeline.memory.profile import ModelProfile
+from gpipe_bench.pipeline.memory.workers import StagePeaks
 from gpipe_bench.pipeline.plan.named import gpipe, naive
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Schedule

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.stage.trees import Nested, Tree, take_apart
+from ..stage.trees import Nested, Tree, take_apart
 
 
 @dataclass(frozen=True)

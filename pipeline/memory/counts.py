@@ -15,7 +15,7 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
+from ..plan.schedule import Action, Kind, Schedule, execution_order
 
 
 class Counts(NamedTuple):

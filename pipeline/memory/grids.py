@@ -26,11 +26,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_bench.pipeline.memory.stage_bytes import Bytes, LayerBytes, StageBytes, StageTrace, stage_bytes
-from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import Ahead, action_bytes, workers_of
-from gpipe_bench.pipeline.plan.links import bucket_bytes_of
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from ..plan.links import bucket_bytes_of
+from ..plan.schedule import Kind, Schedule
+from .stage_bytes import Bytes, LayerBytes, StageBytes, StageTrace, stage_bytes
+from .trace import LayerProfile
+from .workers import Ahead, action_bytes, workers_of
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from dataclasses import dataclass, replace
 from operator import add, mul
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.counts import Counts, Moment, Step
-from gpipe_bench.pipeline.memory.stage_bytes import Bytes, StageBytes
-from gpipe_bench.pipeline.plan.schedule import Kind
+from ..plan.schedule import Kind
+from .counts import Counts, Moment, Step
+from .stage_bytes import Bytes, StageBytes
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.layer_run import LayerRun, buffer_roles
-from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.tracker import EventLog, no_collections, on_this_rank
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.compiled import signature
-from gpipe_bench.pipeline.stage.portals import Carried, declarations
-from gpipe_bench.pipeline.stage.trees import Tree, change, tensors_of
+from ..stage.batchnorm import Statistics
+from ..stage.compiled import signature
+from ..stage.portals import Carried, declarations
+from ..stage.trees import Tree, change, tensors_of
+from .boundary import Boundary
+from .trace import LayerProfile
+from .tracker import EventLog, LayerRun, buffer_roles, no_collections, on_this_rank
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Dtypes of activations for `autocast`; parameters, gradients and optimizer state stay float32."""

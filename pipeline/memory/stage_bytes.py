@@ -13,17 +13,12 @@ its last holder. What only leads to outputs that no gradient comes back for is n
 the engine does keep it, until B.
 
 I goes back through the layers as a backward does, but leaves behind what waits for W: inputs of operations
-with weights, the gradients of their outputs, and the gradients of parameters that I has computed. W goes
-forward through the layers, from operation to operation:
-
-    W   a's gradients computed   b's gradients computed, a let go   ...   1 MiB: added up   ...
-
-A bias' gradient is that of the output itself until the engine has added it up, so that one is held longer.
+with weights, the gradients of their outputs, and the gradients of parameters that I has computed. What W
+holds is an upper estimate: all that waits, all gradients that it makes, and the most that any layer adds.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,8 +26,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.memory.trace import BufferRole, Deferred, LayerProfile, Received, Trace
-from gpipe_bench.pipeline.stage.split_backward import MANY_BYTES
+from ..stage.split_backward import MANY_BYTES
+from .trace import BufferRole, LayerProfile, Received, SplitTrace, Trace
 
 
 @dataclass(frozen=True)
@@ -231,9 +226,9 @@ class StageTrace:
     def backward(
         self,
         trace_of: Callable[[LayerProfile], Trace],
-        left: _Left | None = None,
+        waiting: dict[_Name, int] | None = None,
     ) -> tuple[list[LayerBytes], int]:
-        """A backward, or I, by a trace of each layer, from the last to the first; `left` is told what I
+        """A backward, or I, by a trace of each layer, from the last to the first; `waiting` takes in what I
         leaves for W. Returns its layers, and bytes of the gradients of the stage's inputs.
         """
         holders, saved, gradients = self.holders.copy(), self.saved_bytes, 0
@@ -280,14 +275,35 @@ class StageTrace:
             moment = Bytes() if fullest is None else Bytes(*fullest)
             found.append(LayerBytes(before, moment, saved + gradients + other))
             known = dict(zip(trace.output_gradients, received, strict=True))
-            if left is not None:
-                held |= left.leave(index, names, known, self.sizes)
+            if waiting is not None:
+                held |= self._wait(index, names, known, waiting)
             received = [
                 None if storage is None else known.get(storage, ((index, storage), trace.sizes[storage]))
                 for storage in trace.input_gradients
             ]
         back = {each for each in received if each is not None and each[0] not in held}
         return found[::-1], sum([size for _, size in back])
+
+    def _wait(
+        self,
+        index: int,
+        names: Mapping[int, int],
+        known: Mapping[int | None, _Gradient | None],
+        waiting: dict[_Name, int],
+    ) -> dict[_Name, int]:
+        """Adds to `waiting` what layer `index` leaves to W; `names` are the storages at its ends, `known` the
+        gradients that it was given. Returns the gradients that are held for W.
+        """
+        halves, held = self.layers[index].halves, dict[_Name, int]()
+        assert halves is not None, "it was looked at"
+        for storage in halves.waiting:
+            if storage in names:
+                waiting["end", names[storage]] = self.sizes[names[storage]]
+            elif (given := known.get(storage, ((index, storage), halves.inputs.sizes[storage]))) is not None:
+                waiting[given[0]] = given[1]
+                if storage not in halves.inputs.kept:
+                    held[given[0]] = given[1]
+        return held
 
     @cached_property
     def messages(self) -> MessageBytes:
@@ -314,62 +330,6 @@ _FIRST, _LATER, _INPUTS = map(attrgetter, ("first", "later", "halves.inputs"))
 """The traces of a layer: a B that makes the gradients of parameters, a later B, and I."""
 
 
-class _WaitingPart(NamedTuple):
-    """A `Deferred` whose storages have their names in the stage."""
-
-    costs: Deferred
-    releases: frozenset[_Name]
-    keeps: frozenset[_Name]
-    is_last: bool
-
-
-class _Left:
-    """Work that I leaves to W: its parts, in the order in which W takes them, and their storages' sizes."""
-
-    def __init__(self, layers: Sequence[LayerProfile]) -> None:
-        self._halves = [layer.halves for layer in layers if layer.halves is not None]
-        self.singles, self.lasts = list[_WaitingPart](), list[_WaitingPart]()
-        self.sizes: dict[_Name, int] = {}
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerProfile]) -> _Left | None:
-        """None where the profiles have no split backward, or where I does the whole backward."""
-        if all(layer.halves is not None and not layer.halves.whole for layer in layers):
-            return cls(layers)
-        return None
-
-    def leave(
-        self,
-        index: int,
-        names: Mapping[int, int],
-        known: Mapping[int | None, _Gradient | None],
-        sizes: Mapping[int, int],
-    ) -> dict[_Name, int]:
-        """Adds the work that layer `index` leaves to W. `names` are the storages at its ends, with `sizes`;
-        `known` are the gradients that it was given. Returns the gradients that are held for this work.
-        """
-        of, held, halves = dict[int, _Name](), dict[_Name, int](), self._halves[index]
-        trace = halves.inputs
-        for part in halves.parts:
-            for storage in part.releases:
-                if storage in names:
-                    of[storage], size = ("end", names[storage]), sizes[names[storage]]
-                else:
-                    given = known.get(storage, ((index, storage), trace.sizes[storage]))
-                    if given is None:  # nobody sent it
-                        continue
-                    of[storage], size = given
-                    if storage not in trace.kept:
-                        held[of[storage]] = size
-                self.sizes[of[storage]] = size
-        for part in reversed(halves.parts):
-            releases = frozenset([of[storage] for storage in part.releases if storage in of])
-            keeps = frozenset([of[storage] for storage in part.keeps if storage in of])
-            is_last = part is halves.last
-            (self.lasts if is_last else self.singles).append(_WaitingPart(part, releases, keeps, is_last))
-        return held
-
-
 @dataclass(frozen=True, eq=False)
 class Halves:
     """Bytes that a stage holds in I, in W and in between, for one micro-batch."""
@@ -378,31 +338,31 @@ class Halves:
     inputs: Bytes = Bytes()  # I
     kept_input_bytes: int = 0  # of the boundary inputs, what stays from I to W
     received_bytes: int = 0  # of gradients, which are held throughout I
-    parts: Sequence[_WaitingPart] = ()
+    layers: Sequence[SplitTrace] = ()
     sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
     inputs_of_stage: frozenset[_Name] = frozenset()
-    _known: dict[tuple[bool, bool], Bytes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trace: StageTrace) -> Halves | None:
         """None where the profiles have no split backward."""
-        if any(layer.halves is None for layer in trace.layers):
+        halves = [layer.halves for layer in trace.layers if layer.halves is not None]
+        if len(halves) < len(trace.layers):
             return None
-        left = _Left.of(trace.layers)
-        if left is None:
+        if any(each.whole for each in halves):
             return cls(whole=True)
-        layers, _ = trace.backward(_INPUTS, left=left)
+        waiting = dict[_Name, int]()
+        layers, _ = trace.backward(_INPUTS, waiting)
         last = _INPUTS(trace.layers[-1])
         # The targets are the user's and stay.
         given = len(trace.layers[0].inputs.same_as)
-        ends = {name: ("end", name) for name in trace.boundary if ("end", name) in left.sizes}
+        ends = {name: ("end", name) for name in trace.boundary if ("end", name) in waiting}
         inputs = frozenset([end for name, end in ends.items() if name < given])
-        sizes = left.sizes | dict.fromkeys([end for name, end in ends.items() if name >= given], 0)
+        sizes = waiting | dict.fromkeys([end for name, end in ends.items() if name >= given], 0)
         return cls(
             inputs=_fullest(reversed(layers)),
             kept_input_bytes=sum([sizes[end] for end in inputs]),
             received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
-            parts=left.singles[::-1] + left.lasts,
+            layers=halves,
             sizes=sizes,
             inputs_of_stage=inputs,
         )
@@ -419,68 +379,17 @@ class Halves:
             return self
         sizes = {name: 0 if name[0] == _RECEIVED else size for name, size in self.sizes.items()}
         inputs = self.inputs.without(self.received_bytes)
-        return replace(self, inputs=inputs, received_bytes=0, sizes=sizes, _known={})
+        return replace(self, inputs=inputs, received_bytes=0, sizes=sizes)
 
     def weights(self, *, first: bool, own: bool = False) -> Bytes:
-        """W at its fullest, with what waited for it; a `first` one creates the gradients of parameters, and
-        with `own` boundary inputs are the user's, or in memory that is there anyway, and stay.
+        """W at its fullest, at most, with what waited for it; a `first` one creates the gradients of
+        parameters, and with `own` boundary inputs are the user's, or in memory that is there anyway, and
+        stay.
         """
-        if (first, own) not in self._known:
-            sizes = {**self.sizes, **dict.fromkeys(self.inputs_of_stage, 0)} if own else self.sizes
-            self._known[first, own] = _WeightsPass(self.parts, sizes, first).fullest
-        return self._known[first, own]
-
-
-class _WeightsPass:
-    """W as it goes on: what waits, and the gradients that the engine is yet to add."""
-
-    def __init__(self, parts: Sequence[_WaitingPart], sizes: Mapping[_Name, int], first: bool) -> None:
-        self._sizes, self._first = sizes, first
-        self._users = Counter(name for part in parts for name in part.releases)
-        self._live = sum([sizes[name] for name in self._users])
-        self._made = self._results = 0
-        self._group: list[_WaitingPart] = []
-        self.fullest = Bytes()
-        self._note(0)
-        before: list[_WaitingPart] = []  # the operation at hand, then all that W does at its end
-        for part in parts:
-            if not part.is_last or (before and not before[0].is_last and part.costs.result):
-                self._release(before)
-                before = []
-            self._note(part.costs.formula_peak)
-            self._results += part.costs.result
-            self._group.append(part)
-            before = [*before, part] if part.is_last else [part]
-            if not part.is_last and sum([each.costs.counted for each in self._group]) > MANY_BYTES:
-                self._add_up()  # as the engine is called inside W
-        self._release([part for part in before if part.is_last])
-        self._add_up()
-
-    def _note(self, extra: int) -> None:
-        if self._live + self._made + self._results + extra > self.fullest.total:
-            self.fullest = Bytes(self._live, self._made, self._results + extra)
-
-    def _kept(self) -> frozenset[_Name]:
-        """Returns the storages of gradients that are yet to be added."""
-        return frozenset[_Name]().union(*[each.keeps for each in self._group])
-
-    def _release(self, parts: Sequence[_WaitingPart]) -> None:
-        """Lets go of what no other part needs, and is not kept."""
-        kept = self._kept()
-        for name in chain.from_iterable([part.releases for part in parts]):
-            self._users[name] -= 1
-            if self._users[name] == 0 and name not in kept:
-                self._live -= self._sizes[name]
-
-    def _add_up(self) -> None:
-        """A pass of the engine."""
-        costs = [part.costs for part in self._group]
-        if self._first:
-            self._note(sum([each.first_peak for each in costs]))
-            self._made += sum([each.made for each in costs])
-        else:
-            beyond = max([each.later_peak - each.entering for each in costs], default=0)
-            self._note(sum([each.entering for each in costs]) + beyond)
-        self._results = 0
-        self._live -= sum([self._sizes[name] for name in self._kept() if self._users[name] == 0])
-        self._group = []
+        live = self.saved_bytes + (0 if own else self.kept_input_bytes)
+        made = sum([each.made for each in self.layers])
+        # The engine adds gradients up when there are so many, of several layers together.
+        together = min(made, MANY_BYTES)
+        if first:
+            return Bytes(live, made, together + max([each.first_peak - each.made for each in self.layers]))
+        return Bytes(live, 0, together + max([each.later_peak for each in self.layers]))

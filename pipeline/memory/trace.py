@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
+from .boundary import Boundary
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,43 +128,20 @@ class Segment:
     peak: int  # the sum of the first three
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """An operation whose weights' gradients wait for W, or all that W does at its end.
-
-    Storages are those of the trace of I, sizes are bytes. Sizes "as the engine adds" are beyond the gradients
-    that it is given.
-    """
-
-    releases: tuple[int, ...]  # die with it, in this layer, where all operations go in turn
-    keeps: tuple[int, ...]  # of what waits, what is a parameter's gradient itself
-    formula_peak: int  # most bytes while the gradients are computed
-    result: int  # bytes of the computed gradients
-    counted: int  # bytes that count towards a pass of the engine, as it counts them
-    entering: int  # made from all the gradients of a pass as the engine takes them in
-    first_peak: int  # as the engine adds gradients to parameters that have none, those that stay included
-    later_peak: int  # as the engine adds to gradients that exist
-    made: int  # bytes of gradients that parameters have then and did not have before
-
-
 @dataclass(frozen=True, eq=False)
 class SplitTrace:
     """The two halves of a layer's backward; where it is ``whole`` I does all of it.
 
-    I is a trace like any other, but that some of what the graph holds, and some gradients, do not die in it.
-    W takes one operation after another, adds up a few gradients at a time, and lets go on the way. When it
-    does so depends on the other layers of the stage (`split_footprint`), so W is told by operations.
+    I is a trace like any other, but that some of what the graph holds, and some gradients, do not die in it:
+    they wait for W. Peaks of W are beyond what waits, and end with the gradients that it makes.
     """
 
     whole: bool
     inputs: Trace  # its `backward` is I
-    deferred: tuple[Deferred, ...]  # in the order of the forward pass, in which W takes them
-    last: Deferred | None  # parameters that are used more than once, and what I has computed
-
-    @property
-    def parts(self) -> tuple[Deferred, ...]:
-        """All operations that wait for W."""
-        return self.deferred if self.last is None else (*self.deferred, self.last)
+    waiting: frozenset[int] = frozenset()  # storages of that trace that live on until W
+    first_peak: int = 0  # W that makes the gradients of parameters
+    later_peak: int = 0  # W that adds to them
+    made: int = 0  # bytes of the gradients that the first W makes
 
 
 class BufferRole(Enum):

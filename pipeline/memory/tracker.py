@@ -7,6 +7,10 @@ that made it until its last reference dies (storages keep their Python object, s
 
 What it does not see: workspaces that a kernel allocates and frees inside one operation, allocator rounding
 and fragmentation. On a GPU its allocator (`devices.peak_bytes`) is the check for those.
+
+A layer by itself is run once, watched, with references as scarce as in a stage (`LayerRun`): its inputs are
+outputs of the layer before, which takes their gradients and lets them go, and its outputs are held by what
+follows, which sends fresh gradients back. Both are autograd functions that compute and keep nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +18,22 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..stage.batchnorm import Statistics
+from ..stage.buffers import State
+from ..stage.split_backward import Split
+from .boundary import Boundary, as_tuple
+from .trace import BufferRole, SplitTrace, Trace, rise
 
 
 class StorageWatch(TorchDispatchMode):
@@ -224,3 +236,245 @@ def tensors_behind(*roots: object) -> list[Tensor]:
         else:
             waiting += gc.get_referents(each)
     return found
+
+
+class LayerRun:
+    """Takes a layer forward and backward, once, its inputs and outputs let go of as in a stage.
+
+    Args:
+        layer: of fake tensors.
+        inputs: what it takes.
+        unused: positions of outputs that nothing after it differentiates.
+        precision: is entered around the forward.
+        with_shapes: traces say what each storage was made for.
+
+    Afterwards ``outputs`` is what the layer gives, ``overwritten`` are positions of the inputs that it
+    changes, and ``moved`` the buffers that it does, by their names.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        inputs: Boundary,
+        unused: frozenset[int],
+        precision: AbstractContextManager[object],
+        *,
+        with_shapes: bool,
+    ) -> None:
+        self._layer, self._inputs, self._unused = layer, inputs, unused
+        self._precision, self._with_shapes = precision, with_shapes
+        self._leaves = [spec.empty() for spec in inputs.tensors]
+        self._seed = torch.empty(())
+        self._log = EventLog()
+        self._delivered: dict[int, Tensor] = {}  # gradients of the inputs
+        self._sent_back: list[int | None] = []
+        self._kept: frozenset[int] = frozenset()
+        self._hidden: int | None = None
+        self.overwritten: frozenset[int] = frozenset()
+        self.moved: dict[str, BufferRole] = {}
+
+    def whole(self) -> Trace:
+        """The trace of a forward, and a backward where there is a graph."""
+        with self._log as log:
+            root = self._forward()
+            if root is not None and root.requires_grad:
+                root.backward(self._seed)
+            del root
+            backward = self._events()
+            gradients = {log.serial_of(p.grad) for p in self._layer.parameters() if p.grad is not None}
+        return self._trace(backward, gradients)
+
+    def halves(self, whole: Trace) -> SplitTrace:
+        """Traces the layer with I and W instead of a backward; ``whole`` is the trace of the whole backward.
+
+        The graph is split as a stage does it.
+        """
+        with self._log as log:
+            root = self._forward()
+            if root is None or not root.requires_grad:
+                return SplitTrace(False, whole)
+            edges = (get_gradient_edge(root),)
+            del root
+            split = Split(edges, _SOURCE)
+            if split.whole:
+                return SplitTrace(True, whole)
+            exits: list[Tensor | None] = [None] * len(self._inputs.tensors)
+            weights = split.inputs(edges, (self._seed,), exits)
+            del split, edges
+            backward = self._events()
+            self._delivered.update((i, gradient) for i, gradient in enumerate(exits) if gradient is not None)
+            trace = self._trace(backward, set())
+            self._delivered.clear()
+            exits.clear()
+            before = log.alive
+            # The parameters have no gradients, then they do; what waits is let go of the second time.
+            again = replace(weights, single=[*weights.single], shared=[*weights.shared], done=[*weights.done])
+            rises = []
+            for half in (again, weights):
+                log.events.clear()
+                half.accumulate()
+                rises.append(rise(log.sizes, log.events))
+            (first_peak, made), (later_peak, _) = rises
+            waiting = frozenset(before - log.alive)
+        return SplitTrace(False, trace, waiting, first_peak, later_peak, made)
+
+    def _forward(self) -> Tensor | None:
+        """Returns where the backward begins; None without a graph."""
+        log, inputs = self._log, self._inputs
+        differentiates = torch.is_grad_enabled()
+        values = [
+            _Source.apply(leaf.requires_grad_(), position, self._delivered)
+            if spec.requires_grad and differentiates
+            else torch.empty_like(leaf)
+            for position, (leaf, spec) in enumerate(zip(self._leaves, inputs.tensors, strict=True))
+        ]
+        values = [values[first] for first in inputs.same_as]
+        self._input_storages = _serials(log, values)
+        log.events.clear()
+        versions = [value._version for value in values]
+        buffers = {
+            (path, name): (module, State.of(buffer))
+            for path, module in self._layer.named_modules()
+            for name, buffer in module._buffers.items()
+        }
+        with self._precision:
+            result = self._layer(inputs.build(values))
+        self.overwritten = frozenset(
+            [
+                position
+                for position, (value, version) in enumerate(zip(values, versions, strict=True))
+                if value._version != version and inputs.same_as[position] == position
+            ]
+        )
+        self.moved = _moved(buffers)
+        del buffers
+        self._forward_events = tuple(log.events)
+        self.outputs = Boundary.of(result)
+        self._output_storages = _serials(log, as_tuple(result))
+        root: Tensor | None = None
+        if differentiates:
+            # The graph of an output that nothing differentiates goes with the output, and its backward never
+            # runs.
+            given = [t.detach() if i in self._unused else t for i, t in enumerate(as_tuple(result))]
+            root = _Tail.apply(log, self._sent_back, *given)
+            del given
+        self._hidden = log.serial_of(root) if root is not None else None
+        del result, values
+        if root is not None:
+            self._kept = frozenset(log.alive - {self._hidden})
+        log.events.clear()
+        return root
+
+    def _events(self) -> tuple[int, ...]:
+        """Returns the events since the forward."""
+        hidden = self._hidden
+        return tuple([event for event in self._log.events if hidden is None or abs(event) != hidden + 1])
+
+    def _trace(self, backward: tuple[int, ...], gradients: set[int | None]) -> Trace:
+        """The trace with such a backward, which made ``gradients`` of parameters."""
+        log, inputs, delivered = self._log, self._inputs, self._delivered
+        return Trace(
+            sizes=tuple(log.sizes),
+            inputs=self._input_storages,
+            outputs=self._output_storages,
+            kept=self._kept,
+            gradients=frozenset(serial for serial in gradients if serial is not None),
+            output_gradients=tuple(self._sent_back) or (None,) * len(self._output_storages),
+            input_gradients=tuple(
+                log.serial_of(delivered[first]) if first == position and first in delivered else None
+                for position, first in enumerate(inputs.same_as)
+            ),
+            forward=self._forward_events,
+            backward=backward if torch.is_grad_enabled() else (),
+            without_gradient=frozenset(
+                position
+                for position, first in enumerate(inputs.same_as)
+                if inputs.tensors[position].requires_grad and first not in delivered
+            ),
+            shapes=tuple(log.shapes) if self._with_shapes else (),
+        )
+
+
+def _serials(log: EventLog, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Numbers of the tensors' storages; one that the run did not make (a parameter) is new but costs nothing
+    here: it is counted where it belongs.
+    """
+    tensors, made = tuple(tensors), len(log.sizes)
+    log.watch(tensors)
+    log.sizes[made:] = [0] * (len(log.sizes) - made)
+    return tuple(serial for serial in map(log.serial_of, tensors) if serial is not None)
+
+
+class _Source(torch.autograd.Function):
+    """Makes an input that is no leaf, as between two layers, and takes its gradient as the layer before."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, position: int, delivered: dict[int, Tensor]) -> Tensor:
+        ctx.position, ctx.delivered = position, delivered
+        return torch.empty_like(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.delivered[ctx.position] = gradient
+        return None, None, None
+
+
+class _Tail(torch.autograd.Function):
+    """Stands for all that follows the layer: keeps nothing, sends fresh gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, log: EventLog, sent_back: list[int | None], *outputs: Tensor) -> Tensor:
+        ctx.log, ctx.sent_back = log, sent_back
+        ctx.specs = [(t.shape, t.dtype) if t.requires_grad else None for t in outputs]
+        ctx.same_as = Boundary.of(outputs).same_as
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = [
+            torch.empty(spec[0], dtype=spec[1]) if spec is not None and first == index else None
+            for index, (spec, first) in enumerate(zip(ctx.specs, ctx.same_as, strict=True))
+        ]
+        ctx.sent_back.extend(None if each is None else ctx.log.serial_of(each) for each in gradients)
+        return None, None, *gradients
+
+
+_SOURCE: type = _Source._backward_cls  # of the nodes with which the layer's inputs enter its graph
+
+
+def _moved(buffers: Mapping[tuple[str, str], tuple[nn.Module, State]]) -> dict[str, BufferRole]:
+    """The buffers that a forward has changed, of those by path and name, with what a recomputation copies.
+
+    A forward may put another tensor under a buffer's name, which takes the place of the one before, so that a
+    step holds one of them; in a profile the new one would count as kept by the graph. So one that was
+    replaced by another of its size is put back; a table that was made or has grown stays.
+    """
+    moved = {}
+    for (path, name), (module, state) in buffers.items():
+        now = module._buffers.get(name)
+        if not state.has_moved(now):
+            continue
+        before, role = state.tensor, BufferRole.CHANGING
+        if before is not None and now is not None and now is not before and now.nbytes == before.nbytes:
+            module._buffers[name], role = before, BufferRole.REPLACED
+        moved[f"{path}.{name}" if path else name] = role
+    return moved
+
+
+def buffer_roles(layer: nn.Module, moved: Mapping[str, BufferRole]) -> tuple[BufferRole, ...]:
+    """Returns the roles of the layer's distinct buffers, in order; ``moved`` has those that change."""
+    statistics = Statistics([layer]).modules
+    left = {path for path, module in layer.named_modules() if module in statistics}
+    names: dict[int, list[str]] = {}
+    for name, buffer in layer.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    found = []
+    for mine in names.values():
+        paths = {name.rpartition(".")[0] for name in mine}
+        if paths <= left:
+            found.append(BufferRole.STATISTICS)
+        elif changes := [moved[name] for name in mine if name in moved]:
+            found.append(changes[0])
+        else:
+            found.append(BufferRole.STILL)
+    return tuple(found)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gpipe_bench.pipeline.stage.stage import Stage
-from gpipe_bench.pipeline.stage.tensors import is_divided, local
+from ..stage.stage import Stage
+from ..stage.tensors import is_divided, local
 
 
 def clip(
@@ -183,8 +183,6 @@ def decides_for(scaler: torch.amp.GradScaler, pipeline: Gathering) -> bool:
 
 _OF_ALL_PARAMETERS: tuple[type, ...] = (torch.optim.LBFGS,)
 """Optimizers that decide by the gradients of all parameters at once."""
-_OF_WHOLE_PARAMETERS: tuple[type, ...] = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
-"""Optimizers whose operations torch has only for parameters that are whole."""
 
 
 def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
@@ -194,22 +192,14 @@ def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
     watched = ref(pipeline)
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not isinstance(optimizer, (*_OF_ALL_PARAMETERS, *_OF_WHOLE_PARAMETERS)):
-            return
         alive = watched()
-        own = set() if alive is None else set(alive.parameters())
-        mine = [each for group in optimizer.param_groups for each in group["params"] if each in own]
-        name = type(optimizer).__name__
-        if mine and num_workers > 1 and isinstance(optimizer, _OF_ALL_PARAMETERS):
-            raise ValueError(
-                f"{name} decides by the gradients of all parameters, and each rank has only those of its "
-                "stages; use an optimizer that takes each parameter by itself, such as AdamW, or train in "
-                "one process"
-            )
-        if any(map(is_divided, mine)) and isinstance(optimizer, _OF_WHOLE_PARAMETERS):
-            raise ValueError(
-                f"{name} needs whole parameters, and those of this mesh are divided along 'fsdp' or 'tp'; "
-                "use AdamW or SGD, or the dimension 'dp' instead"
-            )
+        if isinstance(optimizer, _OF_ALL_PARAMETERS) and num_workers > 1 and alive is not None:
+            own = set(alive.parameters())
+            if any(each in own for group in optimizer.param_groups for each in group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} decides by the gradients of all parameters, and each rank "
+                    "has only those of its stages; use an optimizer that takes each parameter by itself, "
+                    "such as AdamW, or train in one process"
+                )
 
     finalize(pipeline, register_optimizer_step_pre_hook(refuse).remove).atexit = False

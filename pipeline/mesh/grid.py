@@ -12,17 +12,31 @@ something to a pipeline get their meaning, once, so that nobody else asks a mesh
     init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))     two pipelines of four ranks: 0-3 and 4-7
 
 A *replica* is a pipeline that takes a share of the batch of its own: there are dp x fsdp of them.
+
+What the replicas of a stage tell and send each other goes by connections of their own, beside the messages of
+the pipeline, and is waited for no longer than `timeout_s` (`Replicas`). Gradients travel in buckets, because
+a collective costs the same few messages whatever it moves; all replicas begin the same ones in the same
+order.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
+import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector
-from gpipe_bench.pipeline.ranks.store import Store
+from .. import devices
+from ..errors import PeerError, StoreError
+from ..plan.links import BUCKET_BYTES, bucket_bytes_of
+from ..ranks.control import ObjectCollectives
+from ..ranks.failure import FailureDetector, missing
+from ..ranks.store import Store
+from ..ranks.wire import Connection, TensorSpec, Transit, backend
 
 NAMES = ("dp", "fsdp", "pp", "tp")
 _BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own
@@ -143,7 +157,7 @@ def join(mesh: DeviceMesh, timeout_s: float) -> tuple[Grid, FailureDetector]:
 
     with detector.building():
         detector.meet(timeout_s)
-        detector.watch(timeout_s, timeout_s if mesh.device_type == "cpu" else min(timeout_s, SILENCE_S))
+        detector.watch(timeout_s)
         grid.batch_group = detector.bounded(batch_group, timeout_s)
     return grid, detector
 
@@ -157,3 +171,202 @@ def watch_over(grid: Grid, detector: FailureDetector, timeout_s: float) -> None:
     groups += [grid.batch_group] if grid.batch_group not in groups else []
     present = [group for group in groups if group is not None]
     detector.watch_over(present, grid.mesh.device_type, timeout_s)
+
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """The processes of `group`, which run the same stage of one pipeline each; a failure that the `detector`
+    learns of cuts what connects them.
+
+    What waits for other replicas raises `PeerError` if one is missing, with its number in the job where that
+    is known, and `StoreError` as the store does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, detector: FailureDetector) -> None:
+        self.rank, self.size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
+        self._processes = dist.get_process_group_ranks(group)
+        self._store, self.detector = detector.store.part(group), detector
+        self._of_objects: ObjectCollectives | None = None
+        self._connections: list[Connection] = []
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """The tensor of every replica, in the order of their ranks; all must call."""
+        return [found.to(mine.device) for found in self.share(mine.cpu())]
+
+    def share(self, mine: T) -> list[T]:
+        """Returns the picklable objects `mine` of all replicas, in rank order; every replica must call it."""
+        if self._of_objects is None:
+            self._of_objects = ObjectCollectives(
+                self.connect("objects", accelerated=False), self.rank, self.size
+            )
+        return self.bounded(partial(self._of_objects.gather, mine))
+
+    def connect(self, name: str, *, accelerated: bool) -> Connection:
+        """Connects all replicas for collectives, which fail after the timeout; all must call."""
+        options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
+        found = self.bounded(lambda: backend(self._store, self.rank, self.size, **options, sums=True))
+        self._connections.append(Connection(found, 0, {}))
+        self.detector.cuts(self._connections[-1])
+        return self._connections[-1]
+
+    def bounded(self, call: Callable[[], T]) -> T:
+        """Returns the result of `call`, which waits for other replicas no longer than the timeout."""
+        try:
+            return call()
+        except PeerError as error:
+            raise error.numbered(self._processes) from error
+        except StoreError:
+            raise
+        except RuntimeError as error:
+            raise missing(error) from error
+
+    def on(self, device: torch.device) -> None:
+        """Watches the waits of accelerator `device` from now on; the sums are of tensors on it."""
+        self.detector.device_waits.begin(partial(devices.mark, device))
+
+    def wait(self, work: Transit) -> None:
+        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
+        with self.detector.device_waits.waiting(None, None):
+            self.bounded(work.wait)
+
+    def close(self) -> None:
+        """Ends the connections in good order."""
+        for connection in self._connections:
+            connection.close()
+
+
+class Collectives:
+    """Collectives between `replicas` by connections called `name`. They raise what `Replicas` do."""
+
+    def __init__(self, replicas: Replicas, name: str, *, accelerated: bool) -> None:
+        self.replicas = replicas
+        self._connection = replicas.connect(name, accelerated=accelerated)
+
+    def sum(self, numbers: Tensor) -> Transit:
+        """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
+        return self.replicas.bounded(lambda: self._connection.backend.allreduce([numbers]))  # type: ignore[no-any-return]
+
+    def gather(self, number: int) -> list[int]:
+        """Returns each replica's `number`, of at most 63 bits; waits for all replicas."""
+        found = [torch.empty(1, dtype=torch.int64) for _ in range(self.replicas.size)]
+        mine = torch.tensor([number])
+        self.wait(self.replicas.bounded(lambda: self._connection.backend.allgather([found], [mine])))
+        return [int(each) for each in found]
+
+    def wait(self, work: Transit) -> None:
+        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
+        self.replicas.wait(work)
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the values of the first replica's tensors to all replicas, in place, and waits."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        there = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
+        for bucket in buckets_of(there, bucket_bytes=BUCKET_BYTES):
+            memory = bucket.fill([there[i] for i in bucket.positions]).view(torch.uint8)
+            self.wait(self.replicas.bounded(partial(self._connection.backend.broadcast, [memory], options)))
+            for position, view in zip(bucket.positions, bucket.views, strict=True):
+                there[position].copy_(view)
+
+
+class GlobalShares(Sequence[float]):
+    """The share of each micro-batch of this replica in the examples of all replicas.
+
+    How many the others have is asked at once and waited for when somebody wants to know, which is behind the
+    first forward.
+    """
+
+    def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
+        self._lengths, self._collectives = lengths, collectives
+        self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
+        self._work: Transit | None = collectives.sum(self._examples)
+        self._shares: tuple[float, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._shares is None:
+            assert self._work is not None
+            self._collectives.wait(self._work)
+            self._work = None  # it would keep the connection open
+            examples = int(self._examples)
+            self._shares = tuple([length / examples for length in self._lengths])
+        return self._shares[index]
+
+
+class FlatBucket:
+    """Tensors of one dtype on one device that travel together, end to end, each laid out in memory as it is,
+    with a mark for each behind them.
+
+    Attributes:
+        positions: which tensors of a list they are
+        views: the place of each, when it is filled
+        marks: likewise a number for each, 0 for one that is missing
+    """
+
+    def __init__(self, positions: Sequence[int], like: Sequence[Tensor]) -> None:
+        self.positions = tuple(positions)
+        self._specs = [TensorSpec.of(tensor) for tensor in like]
+        self._dtype, self._device = like[0].dtype, like[0].device
+        self._num_elements = sum(tensor.numel() for tensor in like)
+        self.empty()
+
+    def empty(self) -> None:
+        """Releases the bucket's memory."""
+        self.views: list[Tensor] = []
+        self.marks = torch.empty(0)
+
+    def fill(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Copies the tensors into new memory, zeros for a missing one. Returns the whole memory as real
+        numbers, which is what collectives add.
+        """
+        memory = torch.empty(self._num_elements + len(tensors), dtype=self._dtype, device=self._device)
+        self._divide(memory)
+        self.marks.fill_(1)
+        for place, (tensor, view) in enumerate(zip(tensors, self.views, strict=True)):
+            if tensor is None:
+                self.marks[place].zero_()
+                view.zero_()
+            else:
+                view.copy_(tensor)
+        return torch.view_as_real(memory) if memory.is_complex() else memory
+
+    def take(self, numbers: Tensor) -> None:
+        """Uses `numbers`, memory that was filled elsewhere, as the bucket's memory."""
+        self._divide(torch.view_as_complex(numbers) if self._dtype.is_complex else numbers)
+
+    def _divide(self, memory: Tensor) -> None:
+        self.views, start = [], 0
+        for tensor_spec in self._specs:
+            self.views.append(memory.as_strided(tensor_spec.shape, tensor_spec.stride, start))
+            start += tensor_spec.num_bytes // tensor_spec.dtype.itemsize
+        self.marks = memory[start:]
+
+
+def buckets_of(
+    tensors: Sequence[Tensor], order: Iterable[int] = (), bucket_bytes: float | None = None
+) -> list[FlatBucket]:
+    """Buckets for gradients, or other tensors, in the order in which the buckets leave.
+
+    Collectives are matched by their order alone, so it is the same on all replicas.
+
+    Args:
+        tensors: what they look like, in the order of the parameters.
+        order: positions in the order in which the gradients are there; those that are left out come last,
+            the latest parameters first, as in a backward.
+        bucket_bytes: a bucket is closed when it holds as much; `bucket_bytes_of` them all if not given.
+    """
+    if bucket_bytes is None:
+        bucket_bytes = bucket_bytes_of(sum(tensor.nbytes for tensor in tensors))
+    found: list[list[int]] = []
+    open_ones: dict[torch.dtype, list[int]] = {}
+    for position in dict.fromkeys([*order, *reversed(range(len(tensors)))]):
+        dtype = tensors[position].dtype
+        bucket = open_ones.setdefault(dtype, [])
+        bucket.append(position)
+        if sum(tensors[i].nbytes for i in bucket) >= bucket_bytes:
+            found.append(open_ones.pop(dtype))
+    return [FlatBucket(bucket, [tensors[i] for i in bucket]) for bucket in (*found, *open_ones.values())]

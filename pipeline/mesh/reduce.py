@@ -20,24 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.clock import Journal
-from gpipe_bench.pipeline.mesh.collectives import (
-    Collectives,
-    FlatBucket,
-    GlobalShares,
-    Replicas,
-    buckets_of,
-)
-from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.ranks.control import check_equal
-from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.tied import Tie
-from gpipe_bench.pipeline.ranks.wire import Transit
-from gpipe_bench.pipeline.stage.layers import LossFn
-from gpipe_bench.pipeline.stage.stage import Reduction, Stage
-from gpipe_bench.pipeline.stage.tensors import is_divided, local
+from .. import devices
+from ..plan.schedule import Kind, Schedule
+from ..ranks.control import check_equal
+from ..ranks.failure import FailureDetector
+from ..ranks.tied import Tie
+from ..ranks.wire import Transit
+from ..stage.layers import LossFn
+from ..stage.stage import Reduction, Stage
+from ..stage.tensors import is_divided, local
+from .grid import Collectives, FlatBucket, GlobalShares, Grid, Replicas, buckets_of
 
 LEVELS = (2, 3)
 
@@ -49,6 +41,7 @@ class DataParallel:
         replicas: who else holds these stages; None where nobody does.
         device: of the stages.
         bucket_bytes: gradients that leave together.
+        splits: whether the schedule has W, which makes gradients from the first layer on.
         divided: how the parameters of the stages are divided over processes; None where none are.
     """
 
@@ -58,14 +51,14 @@ class DataParallel:
         device: torch.device,
         *,
         bucket_bytes: int | None,
+        splits: bool,
         divided: Divided | None = None,
     ) -> None:
-        self.replicas, self._bucket_bytes = replicas, bucket_bytes
+        self.replicas, self._bucket_bytes, self._splits = replicas, bucket_bytes, splits
         self._divided = divided
         self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
         self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
-        self.journal = Journal(device)
         self._collectives = self._of_hosts = None
         if replicas is not None:
             accelerated = devices.is_accelerator(device)
@@ -135,21 +128,20 @@ class DataParallel:
 
     def _buckets(self, stage: Stage) -> Reduction | None:
         mine = self._collectives
-        return None if mine is None else Buckets(stage, mine, self.journal, self._bucket_bytes)
+        if mine is None:
+            return None
+        return Buckets(stage, mine, self._bucket_bytes, splits=self._splits)
 
-    def agree(self, num_microbatches: int, *, training: bool, is_own: bool) -> int:
-        """In how many micro-batches a step goes that a replica would take in so many: where all must have
-        equally many, or all refuse fewer than their schedule has, as the smallest share of the batch allows.
-        All replicas of the first stage call.
+    def agree(self, num_microbatches: int) -> int:
+        """In how many micro-batches a pass goes that a replica would take in so many. Where holders of a
+        layer fetch its parameters whenever it runs, all take as many as the smallest share of the batch
+        allows. All replicas of the first stage call.
         """
-        alike = self._divided is not None and self._divided.by_layer
-        if self.replicas is None or not (alike or (training and is_own)):
+        if self.replicas is None or self._divided is None or not self._divided.by_layer:
             return num_microbatches
         return min(self.replicas.share(num_microbatches))
 
-    def begin(
-        self, lengths: Sequence[int], loss_fn: LossFn | None, *, sync: bool, has_loss: bool
-    ) -> Sequence[float]:
+    def begin(self, lengths: Sequence[int], loss_fn: LossFn | None, *, has_loss: bool) -> Sequence[float]:
         """A training step with micro-batches of `lengths` examples begins; what each of them counts for, on
         the process that has the loss.
         """
@@ -157,7 +149,7 @@ class DataParallel:
             stage.look(loss_fn)
         self._go_on_alike()
         for reduction in self._reductions.values():
-            reduction.begin(len(lengths), sync=sync)
+            reduction.begin()
         if self._of_hosts is not None:
             return GlobalShares(lengths, self._of_hosts) if has_loss else ()
         return tuple([length / sum(lengths) for length in lengths])
@@ -198,7 +190,8 @@ def data_parallel_of(
     device: torch.device,
     timeout_s: float,
     bucket_bytes: int | None,
-    divided: Divided | None = None,
+    divided: Divided | None,
+    schedule: Schedule,
 ) -> DataParallel | None:
     """Returns the work that replicas do together on a grid; `detector` knows the grid's failures. None if
     there is a single pipeline that divides no parameters.
@@ -209,7 +202,8 @@ def data_parallel_of(
     if group is None and divided is None:
         return None
     replicas = None if group is None or detector is None else Replicas(group, timeout_s, detector)
-    return DataParallel(replicas, device, bucket_bytes=bucket_bytes, divided=divided)
+    splits = any(action.kind is Kind.W for action in schedule)
+    return DataParallel(replicas, device, bucket_bytes=bucket_bytes, splits=splits, divided=divided)
 
 
 class Buckets(Reduction):
@@ -223,44 +217,38 @@ class Buckets(Reduction):
     Every gradient that comes in within the last backward is announced by a hook of its parameter, which hangs
     there for that time alone. When those of a bucket are there they are copied end to end, what was copied is
     from then on `.grad`, and the sum of it begins. What never comes (a parameter that the loss does not
-    depend on) leaves with the end of the backward: as zeros, with a mark, so that a parameter that no replica
-    has a gradient for has none afterwards either.
-
-    Which gradients come in which order, and how often (a layer that is checkpointed in the reentrant way
-    gives a weight several in one backward), is found in the first step, in which all leave with the end of
-    the last backward.
+    depend on) leaves with the end of the backward, with all buckets behind it: as zeros, with a mark, so that
+    a parameter that no replica has a gradient for has none afterwards either.
 
     A sum over replicas must count what was in `.grad` before the step once. So replica 0 keeps it and adds to
-    it, and the others begin without: what they all have afterwards holds it. Where the earlier step was
-    without `sync`, it is each replica's own, and all keep it.
+    it, and the others begin without: what they all have afterwards holds it.
 
     Args:
         stage: whose gradients they are.
         collectives: between its replicas.
-        journal: where is written when each sum began and ended.
         bucket_bytes: gradients that leave together; as `buckets_of` has it if not given.
+        splits: whether the last gradients are made by W, from the first layer on, or from the last.
     """
 
     def __init__(
-        self, stage: Stage, collectives: Collectives, journal: Journal, bucket_bytes: int | None = None
+        self,
+        stage: Stage,
+        collectives: Collectives,
+        bucket_bytes: int | None = None,
+        *,
+        splits: bool = False,
     ) -> None:
-        self._stage, self._collectives = stage, collectives
-        self._journal, self._bucket_bytes = journal, bucket_bytes
+        self._stage, self._collectives, self._splits = stage, collectives, splits
+        self._bucket_bytes = bucket_bytes
         self._trainable: tuple[nn.Parameter, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
-        self._times: list[int] | None = None  # each gets a gradient in the last backward; None: not known yet
         self._buckets: list[FlatBucket] = []
         self._number_of: dict[int, int] = {}  # the bucket of each parameter
-        self._seen: list[int] = []  # positions, as gradients came in
-        self._to_come: list[int] = []  # gradients of each parameter in this backward
-        self._open: list[int] = []  # parameters of each bucket that are not there yet
+        self._seen: set[int] = set()  # parameters whose gradient has come in
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sent: list[tuple[Transit, bool]] = []  # and whether a gradient is missing on this replica
-        self._sync = True
-        self._own = False  # what is in .grad is of this replica alone
 
-    def begin(self, num_microbatches: int, *, sync: bool) -> None:
-        self._sync = sync
+    def begin(self) -> None:
         trainable, before = self._stage.trainable, len(self._parameters)
         self._parameters = self._stage.receiving
         if (
@@ -269,55 +257,37 @@ class Buckets(Reduction):
             or any(a is not b for a, b in zip(trainable, self._trainable, strict=True))
         ):
             self._trainable = trainable
-            self.refresh()
-        if self._collectives.replicas.rank and not self._own:
+            parts = [local(parameter.detach()) for parameter in self._parameters]
+            order = range(len(parts)) if self._splits else ()
+            self._buckets = buckets_of(parts, order, self._bucket_bytes)
+            self._number_of = {i: n for n, bucket in enumerate(self._buckets) for i in bucket.positions}
+        if self._collectives.replicas.rank:
             for parameter in self._parameters:
                 parameter.grad = None
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
-        if not (last and self._sync):
+        if not last:
             return
-        self._seen = []
-        if self._times is not None:
-            self._to_come = list(self._times)
-            # What nobody expects is not waited for here, but at the end of the backward.
-            self._open = [
-                sum(self._times[i] > 0 for i in bucket.positions)
-                + any(self._times[i] == 0 for i in bucket.positions)
-                for bucket in self._buckets
-            ]
+        self._seen = set()
         for position, parameter in enumerate(self._parameters):
             hook = parameter.register_post_accumulate_grad_hook(partial(self._came_in, position))
             self._hooks.append(hook)
 
     def after(self, kind: Kind, m: int, *, last: bool) -> None:
-        if not (last and self._sync):
+        if not last:
             return
         self._unhook()
         while len(self._sent) < len(self._buckets):
             self._send()
 
     def finish(self) -> None:
-        if not self._sync:
-            self._own = True
-            return
-        self._own = False
-        for number, (work, is_missing) in enumerate(self._sent):
+        for bucket, (work, is_missing) in zip(self._buckets, self._sent, strict=False):
             self._collectives.wait(work)
-            self._journal.waited(self._stage.index, number)
             if is_missing:
-                bucket = self._buckets[number]
                 for position, mark in zip(bucket.positions, bucket.marks.tolist(), strict=True):
                     if not mark:
                         self._parameters[position].grad = None
         self._forget()
-        if self._times is None:
-            # From the next step on buckets leave when they are full, in the order that replica 0 has seen.
-            self._times = [0] * len(self._parameters)
-            for position in self._seen:
-                self._times[position] += 1
-            last_first = dict.fromkeys(reversed(self._seen))  # when the last gradient of each was there
-            self._plan(self._collectives.replicas.share(list(reversed(last_first)))[0])
 
     def reset(self) -> None:
         self._unhook()
@@ -328,32 +298,18 @@ class Buckets(Reduction):
         for bucket in self._buckets:
             bucket.empty()
 
-    def refresh(self) -> None:
-        self._times = None
-        self._plan([])
-
-    def _plan(self, order: list[int]) -> None:
-        parts = [local(parameter.detach()) for parameter in self._parameters]
-        self._buckets = buckets_of(parts, order, self._bucket_bytes)
-        self._number_of = {i: number for number, bucket in enumerate(self._buckets) for i in bucket.positions}
-
     def _came_in(self, position: int, _: Tensor) -> None:
-        """Hook of a parameter, called when the parameter's gradient is complete."""
-        self._seen.append(position)
-        if self._times is None:
-            return
-        self._to_come[position] -= 1
-        number = self._number_of[position]
-        if self._to_come[position] == 0:
-            self._open[number] -= 1
-            while len(self._sent) < len(self._buckets) and not self._open[len(self._sent)]:
-                self._send()
-        elif self._to_come[position] < 0 and number < len(self._sent):
+        """Hook of a parameter, called when the parameter has got a gradient."""
+        if self._number_of[position] < len(self._sent):
             raise RuntimeError(
-                f"a parameter of stage {self._stage.index} got more gradients in a backward than in an "
-                "earlier step, when the sum over replicas had begun; call Pipeline.refresh() on every rank "
-                "before the first step in which it does"
+                f"a parameter of stage {self._stage.index} got another gradient in a backward when the sum "
+                "over replicas had begun; where a layer is checkpointed, use use_reentrant=False"
             )
+        self._seen.add(position)
+        while len(self._sent) < len(self._buckets) and self._seen.issuperset(
+            self._buckets[len(self._sent)].positions
+        ):
+            self._send()
 
     def _unhook(self) -> None:
         for handle in self._hooks:
@@ -363,8 +319,7 @@ class Buckets(Reduction):
     @torch.no_grad()
     def _send(self) -> None:
         """Begins the sum of the next bucket."""
-        number = len(self._sent)
-        bucket = self._buckets[number]
+        bucket = self._buckets[len(self._sent)]
         gradients = [local(self._parameters[i].grad) for i in bucket.positions]
         if any(each is not None and each.layout is not torch.strided for each in gradients):
             raise RuntimeError(
@@ -381,10 +336,7 @@ class Buckets(Reduction):
                 whole = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
                 gradient = like.from_local(gradient, like.device_mesh, like.placements, **whole)
             parameter.grad = gradient
-        self._journal.begun(self._stage.index, number)
-        work = self._collectives.sum(numbers)
-        self._journal.watch(work, self._stage.index, number)
-        self._sent.append((work, is_missing))
+        self._sent.append((self._collectives.sum(numbers), is_missing))
 
 
 class Divided:
@@ -401,11 +353,11 @@ class Divided:
         self._sharding: ModuleType | None = None
         self._tensor_parallel: ModuleType | None = None
         if zero is not None:
-            from gpipe_bench.pipeline.mesh import sharding
+            from . import sharding
 
             self._sharding = sharding
         if grid.size("tp") > 1:
-            from gpipe_bench.pipeline.mesh import tensor_parallel
+            from . import tensor_parallel
 
             self._tensor_parallel = tensor_parallel
 

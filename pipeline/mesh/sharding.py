@@ -49,11 +49,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpipe_bench.pipeline.mesh.collectives import Collectives
-from gpipe_bench.pipeline.mesh.grid import Grid
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.stage.stage import Reduction, Stage
-from gpipe_bench.pipeline.stage.tensors import is_divided
+from ..plan.schedule import Kind, Schedule
+from ..stage.stage import Reduction, Stage
+from ..stage.tensors import is_divided
+from .grid import Collectives, Grid
 
 
 def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule, zero: int) -> None:
@@ -118,11 +117,10 @@ class Shards(Reduction):
         ]
         self._watched = False
 
-    def begin(self, num_microbatches: int, *, sync: bool) -> None:
+    def begin(self) -> None:
         """The parameters of the step are fetched while the stage waits for its first micro-batch.
 
-        Gradients are kept in parts whatever `sync` says, so there is nothing to put off. `ValueError` for a
-        parameter that is not divided, whose gradients nobody would sum.
+        `ValueError` for a parameter that is not divided, whose gradients nobody would sum.
         """
         if any(not is_divided(parameter) for parameter in self._stage.trainable):
             raise ValueError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.model.parts import OwnLayers, Part
+from .parts import OwnLayers, Part
 
 Value = Tensor | tuple[Tensor, ...]
 

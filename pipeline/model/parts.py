@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.stage.portals import run_through
+from ..stage.portals import run_through
 
 
 class Part(nn.Module):

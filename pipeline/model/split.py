@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from gpipe_bench.pipeline.memory.profile import layer_costs
-from gpipe_bench.pipeline.model.parts import OwnLayers, Part
-from gpipe_bench.pipeline.model.trace import Call, Tracer, inputs_of, is_number, trace
-from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.stage.trees import Tree
+from ..memory.profile import layer_costs
+from ..plan.partition import partition
+from ..stage.trees import Tree
+from .parts import OwnLayers, Part
+from .trace import Call, Tracer, inputs_of, is_number, trace
 
 
 def split(

@@ -16,7 +16,7 @@ activations, with as many buffers as the stage before has micro-batches in fligh
 their way, its sender with it; so a schedule that can be executed could stop for good where buffers are
 scarce. Actions in rows with bounded buffers form a marked graph: whether it stops does not depend on who goes
 first, so if one run ends, every run does. `_run` lets all workers that can take an action take it, round by
-round; where none can, the rings on a circle of waits get a buffer more.
+round; where none can, all rings get a buffer more.
 
 **On accelerators** a receive over NCCL is a kernel that spins on the device until the sender's kernel is
 there. A wait for the whole device meanwhile (an allocator that gives memory back, a `synchronize` of the
@@ -33,28 +33,23 @@ have sizes of their own, but the receives of one direction from one worker are p
 needed those before it.
 
 Only the standard library is imported.
+
+A portal has a name: one layer stashes, later ones pop. Which edges that makes follows from the declarations
+and the cuts alone (`edges_of`): layers 0 stash a | 1 stash b, pop b | 2 pop a make one edge, from stage 0 to
+2.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.remat import remat_of
-from gpipe_bench.pipeline.plan.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    Transfer,
-    Walk,
-    channels,
-    derived,
-    ends_of,
-)
+from .remat import remat_of
+from .schedule import Action, Kind, Schedule, Transfer, Walk, channels, derived, ends_of
 
 # Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
 # hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its
@@ -101,14 +96,15 @@ class Rings(NamedTuple):
 
     On accelerators the receive of micro-batch m is posted when its worker has made `after[m]` calls: one for
     each message of the chain that leaves the worker, one for each micro-batch that a stage is done with. In
-    a pass of forwards alone these are `after_forward`. There `ahead` receives are posted ahead.
+    a pass of forwards alone, whose buffers are free as soon as a message is taken, these are `after_forward`
+    and the ring is `forward`.
     """
 
     tight: Ring
     small: Ring
     after: tuple[int, ...] = ()
     after_forward: tuple[int, ...] = ()
-    ahead: int = FORWARDS_AHEAD
+    forward: Ring | None = None
 
     def of(self, largest_bytes: int, small_bytes: int = SMALL_BYTES) -> Ring:
         """Returns the ring to use where no message takes more than `largest_bytes`."""
@@ -180,12 +176,14 @@ def _rings_of(schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool) 
             ends = [action.microbatch for action in ends_of(schedule.row(stage))]
             order, tight = [message.target.microbatch for message in messages], slots[edge.number, back]
             small = max(tight, schedule.in_flight(stage)) if back else tight
-            rings = Rings(_ring(order, ends, tight), _ring(order, ends, small))
+            few = ahead.get((edge.number, False), FORWARDS_AHEAD)
+            forward = None if back else _ring(order, order, few)
+            rings = Rings(_ring(order, ends, tight), _ring(order, ends, small), forward=forward)
             if accelerated:
                 rings = rings._replace(after=_after(schedule, messages, rounds))
                 if not back:
                     after = _after(schedule, messages, forward_rounds)
-                    rings = rings._replace(after_forward=after, ahead=ahead[edge.number, False])
+                    rings = rings._replace(after_forward=after)
             found[edge.number, back] = rings
     return found
 
@@ -223,24 +221,24 @@ class _Queue:
 
 
 def _queues(
-    schedule: Schedule, portals: Sequence[Edge], kinds: tuple[Kind, ...], strict: Collection[int] = ()
+    schedule: Schedule, portals: Sequence[Edge], kinds: tuple[Kind, ...], *, strict: bool
 ) -> list[_Queue]:
     """All messages between workers that actions of these kinds make. A sender goes on when at most
-    `SENDS_ON_THE_WAY` of the chain are without a buffer, and any number of portals; where it is one of the
-    `strict` workers, when none is. Forwards alone of several stages for each worker hold up no other worker.
+    `SENDS_ON_THE_WAY` of the chain are without a buffer, and any number of portals; where it is `strict`,
+    when none is. Forwards alone of several stages for each worker hold up no other worker.
     """
     bounded = SENDS_ON_THE_WAY if len(kinds) > 1 or not schedule.placement else None
     found = []
     for (source, target, back), messages in channels(schedule).items():
         keyed = [((m.target.stage if back else m.source.stage, back), m) for m in messages]
-        found.append(_Queue(source, target, keyed, 0 if source in strict else bounded))
+        found.append(_Queue(source, target, keyed, 0 if strict else bounded))
     for edge in portals:
         for back in (False, True):
             ends = schedule.worker(edge.source), schedule.worker(edge.target)
             source, target = ends[::-1] if back else ends
             keyed = [((edge.number, back), m) for m in messages_of(schedule, edge, back=back)]
             if source != target:
-                found.append(_Queue(source, target, keyed, 0 if source in strict else None))
+                found.append(_Queue(source, target, keyed, 0 if strict else None))
     return [queue for queue in found if queue.messages[0][1].target.kind in kinds]
 
 
@@ -248,25 +246,17 @@ def _slots(
     schedule: Schedule, portals: tuple[Edge, ...], accelerated: bool
 ) -> tuple[dict[Direction, int], Rounds]:
     """The buffers of every ring: what suffices as a rule, and more where the schedule would stop for good;
-    and the round of each action. What portals need is added to what the chain has without them.
+    and the round of each action.
     """
-    if portals:
-        slots = {key: rings.tight.num_slots for key, rings in _rings_of(schedule, (), accelerated).items()}
-        slots |= {key: number for edge in portals for key, number in _as_a_rule(schedule, edge)}
-    elif accelerated:
-        slots = dict(_slots(schedule, (), False)[0])
-    else:
-        slots = {
-            key: number for edge in chain(schedule.num_stages) for key, number in _as_a_rule(schedule, edge)
-        }
+    edges = (*chain(schedule.num_stages), *portals)
+    slots = {key: number for edge in edges for key, number in _as_a_rule(schedule, edge)}
     ends = {stage: ends_of(schedule.row(stage)) for stage in range(schedule.num_stages)}
     frees: dict[Action, list[Direction]] = {}
-    for edge in (*chain(schedule.num_stages), *portals):
+    for edge in edges:
         for back in (False, True):
             for action in ends[edge.source if back else edge.target]:
                 frees.setdefault(action, []).append((edge.number, back))
-    growing = {edge.number for edge in portals or chain(schedule.num_stages)}
-    return slots, _rounds(schedule, portals, tuple(Kind), slots, frees, growing, accelerated=accelerated)
+    return _grown(schedule, portals, tuple(Kind), slots, frees, strict=accelerated)
 
 
 def _as_a_rule(schedule: Schedule, edge: Edge) -> list[tuple[Direction, int]]:
@@ -298,46 +288,36 @@ def _forwards_ahead(schedule: Schedule, portals: tuple[Edge, ...]) -> tuple[dict
         slots[edge.number, False] = FORWARDS_AHEAD
         for message in messages_of(schedule, edge, back=False):
             frees.setdefault(message.target, []).append((edge.number, False))
-    growing = {number for number, _ in slots}
-    return slots, _rounds(schedule, portals, (Kind.F,), slots, frees, growing, accelerated=True)
+    return _grown(schedule, portals, (Kind.F,), slots, frees, strict=True)
 
 
-def _rounds(
+def _grown(
     schedule: Schedule,
     portals: Sequence[Edge],
     kinds: tuple[Kind, ...],
     slots: dict[Direction, int],
     frees: dict[Action, list[Direction]],
-    growing: Collection[int],
     *,
-    accelerated: bool,
-) -> Rounds:
-    """The round of each action of these kinds, as `_run` has it."""
-
-    def run(slots: dict[Direction, int], growing: Collection[int], strict: Collection[int] = ()) -> Rounds:
-        return _run(Walk(schedule, kinds), _queues(schedule, portals, kinds, strict), slots, frees, growing)
-
-    if accelerated:
-        # More than is asked, and true of most schedules as they are: with every worker strict at once.
-        enough = dict(slots)
-        rounds = run(enough, {number for number, _ in slots}, range(schedule.num_workers))
-        if enough == slots:
-            return rounds
-        for worker in range(schedule.num_workers):
-            run(slots, growing, [worker])
-    return run(slots, growing)
+    strict: bool,
+) -> tuple[dict[Direction, int], Rounds]:
+    """The buffers with which the actions of these kinds come to an end, and their rounds. With a buffer for
+    each micro-batch they do, unless their rows wait for each other.
+    """
+    while True:
+        walk = Walk(schedule, kinds)
+        rounds = _run(walk, _queues(schedule, portals, kinds, strict=strict), slots, frees)
+        if rounds is not None:
+            return slots, rounds
+        if min(slots.values(), default=schedule.num_microbatches) >= schedule.num_microbatches:
+            raise walk.stopped()
+        slots = {key: min(number + 1, schedule.num_microbatches) for key, number in slots.items()}
 
 
 def _run(
-    walk: Walk,
-    queues: Sequence[_Queue],
-    slots: dict[Direction, int],
-    frees: dict[Action, list[Direction]],
-    growing: Collection[int],
-) -> Rounds:
-    """The round in which each action is taken where all workers that can take one do; `frees` says which
-    rings an action gives a buffer back to. Adds to `slots` of `growing` edges what it takes to come to an
-    end.
+    walk: Walk, queues: Sequence[_Queue], slots: dict[Direction, int], frees: dict[Action, list[Direction]]
+) -> Rounds | None:
+    """The round in which each action is taken where all workers that can take one do; None where none can
+    any more. `frees` says which rings an action gives a buffer back to.
     """
     leaving: dict[Action, list[_Queue]] = {}
     arriving: dict[Action | None, list[tuple[_Queue, int]]] = {}
@@ -350,32 +330,15 @@ def _run(
     used: Counter[Direction] = Counter()
     rounds: Rounds = {}
 
-    def waits(worker: int) -> tuple[int, Direction | None] | None:
-        """The worker that would have to go on before this one can, and of which ring it would give a buffer
-        back, if it is that.
-        """
-        for queue in by_sender.get(worker, ()):
-            if queue.unposted is not None and queue.sent - queue.posted > queue.unposted:
-                return queue.target, queue.messages[queue.posted][0]
-        need = walk.missing(worker)
-        if need is not None:
-            return walk.schedule.worker(need.stage), None
-        for queue, index in arriving.get(walk.next[worker], ()):
-            if index >= queue.posted:
-                return worker, queue.messages[queue.posted][0]
-        return None
-
-    def on_a_circle() -> set[Direction]:
-        worker = next(worker for worker, action in enumerate(walk.next) if action is not None)
-        path: dict[int, Direction | None] = {}
-        while worker not in path:
-            found = waits(worker)
-            assert found is not None
-            path[worker] = found[1]
-            worker = found[0]
-        workers = list(path)
-        circle = [path[each] for each in workers[workers.index(worker) :]]
-        return {key for key in circle if key is not None and key[0] in growing}
+    def is_able(worker: int) -> bool:
+        return (
+            walk.is_ready(worker)
+            and all(index < queue.posted for queue, index in arriving.get(walk.next[worker], ()))
+            and all(
+                queue.unposted is None or queue.sent - queue.posted <= queue.unposted
+                for queue in by_sender.get(worker, ())
+            )
+        )
 
     number = 0
     while any(walk.next):
@@ -386,14 +349,9 @@ def _run(
                     break
                 used[key] += 1
                 queue.posted += 1
-        able = [w for w, action in enumerate(walk.next) if action is not None and waits(w) is None]
+        able = [worker for worker in range(len(walk.next)) if is_able(worker)]
         if not able:
-            circle = on_a_circle()
-            if not circle:
-                raise walk.stopped()
-            for key in circle:
-                slots[key] += 1
-            continue
+            return None
         for action in map(walk.take, able):
             walk.finish(action)
             rounds[action] = number
@@ -439,3 +397,66 @@ def _ring(order: Sequence[int], ends: Sequence[int], num_slots: int) -> Ring:
             following[microbatch] = now = waiting.popleft()
             slot[now] = slot[microbatch]
     return Ring(num_slots, tuple(order), tuple(slot), tuple(initial), tuple(following))
+
+
+class Declared(NamedTuple):
+    """The portal names that one layer stashes, and those that it pops."""
+
+    stashes: tuple[str, ...] = ()
+    pops: tuple[str, ...] = ()
+
+
+def check(declared: Sequence[Declared]) -> None:
+    """`ValueError`, which names the portal, unless each is stashed once and popped by later layers only."""
+    home: dict[str, int] = {}
+    for index, layer in enumerate(declared):
+        for name in layer.stashes:
+            if name in home:
+                raise ValueError(
+                    f"portal {name!r} is stashed by layer {home[name]} and by layer {index}; give each a "
+                    "name of its own"
+                )
+            home[name] = index
+    popped: set[str] = set()
+    for index, layer in enumerate(declared):
+        for name in layer.pops:
+            if name not in home:
+                raise ValueError(f"layer {index} pops portal {name!r}, which no layer stashes")
+            if home[name] >= index:
+                raise ValueError(
+                    f"layer {index} pops portal {name!r}, which layer {home[name]} stashes; a portal leads "
+                    "to a later layer"
+                )
+            if layer.pops.count(name) > 1:
+                raise ValueError(f"layer {index} pops portal {name!r} more than once; it is given it once")
+            popped.add(name)
+    for name, index in home.items():
+        if name not in popped:
+            raise ValueError(f"layer {index} stashes portal {name!r}, which no later layer pops")
+
+
+def edges_of(declared: Sequence[Declared], spans: Sequence[range]) -> tuple[Edge, ...]:
+    """The edges of portals between stages of these layers, by source and target, numbered on from those of
+    the chain; `check` has passed.
+    """
+    first = len(spans) - 1
+    stage_of = {layer: stage for stage, span in enumerate(spans) for layer in span}
+    home = {name: stage_of[i] for i, layer in enumerate(declared) for name in layer.stashes}
+    found: dict[tuple[int, int], dict[str, None]] = {}
+    for name, source in home.items():
+        for index, layer in enumerate(declared):
+            if name in layer.pops and (target := stage_of[index]) != source:
+                found.setdefault((source, target), {})[name] = None
+    return tuple(
+        [Edge(i, *ends, tuple(names)) for i, (ends, names) in enumerate(sorted(found.items()), first)]
+    )
+
+
+def arriving(edges: Sequence[Edge], stage: int) -> tuple[str, ...]:
+    """Names of the portals that end in a stage and come from others, in the order of its edges."""
+    return tuple([name for edge in edges if edge.target == stage for name in edge.names])
+
+
+def leaving(edges: Sequence[Edge], stage: int) -> tuple[str, ...]:
+    """Names of the portals that begin in a stage and end in others."""
+    return tuple(dict.fromkeys(name for edge in edges if edge.source == stage for name in edge.names))

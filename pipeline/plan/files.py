@@ -21,9 +21,9 @@ import io
 import re
 from collections.abc import Collection
 
-from gpipe_bench.pipeline.plan.remat import Remat, named_like
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.timeline import Timeline
+from .remat import Remat, named_like
+from .schedule import Action, Kind, Schedule
+from .timeline import Timeline
 
 # What torch's runtime adds for itself: messages, sharded parameters, sums over replicas.
 _LOWERED = re.compile(

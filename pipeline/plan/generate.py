@@ -16,20 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from gpipe_bench.pipeline.plan.links import FREE, Link
-from gpipe_bench.pipeline.plan.list_scheduler import Policy, StuckError, Work, rows
-from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.remat import Remat, of_stages
-from gpipe_bench.pipeline.plan.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    begins_of,
-    check_sizes,
-    ends_of,
-    validate,
-)
-from gpipe_bench.pipeline.plan.simulate import SLOTS, ActionTimes, duration_of, replay
+from .links import FREE, Link
+from .list_scheduler import Policy, StuckError, Work, rows
+from .named import NAMED, named
+from .remat import Remat, of_stages
+from .schedule import Action, Kind, Schedule, begins_of, check_sizes, ends_of, validate
+from .simulate import SLOTS, ActionTimes, duration_of, replay
 
 
 def generate(

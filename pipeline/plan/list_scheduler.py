@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from gpipe_bench.pipeline.plan.remat import Remat, of_stages
-from gpipe_bench.pipeline.plan.schedule import Action, Kind
+from .remat import Remat, of_stages
+from .schedule import Action, Kind
 
 
 @dataclass(frozen=True)

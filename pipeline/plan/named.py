@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.plan.names import suggestion
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes, derived, recomputed
-from gpipe_bench.pipeline.plan.vee import check_workers, dualpipe_v, v_half, v_min, zb_v
+from .names import suggestion
+from .remat import Remat
+from .schedule import Action, Kind, Schedule, check_sizes, recomputed
+from .vee import check_workers, dualpipe_v, v_half, v_min, zb_v
 
 
 def named(
@@ -54,19 +54,6 @@ def named(
     else:
         schedule = make(num_workers, num_microbatches)
     return schedule if remat == "never" else recomputed(schedule, remat)
-
-
-@derived
-def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The named schedule for fewer micro-batches, on the same workers."""
-    per_worker = schedule.num_stages // schedule.num_workers
-    return named(
-        schedule.name,
-        schedule.num_workers,
-        num_microbatches,
-        remat=schedule.remat,
-        stages_per_worker=per_worker,
-    )
 
 
 def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") -> Schedule:

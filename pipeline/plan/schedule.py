@@ -26,7 +26,7 @@ from enum import StrEnum
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
-from gpipe_bench.pipeline.plan.remat import Remat, check_remat, in_one_form, of_stages, remat_of
+from .remat import Remat, check_remat, in_one_form, of_stages, remat_of
 
 
 class Kind(StrEnum):
@@ -251,6 +251,19 @@ def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
     return replace(schedule, remat=remat, actions=tuple(rows))
 
 
+@derived
+def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The schedule for a step of fewer micro-batches: without the actions of those that are not there.
+
+    What waits for what, and the order in every row and channel, are those of the whole. The last micro-batch,
+    which "except_last" keeps, is one of those that are not there, so all others are recomputed.
+    """
+    names = [remat_of(schedule.remat, stage) for stage in range(schedule.num_stages)]
+    remat = ["always" if name == "except_last" else name for name in names]
+    rows = [tuple([a for a in row if a.microbatch < num_microbatches]) for row in schedule.actions]
+    return replace(schedule, num_microbatches=num_microbatches, remat=remat, actions=tuple(rows))
+
+
 class Transfer(NamedTuple):
     """A message that `source` produces and `target`, of the stage before or behind, needs."""
 
@@ -348,15 +361,6 @@ class Walk:
         action = self.next[worker]
         return action is not None and self._done.issuperset(self._needs[action])
 
-    def missing(self, worker: int) -> Action | None:
-        """Returns the first unfinished action that the next action of `worker` needs, or None."""
-        action = self.next[worker]
-        if action is not None:
-            for need in self._needs[action]:
-                if need not in self._done:
-                    return need
-        return None
-
     def take(self, worker: int) -> Action:
         """Moves `worker` on, which has an action left; the action is done when it is finished."""
         action = self.next[worker]
@@ -372,9 +376,10 @@ class Walk:
         """The error where no worker can go on: what each stands at, and who would have to go on first."""
         reasons = []
         for worker, action in enumerate(self.next):
-            need = self.missing(worker)
-            if need is None:
+            missing = [need for need in self._needs.get(action, ()) if need not in self._done]  # type: ignore[arg-type]
+            if not missing:
                 continue
+            need = missing[0]
             other = self.schedule.worker(need.stage)
             before = self.next[other]
             if other == worker:

@@ -28,10 +28,10 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TypeVar
 
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.links import FREE, Between, Bucket, Gather, Link
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, Walk
-from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
+from .edges import Edge
+from .links import FREE, Between, Bucket, Gather, Link
+from .schedule import Action, Kind, Schedule, Walk
+from .timeline import Event, Span, Timeline
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
 SLOTS: dict[Kind, float] = {Kind.F: 1, Kind.R: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}

@@ -2,8 +2,7 @@
 
 Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
 per action, in seconds from the start of the step. Makespan, bubble and live activations are read off it, and
-it is exported in the Chrome trace format, which Perfetto and chrome://tracing open, and as plain data that a
-record can keep. Only the standard library is imported.
+is exported as plain data that a record can keep. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, begins_of, ends_of, stages_of
+from .schedule import Action, Kind, begins_of, ends_of, stages_of
 
 
 class Event(NamedTuple):
@@ -75,17 +74,13 @@ class Timeline:
         devices: Iterable[str] = (),
         conditions: Mapping[str, str] | None = None,
         placement: tuple[int, ...] = (),
-        collectives: Iterable[Span] = (),
     ) -> Timeline:
         """Orders the events and moves the earliest start to 0."""
         ordered = sorted(events, key=lambda event: (event.start_s, event.action))
         origin_s = ordered[0].start_s if ordered else 0.0
         shifted = tuple(Event(a, start_s - origin_s, end_s - origin_s) for a, start_s, end_s in ordered)
-        sums = [Span(s.name, s.stage, s.start_s - origin_s, s.end_s - origin_s) for s in collectives]
-        return cls(
-            shifted, num_stages, provenance, tuple(devices), dict(conditions or {}),
-            placement=placement, collectives=tuple(sorted(sums, key=lambda span: (span.start_s, span.stage))),
-        )  # fmt: skip
+        where = tuple(devices), dict(conditions or {})
+        return cls(shifted, num_stages, provenance, *where, placement=placement)
 
     @property
     def num_workers(self) -> int:
@@ -145,46 +140,6 @@ class Timeline:
     def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
         """Same as `live_activations` for all stages of a worker together: each graph counts as one."""
         return _live(self.of_worker(worker))
-
-    def to_chrome(self) -> dict[str, Any]:
-        """The timeline as a Chrome trace object: one row per worker, times in microseconds.
-
-        As JSON it opens in https://ui.perfetto.dev and chrome://tracing.
-        """
-        rows: list[dict[str, Any]] = []
-        row_of = {stage: worker for worker in range(self.num_workers) for stage in self.stages_of(worker)}
-        for worker in range(self.num_workers):
-            stages = self.stages_of(worker)
-            label = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))}"
-            label += f" ({self.devices[stages[0]]})" if self.devices else ""
-            rows.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": label}})
-
-        def box(name: str, what: str, stage: int, start_s: float, duration_s: float) -> dict[str, Any]:
-            return {
-                "name": name, "cat": what, "ph": "X", "pid": 0, "tid": row_of[stage], "ts": start_s * 1e6,
-                "dur": duration_s * 1e6,
-            }  # fmt: skip
-
-        for event in self.events:
-            stage, kind, microbatch = event.action
-            rows.append(box(str(event.action), kind.name, stage, event.start_s, event.duration_s))
-            rows[-1]["args"] = {"microbatch": microbatch}
-        rows += [box(span.name, "work", span.stage, span.start_s, span.duration_s) for span in self.work]
-        beside = [(span, "message") for span in self.messages]
-        beside += [(span, "collective") for span in self.collectives]
-        for number, (span, what) in enumerate(beside):  # asynchronous: messages of a link may overlap
-            for phase, time_s in (("b", span.start_s), ("e", span.end_s)):
-                rows.append(
-                    {
-                        "name": span.name, "cat": what, "ph": phase, "id": number, "pid": 0,
-                        "tid": row_of[span.stage], "ts": time_s * 1e6,
-                    }
-                )  # fmt: skip
-        return {
-            "traceEvents": rows,
-            "displayTimeUnit": "ms",
-            "otherData": {"provenance": self.provenance, **self.conditions},
-        }
 
     def to_data(self) -> dict[str, Any]:
         """The timeline as lists and numbers, for a record; `from_data` reads it back."""

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from gpipe_bench.pipeline.plan.list_scheduler import Policy, Work, rows
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, check_sizes
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from .list_scheduler import Policy, Work, rows
+from .schedule import Action, Kind, Schedule, check_sizes
+from .simulate import SLOTS, replay
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 _PERIOD = 6  # slots of one micro-batch on a worker: F, I and W of two stages

@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.errors import ActionError, PeerError
-from gpipe_bench.pipeline.plan.edges import Direction, Edge, refuse_other_orders
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule, channels
-from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.failure import SILENCE_S, FailureDetector, watch_in_thread
-from gpipe_bench.pipeline.ranks.launch import machine_id
-from gpipe_bench.pipeline.ranks.shared_memory import Neighbour
-from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
+from .. import devices
+from ..errors import ActionError, PeerError
+from ..plan.edges import Direction, Edge, refuse_other_orders
+from ..plan.schedule import Action, Schedule, channels
+from .control import ObjectCollectives
+from .failure import FailureDetector, watch_in_thread
+from .launch import machine_id
+from .shared_memory import Neighbour
+from .store import Store, bounded
+from .wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
 
 _FIRST_TAG, _FIRST_SPEC = 2**29 + 1, TensorSpec((1,), (1,), torch.float32)
 T = TypeVar("T")
@@ -72,10 +72,6 @@ class Network:
     def is_accelerated(self, device: torch.device) -> bool:
         """Whether messages from and to the device are waited for by the device, behind the host."""
         return devices.is_accelerator(device)
-
-    def identity(self, device: torch.device) -> str:
-        """Returns a text that is equal on two ranks only if they use one piece of hardware."""
-        return devices.identity(device)
 
     def synchronize(self, device: torch.device) -> None:
         """Waits until the device has done all it was given."""
@@ -150,7 +146,7 @@ class Session:
     def watch(self) -> None:
         """Watches for failures elsewhere from now on, on accelerators; on a grid that has begun before."""
         if self.is_accelerated and not self.detector.is_grid:
-            self.detector.watch(self.timeout_s, min(self.timeout_s, SILENCE_S), self.network.watch)
+            self.detector.watch(self.timeout_s, self.network.watch)
 
     @property
     def shared_bytes(self) -> int:
@@ -184,13 +180,13 @@ class Session:
         return self._failed
 
     def close(self) -> None:
-        """Waits until everything sent is gone, takes leave of the other ranks and shuts down; once."""
+        """Waits until everything sent is gone and shuts down; once."""
         if self._closed or self._failed is not None or self._process != os.getpid():
             return  # in a process that was forked the connections are its parent's
         self._closed = True
         if not self.detector.noticed:
             self.synchronize()
-        self.detector.leave()
+        self.detector.stop_watching()
         if self.detector.noticed:
             for connection in self._connections:
                 connection.cut()  # most of them once more
@@ -220,7 +216,7 @@ def open_connections(
     gradients, by the way that they take; for the loss; and for portals.
 
     `PeerError` or `StoreError` for a rank that does not come within the timeout; `ValueError`, on every rank
-    alike, where two ranks use one GPU, or one a GPU and another none.
+    alike, where one uses a GPU and another none.
     """
     network, accelerated = session.network, session.is_accelerated
     near = neighbours(
@@ -234,8 +230,6 @@ def open_connections(
     # Headers and specs are read by the host, so they never go through NCCL.
     control = session.connect("control", near)
     collectives = ObjectCollectives(control, network.rank, network.size)
-    if accelerated:
-        _refuse_shared_devices(collectives.gather((network.identity(session.device), str(session.device))))
     by_heading = {
         heading: session.connect(name, near, accelerated=accelerated)
         for heading, name in connection_names(schedule).items()
@@ -267,22 +261,6 @@ def open_connections(
     if accelerated:
         warm_up(session, first_messages)
     return control, collectives, by_heading, loss, portals
-
-
-def _refuse_shared_devices(found: Sequence[tuple[str, str]]) -> None:
-    """`ValueError`, on every rank alike, if two ranks use one device; `found` is what it is and what the
-    rank calls it.
-    """
-    first: dict[str, int] = {}
-    for rank, (identity, name) in enumerate(found):
-        other = first.setdefault(identity, rank)
-        if other != rank:
-            raise ValueError(
-                f"ranks {other} and {rank} both use one GPU ({identity}; {found[other][1]} on rank {other}, "
-                f"{name} on rank {rank}), and NCCL connects no two ranks on one; start no more processes on "
-                "a host than it has GPUs, give each a device of its own (`devices=`, LOCAL_RANK, "
-                'CUDA_VISIBLE_DEVICES), or run on CPUs with devices="cpu"'
-            )
 
 
 def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:

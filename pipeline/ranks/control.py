@@ -6,7 +6,6 @@ NCCL's, and queues behind no activation. Between two ranks it is one stream of f
 says what it is about, and an object; what does not fit follows. Some receives of frames are always posted.
 
     a step             its header, from rank to rank in the order of their first stages
-    what is shared     an spec, and the tensors behind it
     an edge            an spec before the first message of each size, and, where messages are trees,
                        with each further one the structure if it is another one
     the loss           where hosts wait for messages
@@ -30,22 +29,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.clock import Clock, conditions
-from gpipe_bench.pipeline.errors import PeerError
-from gpipe_bench.pipeline.plan.edges import Direction
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-from gpipe_bench.pipeline.plan.timeline import Event, Span, Timeline
-from gpipe_bench.pipeline.ranks.ends import MessageSpec, Sender, conform
-from gpipe_bench.pipeline.ranks.launch import machine_id
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit
-from gpipe_bench.pipeline.stage.trees import Message
+from ..clock import Clock, conditions
+from ..errors import PeerError
+from ..plan.edges import Direction
+from ..plan.schedule import Action, Schedule
+from ..plan.timeline import Event, Timeline
+from .ends import MessageSpec, Sender
+from .wire import Buffer, Connection, TensorSpec, Transit
 
 _FRAME = TensorSpec((1024,), (1,), torch.uint8)
 _LENGTH_BYTES = 8
 # Frames that may come from each rank before one is read; each frame takes a page of shared memory.
 FRAMES_AHEAD = 2
-_FRAME_TAG, _REST_TAG, _TENSORS_TAG = 0, 1, 2
-_SHARED = "shared"  # the key of what all layers share
+_FRAME_TAG, _REST_TAG = 0, 1
 # Kinds of steps that are known at a time; with one more the ranks begin anew.
 MOST_AGREEMENTS = 256
 _CPU = torch.device("cpu")
@@ -157,32 +153,6 @@ class Control:
             self._unread[source, about].append(content)
         return unread.popleft()
 
-    def pass_on(
-        self, message: Message | None, before: int | None, behind: int | None, *, bounded: bool
-    ) -> Message:
-        """Passes the arguments that all layers share in a step to rank `behind` and returns them. They come
-        from rank `before`, or from `message` on the first rank. `bounded` as in `Sender.send`.
-        """
-        if message is None:
-            assert before is not None
-            spec: MessageSpec = self.receive(before, _SHARED)
-            received = [
-                self._receive_now(each, before, _TENSORS_TAG + i, None)
-                for i, each in enumerate(spec.tensors)
-                if each is not None
-            ]
-            message = sent = Message(tuple(received), spec.structure, (False,) * len(received))
-        elif behind is not None:
-            # Copied, because the user may change a tensor while it is on its way.
-            copies = tuple([torch.clone(tensor.cpu()) for tensor in message.tensors])
-            sent = message._replace(tensors=copies)
-        if behind is not None:
-            spec = MessageSpec(tuple([TensorSpec.of(tensor) for tensor in sent.tensors]), sent.structure)
-            self.send(behind, _SHARED, spec)
-            tensors = conform(sent.tensors, spec, _CPU, "shared arguments")
-            self._senders[behind].send(tensors, _TENSORS_TAG, bounded=bounded)
-        return message
-
     def finish(self) -> None:
         """Waits until everything that was sent is gone, as it is for others in turn."""
         for source in self._posted:
@@ -215,7 +185,6 @@ def unpacked(content: tuple[torch.dtype, Sequence[int], bytes], device: torch.de
 
 
 _LENGTH_TAG, _DATA_TAG, _NUMBER_TAG, _TENSOR_TAG = range(2**27, 2**27 + 4)
-_ROUND_TRIPS = 10
 T = TypeVar("T")
 
 
@@ -248,26 +217,19 @@ class ObjectCollectives:
 
     def send_tensor(self, tensor: Tensor | None, target: int) -> None:
         """Sends a tensor, or that there is none, to a rank that calls `receive_tensor`."""
-        self.send(int(tensor is not None), target)
+        self._send(torch.tensor([tensor is not None]), target, _NUMBER_TAG)
         if tensor is not None and tensor.numel():
             self._send(tensor.detach().cpu().contiguous(), target, _TENSOR_TAG)
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor | None:
         """A tensor of the shape and dtype of `like`, on its device."""
-        if not self.receive(source):
+        if not self._receive(TensorSpec((1,), (1,), torch.bool), source, _NUMBER_TAG):
             return None
         tensor_spec = TensorSpec.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
         received = (
             self._receive(tensor_spec, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
         )
         return received.to(like.device, like.dtype)
-
-    def send(self, number: int, target: int) -> None:
-        """Sends a number to a rank that calls `receive`."""
-        self._send(torch.tensor([number]), target, _NUMBER_TAG)
-
-    def receive(self, source: int) -> int:
-        return int(self._receive(TensorSpec((1,), (1,), torch.int64), source, _NUMBER_TAG))
 
     def _send(self, tensor: Tensor, target: int, tag: int) -> None:
         self._connection.wait(self._connection.send(tensor, target, tag), None, target)
@@ -291,40 +253,15 @@ def check_equal(found: Sequence[object], who: str = "rank") -> None:
 def gather_timeline(
     collectives: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
 ) -> Timeline:
-    """The latest step of all ranks on one time axis, that of rank 0's host."""
-    offset_ns = _clock_offset_ns(collectives)
-    sums = clock.collectives(offset_ns)
-    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions(), sums)
-    ranks: list[tuple[tuple[Event, ...], str, dict[str, str], tuple[Span, ...]]] = collectives.gather(mine)
+    """The latest step of all ranks on one time axis: the clocks of hosts are as equal as these keep them."""
+    # Actions are timed by a clock that never goes back; where it stands on the one that tells the time.
+    offset_ns = time.time_ns() - time.perf_counter_ns()
+    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())
+    ranks: list[tuple[tuple[Event, ...], str, dict[str, str]]] = collectives.gather(mine)
     return Timeline.of(
         [event for rank in ranks for event in rank[0]],
         schedule.num_stages,
         devices=[ranks[schedule.worker(stage)][1] for stage in range(schedule.num_stages)],
         conditions={name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]},
         placement=schedule.placement,
-        collectives=[span for rank in ranks for span in rank[3]],
     )
-
-
-def _clock_offset_ns(collectives: ObjectCollectives) -> int:
-    """Offset from this rank's clock to rank 0's: the middle of the quickest of some round trips.
-
-    Processes on one machine have one clock.
-    """
-    machines = collectives.gather(machine_id())
-    quickest_ns, offset_ns = 1 << 62, 0
-    for other, machine in enumerate(machines):
-        if machine == machines[0] or collectives.rank not in (0, other):
-            continue
-        for _ in range(_ROUND_TRIPS):
-            if collectives.rank == 0:
-                collectives.receive(other)
-                collectives.send(time.perf_counter_ns(), other)
-                continue
-            sent_ns = time.perf_counter_ns()
-            collectives.send(sent_ns, 0)
-            answer_ns = collectives.receive(0)
-            back_ns = time.perf_counter_ns()
-            if back_ns - sent_ns < quickest_ns:
-                quickest_ns, offset_ns = back_ns - sent_ns, answer_ns - (sent_ns + back_ns) // 2
-    return offset_ns

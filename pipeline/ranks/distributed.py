@@ -24,10 +24,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError
-from gpipe_bench.pipeline.plan.edges import Direction, Edge, chain, rings_of, turns
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, channels
-from gpipe_bench.pipeline.ranks.connect import (
+from ..errors import ActionError, PeerError, StoreError
+from ..plan.edges import Direction, Edge, chain, rings_of, turns
+from ..plan.schedule import Action, Kind, Schedule, channels, shortened
+from ..stage.stage import Gradients
+from ..stage.trees import Message, sizes
+from ..transport import InProcess, StepPlan
+from .connect import (
     MOST_TENSORS,
     Network,
     Session,
@@ -40,29 +43,10 @@ from gpipe_bench.pipeline.ranks.connect import (
     open_connections,
     refuse_edges,
 )
-from gpipe_bench.pipeline.ranks.control import (
-    FRAMES_AHEAD,
-    Agreement,
-    Agreements,
-    Control,
-    ObjectCollectives,
-    packed,
-    unpacked,
-)
-from gpipe_bench.pipeline.ranks.ends import (
-    MessageSpec,
-    Progress,
-    ReceiveQueue,
-    Receiver,
-    Sender,
-    changed,
-    conform,
-)
-from gpipe_bench.pipeline.ranks.failure import FailureDetector
-from gpipe_bench.pipeline.ranks.wire import TensorSpec, flat
-from gpipe_bench.pipeline.stage.stage import Gradients
-from gpipe_bench.pipeline.stage.trees import Message, sizes
-from gpipe_bench.pipeline.transport import InProcess, StepPlan, rows_for
+from .control import FRAMES_AHEAD, Agreement, Agreements, Control, ObjectCollectives, packed, unpacked
+from .ends import MessageSpec, Progress, ReceiveQueue, Receiver, Sender, changed, conform
+from .failure import FailureDetector
+from .wire import TensorSpec, flat
 
 _LOSS_TAG = 2**29
 
@@ -72,9 +56,8 @@ class PointToPoint:
 
     `timeout_s` bounds every wait for another rank; with `share_memory`, ranks on one host exchange CPU
     tensors through memory; `portals` are the edges past the chain, between all stages; `detector` knows of
-    failures of all processes that end with this one, by default the ranks of the group; `is_own` as in
-    `rows_for`. After a failure the pipeline's own connections are closed on all ranks; `group` itself is not
-    touched.
+    failures of all processes that end with this one, by default the ranks of the group. After a failure the
+    pipeline's own connections are closed on all ranks; `group` itself is not touched.
     """
 
     def __init__(
@@ -87,7 +70,6 @@ class PointToPoint:
         share_memory: bool = True,
         portals: Sequence[Edge] = (),
         detector: FailureDetector | None = None,
-        is_own: bool = False,
     ) -> None:
         network = network_of(group)
         refuse_edges(schedule, portals, accelerated=network.is_accelerated(device))
@@ -106,7 +88,7 @@ class PointToPoint:
         # Dropped, or when the process ends; without an accelerator nothing is on its way then.
         self.close = weakref.finalize(self, session.close)
         self.close.atexit = session.is_accelerated or detector.is_grid
-        self._full, self._is_own, self._device = schedule, is_own, device
+        self._full, self._device = schedule, device
         self._chain, self._portals = chain(schedule.num_stages), tuple(portals)
         self._agreements, self._agreement = Agreements(), Agreement(())
         self._training = True
@@ -203,31 +185,23 @@ class PointToPoint:
             assert self._header.source is not None
             header = self._control.receive(self._header.source, "step")
         else:
-            number = -1
-            if plan.num_microbatches == self._full.num_microbatches or not self._is_own:
-                number = self._agreements.number(signature)
-            header = number, plan[:3], plan.shared is not None
+            header = self._agreements.number(signature), tuple(plan)
         if self._behind is not None:
             self._control.send(self._behind, "step", header)
-        number, (examples, num_microbatches, self._training), has_shared = header
-        found = StepPlan(examples, num_microbatches, self._training)
-        schedule = self._full
-        if num_microbatches != schedule.num_microbatches:
-            schedule = rows_for(schedule, found, is_own=self._is_own)
+        number, sent = header
+        found = StepPlan(*sent)
+        self._training, schedule = found.training, self._full
+        if found.num_microbatches != schedule.num_microbatches:
+            schedule = shortened(schedule, found.num_microbatches)
         if schedule is not self._schedule:
             self._take_ends(schedule)
-        message = None
-        if has_shared:
-            message = self._control.pass_on(
-                plan and plan.shared, self._header.source, self._behind, bounded=self._was_agreed
-            )
         agreement = self._agreements.find(number)
         self._was_agreed = agreement is not None
         # Forwards alone have no rings that would say for certain that two workers who send to each other
         # don't wait for each other.
         self._bounded = self._was_agreed and (self._training or not schedule.placement)
         if agreement is None:
-            agreement = self._agreements.add(Agreement(sizes(examples, num_microbatches)))
+            agreement = self._agreements.add(Agreement(sizes(found.examples, found.num_microbatches)))
         self._agreement = agreement
         if self._progress is not None:
             self._progress.calls = 0
@@ -237,7 +211,7 @@ class PointToPoint:
             queue.position = 0
             if self._training or not queue.back:
                 queue.post()
-        return found._replace(shared=message)
+        return found
 
     def send(self, edge: Edge, microbatch: int, message: Message) -> None:
         """Hands what an edge carries to the stage where it ends."""

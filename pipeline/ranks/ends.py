@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_bench.pipeline.plan.edges import SMALL_BYTES, Rings, is_one_too_many
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.wire import Buffer, Connection, TensorSpec, Transit, flat
-from gpipe_bench.pipeline.stage.portals import changed as overwritten
-from gpipe_bench.pipeline.stage.tensors import version
-from gpipe_bench.pipeline.stage.trees import Message, Nested, Structure
+from ..plan.edges import SMALL_BYTES, Rings, is_one_too_many
+from ..plan.schedule import Action
+from ..stage.portals import changed as overwritten
+from ..stage.tensors import version
+from ..stage.trees import Message, Nested, Structure
+from .wire import Buffer, Connection, TensorSpec, Transit, flat
 
 
 class MessageSpec(NamedTuple):
@@ -180,11 +180,10 @@ class Receiver:
 
     def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
         self.queue, self._rings, self._device, self._tags = queue, rings, device, tags
-        self._ring = rings.tight
-        self._slots: list[tuple[MessageSpec, _Buffers] | None] = [None] * rings.small.num_slots
+        self._ring = self._whole = rings.tight  # of this step, and of steps with a backward
+        self._slots: dict[int, tuple[MessageSpec, _Buffers]] = {}
         self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known spec yet
-        self._later: deque[int] = deque()  # have none; without a backward
         self._after: Sequence[int] = ()  # calls of this rank before each receive
         self._outlines: dict[int, MessageSpec] = {}
         self._lengths: tuple[int, ...] = ()
@@ -199,18 +198,15 @@ class Receiver:
             self._outlines, self._lengths = specs, lengths
             self._is_known = all(length in specs for length in lengths)
             largest = max((spec.num_bytes for spec in specs.values()), default=0)
-            ring = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
-            if ring is not self._ring:
-                for position in range(ring.num_slots, len(self._slots)):
-                    kept, self._slots[position] = self._slots[position], None
-                    if kept is not None:
-                        self._give_back(kept[1])
-                self._ring = ring
-        # Without a backward nothing is kept, and a few receives ahead are enough.
-        ahead = self._rings.ahead
+            self._whole = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
+        ring = self._whole if training or self._rings.forward is None else self._rings.forward
+        if ring is not self._ring:
+            for position in range(ring.num_slots, self._ring.num_slots):
+                if position in self._slots:
+                    self._give_back(self._slots.pop(position)[1])
+            self._ring = ring
         self._after = self._rings.after if training else self._rings.after_forward
-        self._unposted = deque(self._ring.initial if training else self._ring.order[:ahead])
-        self._later = deque(() if training else self._ring.order[ahead:])
+        self._unposted = deque(ring.initial)
 
     def post_next(self) -> bool:
         """Posts the next receive, to be followed by a flush, if it may be."""
@@ -248,11 +244,7 @@ class Receiver:
             return tensors
         # The output may hold on to what comes in, so it gets memory of its own.
         tensors = tuple([None if tensor is None else tensor.clone() for tensor in tensors])
-        self._give_back(buffers)
-        del buffers
-        if self._later:
-            self._unposted.append(self._later.popleft())
-            self.queue.post()
+        self.release(microbatch)
         return tensors
 
     def release(self, microbatch: int) -> None:
@@ -264,27 +256,24 @@ class Receiver:
 
     def close(self) -> None:
         """Gives all buffers back, between two steps."""
-        for kept in self._slots:
-            if kept is not None:
-                self._give_back(kept[1])
-        self._slots = []
+        for _, buffers in self._slots.values():
+            self._give_back(buffers)
+        self._slots.clear()
 
     def _buffers(self, microbatch: int, spec: MessageSpec) -> _Buffers:
-        if not self._training:
-            return self._make(spec)
         slot = self._ring.slot[microbatch]
-        kept = self._slots[slot]
+        kept = self._slots.pop(slot, None)
         if kept is not None and kept[0].tensors == spec.tensors:
             buffers = kept[1]
             for buffer in buffers:
                 if buffer is not None and buffer.holders.others:
                     buffers = self._without_holders(spec, buffers)
-                    self._slots[slot] = (spec, buffers)
                     break
+            self._slots[slot] = (spec, buffers)
             return buffers
         if kept is not None:
             self._give_back(kept[1])
-            self._slots[slot] = kept = None  # or its tensors would keep the memory from being used again
+            kept = None  # or its tensors would keep the memory from being used again
         buffers = self._make(spec)
         self._slots[slot] = (spec, buffers)
         return buffers

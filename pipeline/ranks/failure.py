@@ -5,9 +5,6 @@ until the timeout of the process group, ten or thirty minutes by default. Here t
 keys of the process group's store:
 
     failure     what happened. The first that any rank writes is what all ranks raise
-    alive r     how often rank r has looked, where waits do not break when a process is killed; in the end
-                that it has left
-    knows       who knows of the failure
 
 A rank that raises writes the failure and then closes its connections. A wait on a closed connection fails at
 once; its rank reads the failure, raises the same error and closes its own connections, and so on along the
@@ -23,32 +20,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from traceback import walk_tb
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import ActionError, PeerError, StoreError, summary
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.store import Store, bounded
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, backend, bound_waits, cleaned
+from ..errors import ActionError, PeerError, StoreError, summary
+from ..plan.schedule import Action
+from .control import ObjectCollectives
+from .store import Store, bounded
+from .wire import Connection, DeviceWaits, backend, bound_waits, cleaned
 
-# A killed process gives no sign of life, and neither does one that holds Python's lock for so long.
-SILENCE_S = 60.0
 # How long a rank that waited in vain waits for another one to say why: one that raises writes it before it
-# closes anything. And how long the process that holds the store waits until all know.
+# closes anything.
 EXPLANATION_S = 2.0
 _ASK_S = 0.02  # between two questions
 _LOOK_S = 0.5  # between two looks of the thread that watches
-_MOST_SILENT_S = 1.0  # that count between two looks
 _LAST_LOOK_S = 0.2  # how long the end waits for a look: torch must not be broken off in the middle of a call
-_LEFT = b"left"
-# Through which every collective of torch's goes that Python calls; behind them is only the operator's call.
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
-_OPERATORS = "torch._ops"
 
 T = TypeVar("T")
 Watch = Callable[[Callable[[], bool], float], Callable[[], None]]
@@ -91,7 +80,6 @@ class FailureDetector:
         self._now, self._sleep = now, sleep
         self.noticed = False  # a failure elsewhere, by the thread that watches
         self.device_waits = DeviceWaits(now)  # of the accelerator of this rank
-        self.heartbeat = Heartbeat(store, rank, self.ranks, now=now)
         self._late: PeerError | None = None  # which of the device's waits has not ended in time
         self._connections: list[tuple[Connection, bool]] = []
         self._of_all: tuple[Connection, ObjectCollectives] | None = None
@@ -186,7 +174,6 @@ class FailureDetector:
             failure = self.explain(missing.numbered(self._members))
         for connection, _ in tuple(self._connections):
             connection.cut()
-        self._wait_until_all_know(failure)
         return failure
 
     def report(self, error: ActionError) -> ActionError:
@@ -221,19 +208,6 @@ class FailureDetector:
         action = Action.parse(found["action"]) if found["action"] else None
         return self.error(action, found["cause"], found["rank"])
 
-    def _wait_until_all_know(self, failure: ActionError) -> None:
-        """The store goes with the process that holds it, so that one, before it raises what may end it, waits
-        for a moment until all know of the failure, but the one that failed.
-        """
-        deadline_s = self._now() + EXPLANATION_S
-        to_know = {str(rank).encode() for rank in self.ranks if rank not in (self.rank, failure.rank)}
-        with suppress(StoreError):
-            self.store.append("knows", f"{self.rank} ")
-            while self.rank == self.store.host and self._now() < deadline_s:
-                if to_know <= set((self.store.get("knows") or b"").split()):
-                    break
-                self._sleep(_ASK_S)
-
     def refuse_after_notice(self) -> None:
         """`PeerError` if there is a failure elsewhere."""
         if self.noticed:
@@ -248,27 +222,22 @@ class FailureDetector:
 
     # Watching
 
-    def watch(self, limit_s: float, silence_s: float, watch: Watch | None = None) -> None:
-        """Looks for failures beside everything else from now on, and gives signs of life.
+    def watch(self, limit_s: float, watch: Watch | None = None) -> None:
+        """Looks for failures beside everything else from now on.
 
         On CPUs a rank waits for its neighbours' connections, which break when they fail. A GPU waits without
         its host knowing, so on GPUs somebody has to look; and on a grid, where a rank may wait for one that
-        only waits for the one that failed. A store that has not answered for `limit_s` is a failure too, so
-        is a device that has waited for as long, and a rank that gave no sign of life for `silence_s`. `watch`
-        is how to look again and again; a thread by default.
+        only waits for the one that failed. A store that has not answered for `limit_s` is a failure too, and
+        so is a device that has waited for as long. `watch` is how to look again and again; a thread by
+        default.
         """
         look = WeakMethod(self._look)  # the thread must not keep a pipeline alive
-        self._stop = (watch or watch_in_thread)(
-            lambda: (mine := look()) is None or mine(limit_s, silence_s), _LOOK_S
-        )
+        self._stop = (watch or watch_in_thread)(lambda: (mine := look()) is None or mine(limit_s), _LOOK_S)
 
-    def _look(self, limit_s: float, silence_s: float) -> bool:
+    def _look(self, limit_s: float) -> bool:
         """Whether there is nothing to look for any more."""
         try:
             failed = self._is_over or self.store.get("failure", limit_s) is not None
-            if not failed and (silent := self.heartbeat.beat(silence_s)) is not None:
-                self.report(self.error(None, silent.cause, silent.peer))
-                failed = True
             if not failed and (late := self.device_waits.overdue(limit_s)) is not None:
                 # The step decides later which failure is written.
                 self._late = late.numbered(self._members)
@@ -285,75 +254,10 @@ class FailureDetector:
         if self._stop is not None:
             self._stop()
 
-    def leave(self) -> None:
-        """Ends this rank in good order: other ranks stop waiting for its signs of life."""
-        self.stop_watching()
-        if self._stop is not None:
-            with suppress(StoreError):  # its host may have ended already
-                self.heartbeat.leave()
-
     def close(self) -> None:
         """Ends the connection of all ranks, after they have left."""
         if self._of_all is not None:
             self._of_all[0].close()
-
-
-class Heartbeat:
-    """The signs of life of `rank`, and those of the rank behind it among `ranks`, of the first for the last.
-    `now` is a clock in seconds. Every method raises `StoreError` if the store cannot be asked.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        ranks: Sequence[int],
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store, self._rank, self._ranks, self._now = store, rank, tuple(ranks), now
-        self._num_beats = 0
-        self._watched = self._behind(rank)
-        self._heard: bytes | None = None
-        self._looked_s, self._silent_s = now(), 0.0
-
-    def beat(self, limit_s: float) -> PeerError | None:
-        """Gives a sign of life, and looks for that of the rank that is watched; what has happened if it has
-        been missing for `limit_s`.
-
-        A rank that leaves says so, and who watched it watches the next. What is watched is whether the count
-        changes; no clocks are compared. Nor does time count in which this process itself did not run, because
-        somebody has stopped all of them or they are short of processor time: the others then had no time to
-        beat either.
-        """
-        self._num_beats += 1
-        # A busy process, of this rank or of the store, is no reason to give up sooner.
-        self._store.set(_sign(self._rank), str(self._num_beats), limit_s)
-        if self._watched == self._rank:
-            return None
-        heard, now_s = self._store.get(_sign(self._watched), limit_s), self._now()
-        self._silent_s += min(now_s - self._looked_s, _MOST_SILENT_S)
-        self._looked_s = now_s
-        if heard == _LEFT:
-            self._watched = self._behind(self._watched)
-            self._heard, self._silent_s = None, 0.0
-        elif heard != self._heard:
-            self._heard, self._silent_s = heard, 0.0
-        elif self._silent_s > limit_s:
-            what = f"disappeared: no sign of life for {limit_s:g} s"
-            return PeerError(None, self._watched, what, timed_out=True, in_job=True)
-        return None
-
-    def leave(self) -> None:
-        """Tells the other ranks to wait no longer for this rank's signs of life."""
-        self._store.set(_sign(self._rank), _LEFT.decode())
-
-    def _behind(self, rank: int) -> int:
-        return self._ranks[(self._ranks.index(rank) + 1) % len(self._ranks)]
-
-
-def _sign(rank: int) -> str:
-    return f"alive {rank}"
 
 
 def watch_in_thread(look: Callable[[], bool], interval_s: float) -> Callable[[], None]:
@@ -380,20 +284,16 @@ def peer_error_of(error: BaseException) -> PeerError | None:
     """The `PeerError` for an exception of a collective of torch's; None for any other.
 
     Collectives that are not ours (those of `fully_shard`, of tensor-parallel layers) run in the middle of an
-    action and must not pass for a failure of the action. What counts is where one was raised, not what it
-    says: a layer that reads from a network of its own may say the same. (Where a layer itself waits for what
-    it began with `async_op=True`, the error is raised in the layer and is the layer's.)
+    action and must not pass for a failure of the action. torch has types for some of these exceptions, and
+    those of gloo name it.
     """
     if isinstance(error, PeerError):
         return error
-    if not isinstance(error, RuntimeError):
-        return None
-    modules = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
-    raised_in = next((name for name in reversed(modules) if name != _OPERATORS), "")
-    return missing(error) if isinstance(error, dist.DistError) or raised_in in _COLLECTIVES else None
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return missing(error) if is_of_gloo or isinstance(error, dist.DistError) else None
 
 
-def missing(error: RuntimeError) -> PeerError:
+def missing(error: BaseException) -> PeerError:
     """Returns a `PeerError` for the error of a collective, which does not tell which rank it waited for."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     what = cleaned(next(lines, type(error).__name__))

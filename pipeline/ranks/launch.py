@@ -1,7 +1,7 @@
-"""Starts one process per stage on this host, with torch's own elastic launcher, and says what it is held to.
+"""Starts one process per stage on this host, and says what it is held to.
 
-For several hosts, or to start a script, use `torchrun`, which is the same launcher (docs/running.md); a
-script calls `start_process` itself.
+For several hosts, or to start a script, use `torchrun` (docs/running.md); a script calls `start_process`
+itself.
 
 That is compute threads, a core, and how memory comes from the system. On CPUs the stages compete for cores
 unless told otherwise, and glibc gives every large tensor back to the system when it is freed, only to fault
@@ -11,34 +11,23 @@ its pages in again a moment later: thousands of page faults a step.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
-import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import start_processes
 
-from gpipe_bench.pipeline import devices
+from .. import devices
 
 # Queues that the driver makes for a device when it is first used, 8 unless somebody says otherwise. A rank
 # has up to nine streams; where two share a queue, a wait at its head holds up the send behind it.
@@ -46,8 +35,8 @@ _QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 _LOOPBACK = "127.0.0.1"
 # Say which accelerators a process may see.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-_FATAL = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-"""Signals that by default end a process without another word, and would leave ours behind."""
+START_METHOD = "spawn"
+_LOOK_S = 0.05  # between two looks at the processes
 
 
 def launch(
@@ -62,8 +51,8 @@ def launch(
     their results.
 
     `function` must be importable by name and its results picklable. If a process fails, the others are ended
-    and a `ChildFailedError` shows the first failure. An interrupt ends all of them and is raised; a signal
-    that nobody handles ends all of them first.
+    and a `torch.multiprocessing.spawn.ProcessException` shows the failure. An interrupt ends all of them and
+    is raised; on Linux they end with this process, whatever ends it.
 
     The processes talk to each other by the loopback interface: no other host reaches the store that they meet
     in, nor, on CPUs, their connections, unless GLOO_SOCKET_IFNAME names another interface.
@@ -83,59 +72,36 @@ def launch(
             f"launch needs the signals of Linux or macOS, which {sys.platform} does not have; on Windows "
             "take WSL, or one process"
         )
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=_Loopback.__name__,
-        max_restarts=0,
-        monitor_interval=0.05,
-        start_method="spawn",
-        signals_to_handle=",".join(
-            name for name in _FATAL if signal.getsignal(getattr(signal, name)) is signal.SIG_DFL
-        ),
-    )
-    rendezvous_handler_registry.register(_Loopback.__name__, _Loopback)
-    with _ended_by_signals(), _interrupts_kept_from_starts():
-        results = elastic_launch(config, _run)(function, threads, pin, device, *arguments)
-    return [results[rank] for rank in range(num_processes)]
-
-
-class _Loopback(RendezvousHandler):
-    """Where the launcher of one host meets itself: a store that only this host reaches. torch's own listens
-    on every interface, and any process that reaches it can hand the others code to run.
-    """
-
-    use_agent_store = True  # the processes take the launcher's store and start none
-
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-
-    def get_backend(self) -> str:
-        return type(self).__name__
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        with socket.create_server((_LOOPBACK, 0)) as listener:
-            port = listener.getsockname()[1]
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                _LOOPBACK, port, is_master=True, master_listen_fd=listener.detach()
-            )
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None: ...
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+    with socket.create_server((_LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        # Which only this host reaches: any process that reaches it can hand the others code to run.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    own = get_context(START_METHOD)
+    results, connected = own.SimpleQueue(), own.Barrier(num_processes)
+    given = (function, num_processes, port, results, connected, threads, pin, device, *arguments)
+    # A keyboard's interrupt goes to all processes of a terminal. One that is just starting would say so with
+    # a traceback out of the middle of an import; so it inherits this thread's mask, until `_run` lifts it.
+    resource_tracker.ensure_running()  # which lets interrupts through again once it has started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        context = start_processes(_run, given, num_processes, join=False, start_method=START_METHOD)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    found: dict[int, bytes] = {}
+    try:
+        while not context.join(_LOOK_S):
+            while not results.empty():  # a pipe that is full would hold up who writes into it
+                found.update([results.get()])
+        while not results.empty():
+            found.update([results.get()])
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+        del store
+    return [pickle.loads(found[rank]) for rank in range(num_processes)]
 
 
 def check_devices(device: str, num_processes: int) -> str:
@@ -194,62 +160,31 @@ def _number(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Leaves no process behind, and the caller's signals as they were.
-
-    torch's launcher makes a signal an ordinary exception, which would pass for a failure of the function, and
-    keeps its handlers. Here a signal that it saw is sent once more when all processes have ended.
-    """
-    before = {name: signal.getsignal(getattr(signal, name)) for name in _FATAL}
-    known = set(multiprocessing.active_children())
-    received = None
-    try:
-        yield
-    except SignalException as error:
-        received = error.sigval
-        raise
-    finally:
-        for process in set(multiprocessing.active_children()) - known:
-            process.kill()  # the launcher does not know one that it was just starting
-            process.join()
-        if threading.current_thread() is threading.main_thread():
-            for name, handler in before.items():
-                if handler is not None:  # one that Python did not install
-                    signal.signal(getattr(signal, name), handler)
-        if received is not None:
-            signal.raise_signal(received)
-
-
-@contextmanager
-def _interrupts_kept_from_starts() -> Iterator[None]:
-    """A keyboard's interrupt goes to all processes of a terminal. One that is just starting would say so with
-    a traceback out of the middle of an import; so it inherits this thread's mask, until `_run` lifts it. The
-    interrupt itself reaches a thread that does nothing else, and by that Python's handler, in this one.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    resource_tracker.ensure_running()  # which lets interrupts through again once it has started
-    over = threading.Event()
-    threading.Thread(target=over.wait, daemon=True, name="interrupts").start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        over.set()
-
-
-@record
-def _run(function: Callable[..., Any], threads: int, pin: bool, device: str, *arguments: Any) -> Any:
+def _run(
+    rank: int,
+    function: Callable[..., Any],
+    num_processes: int,
+    port: int,
+    results: Any,
+    connected: Any,
+    threads: int,
+    pin: bool,
+    device: str,
+    *arguments: Any,
+) -> None:
     # A Python handler would wait for an operation that waits for another process. It is also what the system
     # sends when the launcher is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # As torchrun has them, whose store is in another process, too.
+    os.environ.update(MASTER_ADDR=_LOOPBACK, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_processes)))
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), TORCHELASTIC_RESTART_COUNT="0")
     with start_process(threads=threads, pin=pin, device=device):
-        return function(*arguments)
+        connected.wait()  # one that is soon done would close what another is still connecting to
+        # As bytes: torch would share the memory of tensors, which ends with this process.
+        results.put((rank, pickle.dumps(function(*arguments))))
 
 
 # glibc's mallopt parameters and a size that no tensor of a micro-batch exceeds.

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import PeerError, StoreError
+from ..errors import PeerError, StoreError
 
 # The longest that a store takes to answer while its host lives, once all are connected. Its process may be
 # short of processor time, but it needs microseconds of it. (While somebody connects it may look up a name,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.ranks.control import ObjectCollectives
-from gpipe_bench.pipeline.ranks.distributed import PointToPoint
+from .control import ObjectCollectives
+from .distributed import PointToPoint
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class TiedWeights:
         ties: that several stages have, and this rank.
         ranks: the transport.
         model: what this rank has of the model.
-        replica: which one this rank belongs to.
         over_replicas: the sum of what the replicas of this rank bring, each a gradient of the parameter or
             None; None where there are no replicas.
     """
@@ -82,27 +81,22 @@ class TiedWeights:
         ranks: PointToPoint,
         model: nn.Module,
         *,
-        replica: int = 0,
         over_replicas: Callable[[Tensor, Tensor | None], Tensor | None] | None = None,
     ) -> None:
-        self._ties, self._ranks = tuple(ties), ranks
-        self._replica, self._over_replicas = replica, over_replicas
+        self._ties, self._ranks, self._over_replicas = tuple(ties), ranks, over_replicas
         tied = {tie.parameter: tie for tie in self._ties}
         self._places = [
             (module._parameters, name, tied[parameter])
-            for module in (model.modules() if tied else ())
+            for module in model.modules()
             for name, parameter in module._parameters.items()
             if parameter in tied
         ]
         self.copies = frozenset(tie.parameter for tie in self._ties if tie.ranks[0] != ranks.rank)
         """Parameters of this rank whose first owner is another rank, which counts them."""
         self._held: dict[nn.Parameter, Tensor | None] = {}  # what was in .grad before the step
-        self._own = False  # what is in .grad is of this replica alone
 
     def share_values(self) -> None:
         """Copies the first owner's values to all owners."""
-        if not self._ties:
-            return
         with self._ranks.collectives() as collectives, torch.no_grad():
             for tie in self._ties:
                 value = self._of_first(collectives, tie, tie.parameter)
@@ -111,8 +105,7 @@ class TiedWeights:
                     tie.parameter.copy_(value)
 
     def begin(self) -> None:
-        """Before a training step: sets aside what is in `.grad`. What is of this replica alone stays there
-        instead, once, to be summed over the replicas with the rest.
+        """Before a training step: sets aside what is in `.grad`.
 
         `RuntimeError` if another parameter stands where the weight was: its gradients would not be summed.
         """
@@ -124,31 +117,21 @@ class TiedWeights:
                     "without assign=True, or build a new pipeline on every rank"
                 )
         for tie in self._ties:
-            parameter = tie.parameter
-            held = parameter.grad
-            if not self._own or parameter in self.copies:
-                parameter.grad = None
-            self._held[parameter] = None if self._own else held
+            self._held[tie.parameter], tie.parameter.grad = tie.parameter.grad, None
 
-    def sum_gradients(self, *, sync: bool = True) -> None:
-        """Ends a training step: every owner has the sum in `.grad`, added to what it held before.
-
-        Without `sync` it is the sum of this replica, which a later step adds to those of the others. What was
-        held is a sum of all replicas already, so the first of them alone keeps it.
-        """
-        if not self._ties:
-            return
+    def sum_gradients(self) -> None:
+        """Ends a training step: every owner has the sum in `.grad`, added to what it held before."""
         with self._ranks.collectives() as collectives, torch.no_grad():
             for tie in self._ties:
                 total = self._sum(collectives, tie)
-                if sync and self._over_replicas is not None and self._ranks.rank == tie.ranks[0]:
+                if self._over_replicas is not None and self._ranks.rank == tie.ranks[0]:
                     total = self._over_replicas(tie.parameter, total)
                 total = self._of_first(collectives, tie, total)
                 held = self._held.get(tie.parameter)
-                if held is not None and (sync or self._replica == 0):
+                if held is not None:
                     total = held if total is None else held.add_(total)
                 tie.parameter.grad = total
-        self._held, self._own = {}, not sync
+        self._held = {}
 
     def restore(self) -> None:
         """Ends a step that failed: `.grad` has what was there before."""

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from gpipe_bench.pipeline.errors import PeerError
-from gpipe_bench.pipeline.plan.schedule import Action
-from gpipe_bench.pipeline.ranks.shared_memory import Holders, Neighbour
-from gpipe_bench.pipeline.ranks.store import Store, bounded
+from ..errors import PeerError
+from ..plan.schedule import Action
+from .shared_memory import Holders, Neighbour
+from .store import Store, bounded
 
 # What NCCL can name (`getNcclDataType`); a tensor of another type travels as bytes.
 NCCL_TYPES = frozenset(

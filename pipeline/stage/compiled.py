@@ -26,7 +26,7 @@ from torch._inductor import list_mode_options
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from gpipe_bench.pipeline.stage.tensors import enter
+from .tensors import enter
 
 BACKEND = "inductor"
 _MOST_PROGRAMS = 256  # kinds of layers whose code is kept for later pipelines

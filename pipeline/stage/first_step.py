@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpipe_bench.pipeline.stage.trees import Tree, tensors_of
+from .trees import Tree, tensors_of
 
 # How far sums of a forward and its recomputation may be apart: without a graph torch takes other kernels.
 _ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3}

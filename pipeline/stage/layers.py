@@ -18,7 +18,7 @@ The CPU generator uses the low 32 bits of a key, the CUDA generator all 64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _hooks
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.devices import Mark, Transfers
-from gpipe_bench.pipeline.stage.batchnorm import Statistics
-from gpipe_bench.pipeline.stage.compiled import Compilation, compile_layers, without_graph
-from gpipe_bench.pipeline.stage.portals import Carried
-from gpipe_bench.pipeline.stage.trees import Keywords, Structure, Tree, flatten, unflatten
+from .. import devices
+from ..devices import Mark, Transfers
+from .batchnorm import Statistics
+from .compiled import Compilation, compile_layers, without_graph
+from .portals import Carried
+from .trees import Structure, Tree, flatten, unflatten
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target
@@ -63,15 +63,12 @@ class LayerRunner:
         self.device, self.seed, self.statistics = device, seed, statistics
         self._normalizes = bool(statistics.meters)
         self._generators = Generators(device)
-        self._draws = (False,) * len(layers)
-        self.drew: int | None = None  # a layer that drew in training mode without a loss
-        self._keywords = tuple(Keywords.of(layer) for layer in layers)
         self._compiled = None if compilation is None else compile_layers(layers, first_layer, compilation)
         self._portals = portals
         # Which inputs will need a gradient, for compiled layers; None: there is nothing to be recomputed.
         self.entering: tuple[bool, ...] | None = None
-        # Each layer, its stream's key (None: draws nothing) and its keyword arguments.
-        self._calls: Sequence[tuple[Callable[..., Any], int | None, Mapping[str, Any] | None]] = ()
+        # Each layer, and its stream's key (None: draws nothing).
+        self._calls: Sequence[tuple[Callable[..., Any], int | None]] = ()
         self._loss_key: int | None = None  # None: draws nothing
         self._targets: Sequence[Tree | None] | Arriving = ()
         self._loss_fn: LossFn | None = None
@@ -82,37 +79,28 @@ class LayerRunner:
         step: int,
         targets: Sequence[Tree | None] | Arriving,
         loss_fn: LossFn | None,
-        shared: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepares step number `step`, which numbers the random streams, under the autocast of the moment.
-
-        Each layer is given what its `forward` has a name for of the `shared` arguments.
-        """
+        """Prepares step number `step`, which numbers the random streams, under the autocast of the moment."""
         self._targets, self._loss_fn = targets, loss_fn
-        # In each step anew: hooks come and go.
-        self._draws = tuple([may_draw(layer) for layer in self.layers])
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
-        if loss_fn is None and self.drew is None:
-            calls = [self._watched(i, call) for i, call in enumerate(calls)]
         if self._portals is not None:
             calls = [self._portals.around(i, call) for i, call in enumerate(calls)]
         place, found = self.first_layer, []
-        for call, draws, keywords in zip(calls, self._draws, self._keywords, strict=True):
-            key = layer_key(self.seed, step, place) if draws else None
-            found.append((call, key, (keywords.select(shared) or None) if shared else None))
+        for layer, call in zip(self.layers, calls, strict=True):
+            # In each step anew: hooks come and go.
+            found.append((call, layer_key(self.seed, step, place) if may_draw(layer) else None))
             place += 1
         self._calls = found
         if self._portals is not None:
-            self._calls = [(self._portals.enter, None, None), *found, (self._portals.leave, None, None)]
+            self._calls = [(self._portals.enter, None), *found, (self._portals.leave, None)]
         draws = targets != () and loss_fn is not None and may_draw(loss_fn)
         self._loss_key = layer_key(self.seed, step, place) if draws else None
         self._autocast = torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu")
         self.surrounds = self._normalizes or self._autocast
 
     def release(self) -> None:
-        """Lets go of what belongs to the user: the targets, the loss and what the layers share."""
+        """Lets go of what belongs to the user: the targets and the loss."""
         self._targets, self._loss_fn = (), None
-        self._calls = [(layer, key, None) for layer, key, _ in self._calls]
         if self._portals is not None:
             self._portals.drop()
 
@@ -130,14 +118,14 @@ class LayerRunner:
         if self._normalizes:
             self.statistics.redirect(recording=recording)
         try:
-            for layer, key, shared in self._calls:
+            for layer, key in self._calls:
                 if key is not None:
                     if not states:
                         states = [generator.get_state() for generator in generators]
                     key = mix(key ^ (self._first_microbatch + m))
                     for generator in generators:
                         generator.manual_seed(key)
-                value = layer(value) if shared is None else layer(value, **shared)
+                value = layer(value)
         finally:
             for generator, state in zip(generators, states, strict=False):
                 generator.set_state(state)
@@ -148,20 +136,6 @@ class LayerRunner:
         if self._compiled is not None and self.entering is None:
             value = without_graph(value)
         return value
-
-    def _watched(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of a layer, noting whether the layer draws; of one in training mode that may."""
-        if not (self._draws[index] and self.layers[index].training):
-            return call
-
-        def watched(*value: Any, **shared: Any) -> Any:
-            states = self._generators.save()
-            output = call(*value, **shared)
-            if self.drew is None and self._generators.have_moved(states):
-                self.drew = self.first_layer + index
-            return output
-
-        return watched
 
     def _as_in_a_graph(self, value: Tree) -> Tree:
         """The inputs saying what will need a gradient in the recomputation, which runs the same programs."""
@@ -341,10 +315,6 @@ class Generators:
         for generator, state in zip(self.all, states, strict=True):
             generator.set_state(state)
 
-    def have_moved(self, states: Iterable[Tensor]) -> bool:
-        """Whether something was drawn since `save`."""
-        return any(not torch.equal(a, b) for a, b in zip(states, self.save(), strict=True))
-
 
 def run_plain(
     layers: Iterable[nn.Module],
@@ -354,12 +324,10 @@ def run_plain(
     step: int,
     microbatch: int,
     device: torch.device | str = "cpu",
-    shared: Mapping[str, Any] | None = None,
 ) -> Tree:
     """The plain model on one micro-batch with the draws a pipeline makes in its step number `step`.
 
-    `step` counts the pipeline's training steps from 0; `shared` is what its steps take. The
-    default generators are left as they were.
+    `step` counts the pipeline's training steps from 0. The default generators are left as they were.
     """
     generators = Generators(torch.device(device))
     states = generators.save()
@@ -367,7 +335,7 @@ def run_plain(
         value = inputs
         for index, layer in enumerate(layers):
             generators.seed(stream_key(seed, step, index, microbatch))
-            value = layer(value, **Keywords.of(layer).select(shared or {}))
+            value = layer(value)
         return value
     finally:
         generators.restore(states)

@@ -12,15 +12,15 @@ schedule says, and a recomputation sends nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.pipeline.plan.portals import Declared, arriving, check, leaving
-from gpipe_bench.pipeline.stage.tensors import version
-from gpipe_bench.pipeline.stage.trees import Tree
+from ..plan.edges import Declared, Edge, arriving, check, leaving
+from .tensors import version
+from .trees import Tree
 
 
 class Stash(nn.Module):
@@ -134,20 +134,14 @@ class Carried:
         """The call of a layer, with what it pops and stashes."""
         if not any(self._declared[index]):
             return call
-        return lambda value, **shared: self.through(index, call, value, shared)
+        return partial(self.through, index, call)
 
-    def through(
-        self,
-        index: int,
-        call: Callable[..., Any],
-        value: Tree,
-        shared: Mapping[str, Any] | None = None,
-    ) -> Tree:
+    def through(self, index: int, call: Callable[..., Any], value: Tree) -> Tree:
         """Runs layer `index` on `value` and the values that it pops; keeps the values that it stashes."""
         stashes, pops = self._declared[index]
         if pops:
             value = (value, *[self.take(name) for name in pops])
-        value = call(value) if not shared else call(value, **shared)
+        value = call(value)
         if not stashes:
             return value
         if not isinstance(value, tuple) or len(value) != 1 + len(stashes):

@@ -14,8 +14,8 @@ else, so that no pass over the gradients follows, micro-batches may be uneven an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -25,25 +25,18 @@ from torch import Tensor, nn
 from torch._C import _set_grad_enabled as enable_grad  # `torch.set_grad_enabled` takes a microsecond more
 from torch.autograd.graph import GradientEdge
 
-from gpipe_bench.pipeline import devices
-from gpipe_bench.pipeline.devices import Transfers
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.stage.batchnorm import Gather, Statistics
-from gpipe_bench.pipeline.stage.buffers import Buffers
-from gpipe_bench.pipeline.stage.compiled import Compilation
-from gpipe_bench.pipeline.stage.first_step import FirstStep
-from gpipe_bench.pipeline.stage.layers import Arriving, LayerRunner, LossFn, deliver
-from gpipe_bench.pipeline.stage.portals import Carried
-from gpipe_bench.pipeline.stage.split_backward import Split, Weights, run_engine
-from gpipe_bench.pipeline.stage.tensors import (
-    ENTRY,
-    MicrobatchState,
-    is_divided,
-    overlapping,
-    separate,
-    version,
-)
-from gpipe_bench.pipeline.stage.trees import Message, Tree, flatten, unflatten
+from .. import devices
+from ..devices import Transfers
+from ..plan.schedule import Kind, Schedule
+from .batchnorm import Gather, Statistics
+from .buffers import Buffers
+from .compiled import Compilation
+from .first_step import FirstStep
+from .layers import Arriving, LayerRunner, LossFn, deliver
+from .portals import Carried
+from .split_backward import Split, Weights, run_engine
+from .tensors import ENTRY, MicrobatchState, is_divided, overlapping, separate, version
+from .trees import Message, Tree, flatten, unflatten
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
@@ -60,10 +53,8 @@ class Reduction:
     split.
     """
 
-    def begin(self, num_microbatches: int, *, sync: bool) -> None:
-        """A training step of so many micro-batches begins. Without `sync` the step adds to this process's
-        gradients alone, and a later step with `sync` sums them over the processes.
-        """
+    def begin(self) -> None:
+        """A training step begins."""
 
     def before(self, kind: Kind, m: int, *, last: bool) -> None:
         """Right before B, I or W of micro-batch `m`. `last`: after this action no other one of the stage
@@ -81,9 +72,6 @@ class Reduction:
 
     def reset(self) -> None:
         """Drops the state of the step, after an error."""
-
-    def refresh(self) -> None:
-        """From now on other parameters may be trained, or their gradients be ready in another order."""
 
 
 class Stage:
@@ -142,7 +130,6 @@ class Stage:
         self._transfers = Transfers()  # of the mini-batch and the targets
         self._feed: Sequence[Tree] | Arriving = ()
         self._training = False
-        self._without_graph: Callable[[], AbstractContextManager[None]] = torch.no_grad
         self._losses: list[Tensor] = []  # of the micro-batches, each times its share
         self._shares: Sequence[float] = ()
         self._scaler: torch.amp.GradScaler | None = None
@@ -154,15 +141,10 @@ class Stage:
         # The graphs of the first step are looked through where other processes train something.
         self._is_new = self.reduction is not None or elsewhere is not None
 
-    def follow(self, schedule: Schedule, *, short: bool = False) -> None:
-        """The steps take this schedule from now on, or the next one does, which is `short`: it has fewer
-        micro-batches, and other replicas may have all.
-        """
-        if self.reduction is not None:
-            row = schedule.row(self.index)
-            self._last = next((a.kind, a.microbatch) for a in reversed(row) if a.kind in (Kind.B, Kind.W))
-            if not short:
-                self.reduction.refresh()  # a W makes gradients in another order than a B
+    def follow(self, schedule: Schedule) -> None:
+        """The steps take this schedule from now on."""
+        row = schedule.row(self.index)
+        self._last = next((a.kind, a.microbatch) for a in reversed(row) if a.kind in (Kind.B, Kind.W))
 
     # A step begins and ends
 
@@ -172,22 +154,19 @@ class Stage:
         num_microbatches: int,
         *,
         training: bool,
-        inference: bool = False,
         feed: Sequence[Tree] = (),
         targets: Sequence[Tree | None] = (),
         loss_fn: LossFn | None = None,
         shares: Sequence[float] = (),
-        shared: Mapping[str, Any] | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Prepares training step or pass of forwards number `step`.
 
         `feed` holds the micro-batches of the first stage; `targets`, `loss_fn`, `shares` (each
         micro-batch's share of the examples) and the `scaler` of gradients belong to the last. Without
-        `loss_fn` the last stage keeps its outputs. `shared` are keyword arguments of the layers.
+        `loss_fn` the last stage keeps its outputs.
         """
         self._training = training
-        self._without_graph = torch.inference_mode if inference else torch.no_grad
         if self.statistics.meters:
             self.statistics.begin()
         if isinstance(loss_fn, nn.Module) or not self._buffers.known_empty:
@@ -199,7 +178,7 @@ class Stage:
         if training and self._found_for not in self._seen:
             self.first = FirstStep(self.index, self.layers, self._places.start)
         arriving = deliver(targets, self.device, self._transfers, "the target") if targets else ()
-        self._runner.begin(step, arriving, loss_fn, shared)
+        self._runner.begin(step, arriving, loss_fn)
         self._without_grad = [p for p in self.parameters if p.requires_grad and p.grad is None]
 
     def look(self, loss_fn: LossFn | None) -> None:
@@ -258,8 +237,6 @@ class Stage:
         self._overwritten.clear()
         self._seen.clear()
         self._buffers.forget()
-        if self.reduction is not None:
-            self.reduction.refresh()
         self._is_new = self.reduction is not None or self._refuse_elsewhere is not None
 
     def finish(self, *, complete: bool = True) -> None:
@@ -281,11 +258,6 @@ class Stage:
         self._runner.release()
 
     # What is known of its layers
-
-    @property
-    def drew(self) -> int | None:
-        """A layer of the model that drew in training mode when there was no loss."""
-        return self._runner.drew
 
     @property
     def trainable(self) -> tuple[nn.Parameter, ...]:
@@ -390,7 +362,7 @@ class Stage:
     def _forward_only(self, state: MicrobatchState, m: int) -> Message | None:
         self._runner.entering = None
         watched = [(tensor, version(tensor)) for tensor in state.inputs] if state.aliases else []
-        with self._without_graph():
+        with torch.no_grad():
             output = self._runner.run(m, unflatten(state.inputs, state.structure), recording=True)
         self._find_overwritten(state, watched)
         del self._microbatches[m], state

@@ -24,17 +24,15 @@ layer saved it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from functools import lru_cache
 from itertools import combinations
 from typing import Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_bench.pipeline.stage.buffers import Saved
-from gpipe_bench.pipeline.stage.trees import Message, Nested, Tree, unflatten
+from .buffers import Saved
+from .trees import Message, Nested, Tree, unflatten
 
 
 def is_divided(tensor: Any) -> bool:
@@ -92,7 +90,7 @@ def version(tensor: Tensor) -> int:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Returns the positions of tensors that share an element with another one of the tensors."""
+    """Returns the positions of tensors whose memory lies in that of another one, or between its rows."""
     if len(tensors) < 2:
         return ()
     found = [local(tensor) if tensor.layout is torch.strided else None for tensor in tensors]
@@ -101,38 +99,11 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return ()
     positions: set[int] = set()
     for (i, a), (j, b) in combinations(enumerate(found), 2):
-        if a is None or b is None or storages[i] != storages[j]:
-            continue
-        (start, end), (other_start, other_end) = _extent(a), _extent(b)
-        if start < other_end and other_start < end and _meet(_places(a), _places(b)):
-            positions |= {i, j}
+        if a is not None and b is not None and storages[i] == storages[j]:
+            (start, end), (other_start, other_end) = _extent(a), _extent(b)
+            if start < other_end and other_start < end:
+                positions |= {i, j}
     return tuple(sorted(positions))
-
-
-_Places = tuple[tuple[int, ...], tuple[int, ...], int]  # shape and strides, both in bytes, and the first byte
-
-
-def _places(tensor: Tensor) -> _Places:
-    size = tensor.element_size()
-    return (
-        (*tensor.shape, size),
-        (*[stride * size for stride in tensor.stride()], 1),
-        int(tensor.storage_offset()) * size,
-    )
-
-
-@lru_cache(maxsize=256)
-def _meet(a: _Places, b: _Places) -> bool:
-    """Whether two tensors of one storage share a byte. Halves of a row lie between each other and don't."""
-    first = min(a[2], b[2])
-    ends = [sum((n - 1) * s for n, s in zip(*each[:2], strict=True)) + each[2] + 1 for each in (a, b)]
-    taken = np.zeros(max(ends) - first, dtype=bool)
-    views = [
-        np.lib.stride_tricks.as_strided(taken[start - first :], shape, strides)
-        for shape, strides, start in (a, b)
-    ]
-    views[0][...] = True
-    return bool(views[1].any())
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

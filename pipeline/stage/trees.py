@@ -18,19 +18,15 @@ are two dicts with other keys or the same keys in another order. What may be tak
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
-
-from gpipe_bench.pipeline import devices
 
 # What a layer takes and gives: a tensor or a pytree of tensors and constants.
 Tree = Any
@@ -243,11 +239,10 @@ class Nested:
         return repr(self.build([f"tensor {i}" for i in range(64)]))  # type: ignore[misc]
 
 
-def take_apart(tree: Any, what: str, *, constant: bool = False) -> tuple[tuple[Tensor, ...], Nested]:
+def take_apart(tree: Any, what: str) -> tuple[tuple[Tensor, ...], Nested]:
     """The distinct tensors of a pytree in the order of appearance, and its structure.
 
-    `TypeError`, which begins with `what`, for leaves that cannot travel and for a tree without tensors,
-    unless it may be `constant`.
+    `TypeError`, which begins with `what`, for leaves that cannot travel and for a tree without tensors.
     """
     positions: dict[int, int] = {}
     distinct: list[Tensor] = []
@@ -267,7 +262,7 @@ def take_apart(tree: Any, what: str, *, constant: bool = False) -> tuple[tuple[T
                 f"{what} is of type {type(tree).__name__} and holds a {type(leaf).__name__}, which cannot "
                 f"travel; {_instead(leaf)}"
             )
-    if not distinct and not constant:
+    if not distinct:
         raise TypeError(
             f"{what} is of type {type(tree).__name__} and holds no tensor; it must be a tensor, or a tuple, "
             "list, dict or other pytree with at least one"
@@ -280,13 +275,9 @@ def _instead(leaf: Any) -> str:
         return (
             f"register it once, before the first step: torch.export.register_dataclass({type(leaf).__name__})"
         )
-    if isinstance(leaf, Mapping):
-        return "pass a dict(...) of it"
-    if isinstance(leaf, DataLoader | Iterator):
-        return "take one mini-batch after another from it, as in `for batch in loader`, and pass that"
     return (
-        "between layers pass tensors in tuples, lists, dicts and what is registered with "
-        "torch.utils._pytree, and beside them None, bools, numbers, strings, enums and dtypes"
+        "pass tensors in tuples, lists, dicts and what is registered with torch.utils._pytree, and beside "
+        "them None, bools, numbers, strings, enums and dtypes; of a loader one mini-batch after another"
     )
 
 
@@ -298,78 +289,3 @@ def _load(spec: bytes, leaves: tuple[int | Constant, ...]) -> Nested:
     with warnings.catch_warnings():  # torch warns of a class that its own specs are made of
         warnings.simplefilter("ignore", FutureWarning)
         return Nested(pickle.loads(spec), leaves)
-
-
-# Keyword arguments that the layers share in a step. A mask that all examples share, a table of positions or a
-# flag belong to the step and not to the micro-batch, and layers name them differently or not at all. So they
-# are given once, every micro-batch uses the same tensors, none of which may change while the step runs, and a
-# layer is given what its `forward` has a parameter for.
-
-
-@dataclasses.dataclass(frozen=True)
-class Keywords:
-    """The names that a layer's `forward` takes behind its input; `any_name`, if it has `**kwargs`."""
-
-    names: frozenset[str] = frozenset()
-    any_name: bool = False
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> Keywords:
-        try:
-            parameters = list(inspect.signature(layer.forward).parameters.values())
-        except (TypeError, ValueError):  # a forward that is no Python function
-            return cls()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        behind = parameters[1:] if parameters and parameters[0].kind not in named[1:] else parameters
-        return cls(
-            frozenset(parameter.name for parameter in behind if parameter.kind in named),
-            any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in behind),
-        )
-
-    @classmethod
-    def of_all(cls, layers: Iterable[nn.Module]) -> Keywords:
-        """Returns the keywords that at least one of the layers takes."""
-        found = [cls.of(layer) for layer in layers]
-        return cls(frozenset().union(*(each.names for each in found)), any(each.any_name for each in found))
-
-    def select(self, shared: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the shared arguments that the layer takes."""
-        if self.any_name:
-            return shared
-        return {name: value for name, value in shared.items() if name in self.names}
-
-    def check(self, shared: Mapping[str, Any]) -> None:
-        """`ValueError` for a name that no layer takes."""
-        for name in shared:
-            if not (self.any_name or name in self.names):
-                known = ", ".join(map(repr, sorted(self.names))) or "nothing"
-                raise ValueError(
-                    f"shared has {name!r}, but no layer's forward has a parameter of that name behind its "
-                    f"input; the layers take {known}"
-                )
-
-
-def flatten_shared(shared: Mapping[str, Any]) -> Message:
-    """`ValueError` for a tensor that requires a gradient, `TypeError` for what cannot travel."""
-    tensors, structure = take_apart(dict(shared), "shared", constant=True)
-    if any(tensor.requires_grad for tensor in tensors):
-        raise ValueError(
-            "shared holds a tensor that requires a gradient, which a pipeline does not compute; pass "
-            "tensor.detach(), or make it a parameter of the layers"
-        )
-    return Message(tensors, structure, (False,) * len(tensors))
-
-
-def unflatten_shared(message: Message, device: torch.device) -> Mapping[str, Any]:
-    """The arguments on the device of a stage."""
-    away = devices.is_accelerator(device)
-    tensors = [
-        (devices.pinned(t) if away and t.device.type == "cpu" else t).to(device, non_blocking=True)
-        for t in message.tensors
-    ]
-    return unflatten(tensors, message.structure)  # type: ignore[no-any-return]
-
-
-def shared_versions(message: Message) -> tuple[int, ...]:
-    """How often each tensor has been changed in place, of those that count it."""
-    return tuple([t._version for t in message.tensors if not t.is_inference()])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.attnres import Mean
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.portals import edges_of
+from gpipe_bench.pipeline.plan.edges import edges_of
 from gpipe_bench.pipeline.stage.portals import declarations
 
 SIZES = {

@@ -165,10 +165,6 @@ def test_collectives_inside_an_action_make_it_longer() -> None:
 def test_the_timeline_keeps_its_reductions() -> None:
     timeline = replay(gpipe(2, 1, "never"), SLOTS, reductions=[[Bucket(1, 1)]] * 2)
     assert Timeline.from_data(timeline.to_data()) == timeline
-    shown = [row for row in timeline.to_chrome()["traceEvents"] if row.get("cat") == "collective"]
-    assert [(row["ph"], row["tid"], row["ts"]) for row in shown] == [
-        ("b", 1, 4e6), ("e", 1, 5e6), ("b", 0, 6e6), ("e", 0, 7e6),
-    ]  # fmt: skip
     assert "collectives" not in replay(gpipe(2, 1, "never"), SLOTS).to_data()
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.multiprocessing.spawn import ProcessException
 
 from gpipe_bench.harness.store import file_lock
 from gpipe_bench.pipeline import launch
@@ -88,7 +88,7 @@ def watched(
     with tempfile.TemporaryDirectory(prefix="watched-") as folder:
         try:
             return launch(_watched, num_ranks, Path(folder), hanging_s, function, *arguments, device="cpu")
-        except ChildFailedError as error:
+        except ProcessException as error:
             if stacks := [path.read_text() for path in sorted(Path(folder).glob("stacks-*"))]:
                 raise AssertionError("\n".join(["all ranks wait", *stacks])) from error
             raise

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from torch.distributed.launcher.api import LaunchConfig
-
 from gpipe_bench.experiments.engines import isolated
 from gpipe_bench.pipeline.ranks import launch
 
@@ -47,18 +45,14 @@ def fork_server(method: str = "forkserver") -> multiprocessing.context.BaseConte
     return multiprocessing.get_context("forkserver")
 
 
-def _config(**options: object) -> LaunchConfig:
-    fork_server()
-    return LaunchConfig(**{**options, "start_method": "forkserver"})
-
-
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
     """Meanwhile processes that are launched, or that keep an engine apart, are forked."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preloaded"])
+    fork_server()
     apart = SimpleNamespace(get_context=fork_server, parent_process=multiprocessing.parent_process)
     with (
-        mock.patch.object(launch, "LaunchConfig", _config),
+        mock.patch.object(launch, "START_METHOD", "forkserver"),
         mock.patch.object(isolated, "multiprocessing", apart),
     ):
         yield
@@ -68,7 +62,7 @@ def forking() -> Iterator[None]:
 def spawning() -> Iterator[None]:
     """Meanwhile they start as they do for users."""
     with (
-        mock.patch.object(launch, "LaunchConfig", LaunchConfig),
+        mock.patch.object(launch, "START_METHOD", "spawn"),
         mock.patch.object(isolated, "multiprocessing", multiprocessing),
     ):
         yield

@@ -95,12 +95,10 @@ else:
 
 def forks() -> None:
     """From here on launches fork, and so do engines that are kept apart."""
-    from torch.distributed.launcher.api import LaunchConfig
-
     from gpipe_bench.experiments.engines import isolated
     from gpipe_bench.pipeline.ranks import launch
 
-    launch.LaunchConfig = lambda **options: LaunchConfig(**{**options, "start_method": "fork"})
+    launch.START_METHOD = "fork"
     context = multiprocessing.get_context("fork")
     isolated.multiprocessing = types.SimpleNamespace(
         get_context=lambda method: context, parent_process=multiprocessing.parent_process

@@ -25,19 +25,6 @@ class Picky(nn.Module):
         return y + self.sometimes(x) if float(x.detach().mean()) > 5 else y
 
 
-class TwiceCheckpointed(nn.Module):
-    """One weight in two checkpoints of the reentrant kind: two gradients for it in one backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpointed(self.linear, x, use_reentrant=True).tanh()
-        return x
-
-
 class Reentrant(nn.Module):
     """Runs its layer again in the backward, in the way whose graph is another one then."""
 

@@ -39,7 +39,7 @@ from gpipe_bench.experiments.paper.timed.steps import layer_seconds, run_process
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
-from gpipe_bench.pipeline.mesh.collectives import Collectives
+from gpipe_bench.pipeline.mesh.grid import Collectives
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.simulate import SLOTS

@@ -96,19 +96,15 @@ def run_processes(
 
     A machine with fewer GPUs than processes runs them on its CPU unless `device` asks for GPUs.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.multiprocessing.spawn import ProcessException
 
     from gpipe_bench.pipeline.ranks.launch import launch
 
     try:
         return launch(function, num_processes, *arguments, device=device)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        message: Any = failure.message
-        while isinstance(message, dict) and "message" in message:
-            message = message["message"]
-        lines = [line for line in str(message).splitlines() if line.strip()] or ["no message"]
-        raise RuntimeError(f"process {rank}: {lines[-1]}") from error
+    except ProcessException as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise RuntimeError(f"process {error.error_index}: {lines[-1]}") from error
 
 
 def work(job: Job) -> Found:

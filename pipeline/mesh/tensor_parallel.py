@@ -3,6 +3,7 @@
 The user applies a plan before the pipeline is built (`torch.distributed.tensor.parallel.parallelize_module`,
 or `models.parallel` for our Transformers); here is what a plan leaves undone:
 
+    a head count that is still the whole model's    refused: `view(..., -1)` hides it, and gradients are wrong
     plain parameters beside divided ones            refused: optimizers with `foreach` stop at the first step,
                                                     and nobody sums a gradient over parts of a sequence
     gradients laid out unlike their parameters      laid out like them: what is whole and should be a part
@@ -14,6 +15,7 @@ A message between stages is what the layers give: a plain tensor, whole or this 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -27,6 +29,10 @@ from ..stage.stage import Gradients, Reduction, Stage
 from ..stage.tensors import here, is_divided
 from ..stage.trees import Message
 from .grid import Grid
+
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+_WIDTHS = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+_FUSED = (1, 3)  # queries alone, or queries, keys and values in one matrix
 
 
 def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
@@ -50,6 +56,9 @@ def check_divided(layers: Mapping[str, nn.Module], grid: Grid) -> None:
                 f"{name} is divided over {parameter.device_mesh}, which is not the 'tp' of the pipeline's "
                 "mesh; apply the plan with mesh['tp']"
             )
+    for name, layer in layers.items():
+        for path, module in layer.named_modules():
+            _check_heads(f"{name}.{path}" if path else name, module, ranks)
 
 
 def refuse_mixed(layers: Mapping[str, nn.Module]) -> None:
@@ -72,6 +81,41 @@ def _parameters(layers: Mapping[str, nn.Module]) -> Iterable[tuple[str, nn.Param
     for name, layer in layers.items():
         for path, parameter in layer.named_parameters():
             yield f"{name}.{path}", parameter
+
+
+def _check_heads(name: str, module: nn.Module, ranks: int) -> None:
+    """Whether the heads that a module counts are those of its own part of the columns."""
+    attribute, heads = _number(module, _HEADS)
+    columns = [
+        (child.weight.size(0), child.weight.to_local().size(0))
+        for child in module.children()
+        if isinstance(child, nn.Linear) and isinstance(child.weight, DTensor)
+        if child.weight.placements[0].is_shard(0)
+    ]
+    if not heads or not columns:
+        return
+    _, width = _number(module, _WIDTHS)
+    if width is None:
+        warnings.warn(
+            f"whether {name}.{attribute}={heads} is divided by tp={ranks} can't be told, because {name} has "
+            "no head_dim; if it is not, the results are wrong",
+            stacklevel=2,
+        )
+        return
+    expected = {heads * width * fused for fused in _FUSED}
+    if not any(mine in expected for _, mine in columns) and any(whole in expected for whole, _ in columns):
+        raise ValueError(
+            f"{name}.{attribute} is {heads}, the heads of the whole layer, but this process has 1 / {ranks} "
+            f"of its columns; set it to {heads} // {ranks} after applying the plan"
+        )
+
+
+def _number(module: nn.Module, names: Iterable[str]) -> tuple[str, int | None]:
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int):
+            return name, value
+    return "", None
 
 
 class DividedStage(Stage):

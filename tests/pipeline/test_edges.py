@@ -98,8 +98,8 @@ class Walk:
         self.filled: set[tuple[Direction, int]] = set()  # buffers
         self.slotted: dict[Direction, set[int]] = {}
         for key, each in self.rings.items():
-            ahead = each.tight.order[: each.ahead]
-            self.slotted[key] = set(each.tight.initial if training else ahead)
+            ring = each.tight if training else (each.forward or each.tight)
+            self.slotted[key] = set(ring.initial)
 
     def run(self) -> None:
         while any(self.advance(worker) for worker in range(self.schedule.num_workers)):
@@ -153,9 +153,8 @@ class Walk:
     def take(self, action: Action) -> None:
         key = action.stage - 1, False
         each = self.rings.get(key)
-        if not self.training and each is not None:
-            position = each.tight.order.index(action.microbatch) + each.ahead
-            self.slotted[key] |= set(each.tight.order[position : position + 1])
+        if not self.training and each is not None and each.forward is not None:
+            self.slotted[key] |= {each.forward.following[action.microbatch]} - {None}
 
     def send(self, worker: int, action: Action) -> None:
         back = action.kind is not Kind.F

@@ -19,7 +19,7 @@ import own_graphs
 import pytest
 import torch
 from case_runner import Outcomes, assert_passed, outcomes_of
-from odd_layers import Add, TwiceCheckpointed
+from odd_layers import Add
 from own_models import FAMILIES
 from random_schedules import HELD_UP, LATE_WEIGHTS
 from ranks import (
@@ -114,10 +114,6 @@ def in_place_first() -> nn.Sequential:
     return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))
 
 
-def twice_checkpointed() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 6), TwiceCheckpointed(), nn.Linear(6, 6), TwiceCheckpointed())
-
-
 def seq2seq(tables: int) -> nn.Sequential:
     return transformer_seq2seq(
         num_layers=1, ffn_dim=8, num_heads=2, head_dim=2, d_model=6, vocab_size=11, num_tables=tables
@@ -163,7 +159,6 @@ TRAINED = {
     "mlp": Model(mlp, by_number(mlp_batch), mse_loss),
     "linear": Model(lambda: mlp(dropout=0.0), by_number(mlp_batch), mse_loss, lambda: mlp(dropout=0.0)),
     "in place first": Model(in_place_first, by_number(mlp_batch), mse_loss),
-    "twice checkpointed": Model(twice_checkpointed, by_number(mlp_batch), mse_loss),
     "trees": Model(tree_model, lambda size, number: tree_batch(size, number, 1 / (1 + number)), tree_loss),
     "tied": Model(lambda: tied_model(3), few_words, cross_entropy),
     "amoebanet": Model(lambda: MODELS["amoebanet-d"](**AMOEBANET), photos, class_loss),
@@ -278,7 +273,6 @@ GRIDS = (
     Row("everything", "dp=4 pp=1", "1f1b", "always"),
     Row("everything", "dp=1 pp=2", "gpipe", "never"),
     Row("mlp", "dp=2 pp=2", "dualpipe-v", "always", (5, 4, 2, 5, 1, 2, 4, 3)),
-    Row("twice checkpointed", "dp=2 pp=2", "zb-h1", "never"),
     Row("tied", "dp=4 pp=1", "interleaved", "never"),
     Row("tied", "dp=2 pp=2", "zb-v", "never"),
     Row("amoebanet", "dp=2 pp=2", "1f1b", "always", (5, 3), 2, options={"bucket_bytes": 1 << 14}),

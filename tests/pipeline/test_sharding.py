@@ -266,11 +266,47 @@ def what_tensor_parallel_refuses() -> None:
         odd[0](words(2, tokens=5)[0])
 
 
+class Heads(nn.Module):
+    """Attention whose `view(..., -1)` takes any number of columns."""
+
+    def __init__(self, head_dim: int | None) -> None:
+        super().__init__()
+        self.num_heads = 4
+        if head_dim is not None:
+            self.head_dim = head_dim
+        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query(x).view(*x.shape[:-1], self.num_heads, -1).transpose(1, 2)
+        return self.out(nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+
+def heads_of_the_whole_layer_are_refused() -> None:
+    mesh = grid(pp=2, tp=2)
+    plan = {"query": ColwiseParallel(), "out": RowwiseParallel()}
+
+    def heads(head_dim: int | None) -> nn.Sequential:
+        layers = nn.Sequential(Heads(head_dim), Heads(head_dim)).double()
+        for layer in layers:
+            parallelize_module(layer, mesh["tp"], plan)
+        return layers
+
+    with raises(ValueError, "0.num_heads is 4, the heads of the whole layer"):
+        on(mesh, heads(2))
+    divided = heads(2)
+    for layer in divided:
+        layer.num_heads //= 2
+    on(mesh, divided).close()
+    with pytest.warns(UserWarning, match=r"0.num_heads=4 is divided by tp=2 can't be told"):
+        on(mesh, heads(None)).close()
+
+
 CASES = named(
     collectives_are_counted, norms_of_parts, states_are_divided_under_plain_names,
     what_cannot_be_sharded_is_refused, what_not_all_replicas_use_is_refused_by_all,
     a_rank_that_cannot_divide_is_named_by_the_others, masks_of_divided_layers,
     layers_that_are_divided_in_part_are_refused, what_tensor_parallel_refuses,
+    heads_of_the_whole_layer_are_refused,
 )  # fmt: skip
 
 

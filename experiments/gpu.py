@@ -77,7 +77,6 @@ STEPS = (
     Step("table2-fixed", 9, 75, "table2 --only batch=fixed", "Table 2 laid out at one mini-batch"),
     Step("figure3-resnet101", 5, 18, "figure3 --only model=resnet101", "v1's Figure 3, ResNet-101"),
     Step("engines", 2, 16, "engines", "the engine's own cost, beside torch's and torchgpipe"),
-    Step("grid", 2, 16, "grid", "steps of two GPUs as replicas and as stages, beside their replay", gpus=2),
 )  # fmt: skip
 
 

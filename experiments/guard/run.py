@@ -53,12 +53,12 @@ HEADERS = (
 LEGEND = f"""\
 Changes of the time per step, or of a command's number, with their intervals; + is worse. A regression lies
 above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it, beyond
-{MARGIN:g} times what the base differed from itself by in any run. `base against itself` is the control: if its
-interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches; what
-looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four times in
-five. Processor time can't see waiting; it decides only where wall time is contaminated and two runs agree:
-that the head is slower, by {CPU_MARGIN:g} times what the base differs from itself, or, where exact counters
-are equal, the same."""
+{MARGIN:g} times what the base differed from itself by in any run. `base against itself` is the control: if
+its interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches;
+what looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four
+times in five. Processor time can't see waiting; it decides only where wall time is contaminated and two runs
+agree: that the head is slower, by {CPU_MARGIN:g} times what the base differs from itself, or, where exact
+counters are equal, the same."""
 
 
 @dataclass

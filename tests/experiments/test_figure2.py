@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.beyond.traffic import Shape, shape, traffic
 from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak, peak_activations
 from gpipe_bench.experiments.paper.figure2_shown import VARIANTS
 from gpipe_bench.harness.compare import compare
@@ -96,42 +95,6 @@ def test_the_memory_model_follows_the_formula() -> None:
         assert total < found["kept"] / 20
         totals.append(total)
     assert totals[2] < totals[1]
-
-
-# Traffic ----------------------------------------------------------------------------------------------------
-
-
-def test_traffic_by_hand() -> None:
-    """Four layers of equal cost: with K = 2 the cut is after the second, with K = 4 after each."""
-    four = Shape(
-        flops=(5, 5, 5, 5), parameters=(1, 1, 1, 997),
-        output_bytes=(10, 20, 30, 40), output_gradient_bytes=(10, 16, 30, 40),
-    )  # fmt: skip
-    two = traffic(four, 2)
-    assert (two.pipeline_busiest, two.pipeline_total) == (20, 36)
-    assert (two.data_parallel_each, two.data_parallel_total) == (4000, 8000)
-    by_parameters = traffic(four, 2, four.parameters)  # the cut is before the last
-    assert (by_parameters.pipeline_busiest, by_parameters.pipeline_total) == (30, 60)
-    each = traffic(four, 4)
-    assert each.pipeline_busiest == 30 + 16  # the third sends its output on, and a gradient back
-    assert each.pipeline_total == 10 + 20 + 30 + 10 + 16 + 30
-    assert each.data_parallel_each == 6000
-
-
-def test_shapes_of_the_zoo() -> None:
-    found = shape("transformer-lm", {"num_layers": 3})
-    assert sum(found.parameters) == 282_178_816
-    assert found.output_bytes[:4] == (1024 * 2048 * 4,) * 4  # sequence x width x float32
-    assert found.output_bytes[4] == 1024 * 32_000 * 4
-    assert found.output_gradient_bytes == found.output_bytes
-    assert found.flops[1] == found.flops[3] > 0
-
-
-def test_a_tensor_that_stands_twice_is_sent_once() -> None:
-    """AmoebaNet's stem, 32 channels of 31 x 31, hands the same tensor on as both inputs of the first cell."""
-    options = {"num_layers": 3, "num_filters": 16, "image_size": 64, "num_classes": 10, "aux_head": False}
-    found = shape("amoebanet-d", options)
-    assert found.output_bytes[0] == found.output_gradient_bytes[0] == 31 * 31 * 32 * 4
 
 
 # Output -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The experiment on grids: what is sent, and how a replay is made of what ran."""
+"""The experiment on grids, what is sent; and sums over replicas beside the backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gpipe_bench.experiments.beyond import grid
 from gpipe_bench.experiments.beyond.grid import EXPERIMENT
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline import Kind
-from gpipe_bench.planner.collectives import all_reduce_s
 
 PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
 
@@ -26,33 +25,33 @@ def test_a_small_amoebanet_sends_more_as_a_pipeline() -> None:
 
 
 def test_every_column_of_the_sentences_is_answered() -> None:
-    columns = {subject.column for subject in (*grid.SUBJECTS.values(), *grid.SMALL.values())}
+    columns = {subject.column for subject in (*grid.FULL_SIZE.values(), *grid.SMALL.values())}
     assert {column for table, row, column in PLACES if table == "grid" and row.startswith("bytes")} == columns
 
 
-def test_a_link_is_that_of_which_two_sums_took_as_long() -> None:
-    link = grid.link_of((1e-3, 9e-3), "made up")
-    assert [all_reduce_s(size, 2, link) for size in grid.SUM_BYTES] == pytest.approx([1e-3, 9e-3])
+def test_traffic_by_hand() -> None:
+    """Four layers of equal cost: with K = 2 the cut is after the second, with K = 4 after each."""
+    four = grid.Shape((5, 5, 5, 5), (1, 1, 1, 997), (10, 20, 30, 40), (10, 16, 30, 40))
+    assert grid.pipeline_bytes(four, 2, four.flops) == 20
+    assert grid.pipeline_bytes(four, 2, four.parameters) == 30  # the cut is before the last
+    assert grid.pipeline_bytes(four, 4, four.flops) == 30 + 16  # the third: its output, and a gradient back
+    assert [grid.replica_bytes(4000, ranks) for ranks in (2, 4)] == [4000, 6000]
 
 
-def test_the_replay_of_what_ran_has_the_sums_behind_what_they_cannot_hide_in() -> None:
-    """Four forwards of 1 s and backwards of 2 s, the last one of 3 s, since a sum is inside of it; the second
-    bucket's sum is behind it. The other replica needs half as long.
-    """
-    job = grid.Job(2, 1, "smoke", 0)
-    half = grid.BUCKET_BYTES
-    backwards_s = (3.0, 2.0, 2.0, 2.0)  # GPipe's last one is of the first micro-batch
-    actions_s = {(0, "B", m): each for m, each in enumerate(backwards_s)} | {
-        (0, "F", m): 1.0 for m in range(4)
-    }
-    quick_s = {action: seconds / 2 for action, seconds in actions_s.items()}
-    slow, quick = (
-        grid.Ran([13.0], [each], [[[half], [half]]], 0, (0.0, 0.0)) for each in (actions_s, quick_s)
-    )
-    link = grid.link_of((grid.SUM_BYTES[0] * 1e-7, grid.SUM_BYTES[1] * 1e-7), "made up")
-    sum_s = half * 1e-7
-    assert sum_s < 1
-    assert grid.laid_out_s(job, [quick, slow], link) == pytest.approx(4 * 3 + 1 + sum_s)
+def test_shapes_of_the_zoo() -> None:
+    found = grid.shape("transformer-lm", {"num_layers": 3})
+    assert sum(found.parameters) == 282_178_816
+    assert found.output_bytes[:4] == (1024 * 2048 * 4,) * 4  # sequence x width x float32
+    assert found.output_bytes[4] == 1024 * 32_000 * 4
+    assert found.output_gradient_bytes == found.output_bytes
+    assert found.flops[1] == found.flops[3] > 0
+
+
+def test_a_tensor_that_stands_twice_is_sent_once() -> None:
+    """AmoebaNet's stem, 32 channels of 31 x 31, hands the same tensor on as both inputs of the first cell."""
+    options = {"num_layers": 3, "num_filters": 16, "image_size": 64, "num_classes": 10, "aux_head": False}
+    found = grid.shape("amoebanet-d", options)
+    assert found.output_bytes[0] == found.output_gradient_bytes[0] == 31 * 31 * 32 * 4
 
 
 # Sums over replicas leave inside the last backward and run beside it

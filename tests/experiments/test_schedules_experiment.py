@@ -98,21 +98,3 @@ def test_nothing_beats_a_schedule_on_the_frontier() -> None:
     known = {"a": (1.0, 9.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (3.0, 5.0), "e": (3.5, 4.0)}
     points = DataFrame([(name, *place) for name, place in known.items()], columns=["name", "time", "memory"])
     assert [*frontier(points).name] == ["a", "c"]
-
-
-def test_costs_of_stages_come_back_as_steps_and_memory() -> None:
-    """A tiny model, measured for real: every schedule has a step, a bubble and a peak."""
-    found = ran(
-        EXPERIMENT, {"part": "measured costs", "model": "transformer", "num_microbatches": 4}, "smoke"
-    )
-    for name in schedules.NAMES:
-        for remat in schedules.REMATS:
-            key = {"schedule": name, "K": 2, "M": 4, "remat": remat}
-            for what in ("step", "bubble", "peak memory"):
-                assert found.metric(what, **key).value > 0
-    steps = {
-        name: found.metric("step", schedule=name, K=2, M=4, remat="never").value
-        for name in ("1f1b", "zb-h1", schedules.GENERATED)
-    }
-    assert steps[schedules.GENERATED] <= min(steps["1f1b"], steps["zb-h1"]) * (1 + 1e-9)
-    assert "Transformer-48" in EXPERIMENT.tables([found])

@@ -4,7 +4,6 @@ there is nothing to compute with on four processes.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import NamedTuple
 
 from gpipe_bench.pipeline import Kind, Schedule, Timeline, named, replay
@@ -49,12 +48,13 @@ class Waits(NamedTuple):
 def wait(case: Waits) -> tuple[float, Timeline]:
     """What each process does: the fastest step, with the timeline of its replica."""
     import torch
-    from torch import nn
+    from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.functional import mse_loss
 
-    from gpipe_bench.experiments.beyond.grid import timed_steps
     from gpipe_bench.experiments.paper.timed.engine_turns import Waiting, slow_sums
     from gpipe_bench.pipeline import Pipeline
+    from gpipe_bench.planner.timing import time_step
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     layers = [Waiting(SUMMED, FORWARD_S, BACKWARD_S) for _ in range(2 * LAYERS)]
@@ -62,9 +62,12 @@ def wait(case: Waits) -> tuple[float, Timeline]:
     pipeline = Pipeline(layers, mesh=mesh, num_microbatches=2, schedule=case.rows, cost=even, bucket_bytes=1)
     batch, found = torch.ones(2, 1), list[tuple[float, Timeline]]()
     with slow_sums(lambda num_bytes: SUM_S if num_bytes >= 4 * SUMMED else 0.0):
-        steps = timed_steps(pipeline, batch, batch, nn.functional.mse_loss)
-        for step in islice(steps, 2, 2 + case.num_steps):
-            found.append(step)
-            if step[0] <= case.enough_s:
-                break
+        for number in range(2 + case.num_steps):
+            step_s = torch.tensor(time_step(lambda: pipeline.step(batch, batch, mse_loss), [pipeline]))
+            dist.all_reduce(step_s, dist.ReduceOp.MAX)
+            step = float(step_s), pipeline.gather_timeline()
+            if number >= 2:
+                found.append(step)
+                if step[0] <= case.enough_s:
+                    break
     return min(found, key=lambda step: step[0])

@@ -7,7 +7,6 @@ from pandas import DataFrame
 from records import metric, record
 
 from gpipe_bench.experiments.beyond.plan import experiment as plan
-from gpipe_bench.experiments.beyond.plan import peaks
 from gpipe_bench.experiments.beyond.plan.steps import BY_THE_CLOCK, PREDICTED, STEP, to_run
 from gpipe_bench.harness.record import Record
 
@@ -19,7 +18,7 @@ SOME = {
 
 
 def records(void: str = "") -> list[Record]:
-    """Of the models, of which the first has counted peaks, too; the model `void` is."""
+    """Of the models; the model `void` is."""
     found = []
     for model, ways in SOME.items():
         numbers = [
@@ -36,13 +35,7 @@ def records(void: str = "") -> list[Record]:
             details["void"] = "somebody else was there"
         case = {"part": "steps", "model": model}
         found.append(record(experiment="plan", case=case, metrics=tuple(numbers), details=details))
-    counted = tuple(
-        metric(value, name=name, key={"configuration": "a", "worker": worker}, unit="bytes")
-        for worker, (mine, theirs) in enumerate([(100, 101), (50, 60)])
-        for name, value in ((peaks.COUNTED, theirs), (peaks.MODELLED, mine))
-    )
-    case = {"part": "peaks", "model": "one"}
-    return [*found, record(experiment="plan", case=case, metrics=counted, details={"title": "one"})]
+    return found
 
 
 def test_the_error_is_that_of_the_prediction_with_its_sign() -> None:
@@ -68,7 +61,7 @@ def test_the_rank_correlation_is_scipys_and_none_where_all_is_equal() -> None:
 
 
 def test_all_configurations_count_once_and_models_by_their_median() -> None:
-    numbers = plan.found(plan.ran(records()), plan.counted(records()))
+    numbers = plan.found(plan.ran(records()))
     expected = {
         "configurations": 5,
         "models": 2,
@@ -77,16 +70,9 @@ def test_all_configurations_count_once_and_models_by_their_median() -> None:
         "rank_correlation": (0.5 + 1) / 2,
         "median_regret": 0.05,
         "worst_regret": 0.1,
-        "memory_error": 1 / 101,  # the fullest worker's, not the worst
     }
     assert numbers == pytest.approx(expected)
     assert {rule.number for rule in plan.RULES} == set(numbers)
-
-
-def test_the_worst_worker_keeps_its_sign() -> None:
-    (row,) = plan.counted(records()).itertuples()
-    assert row.fullest == pytest.approx(-1 / 101)
-    assert row.of_any == pytest.approx(-1 / 6)
 
 
 def test_what_is_void_is_shown_and_not_judged() -> None:
@@ -97,7 +83,7 @@ def test_what_is_void_is_shown_and_not_judged() -> None:
         "NO",
     ]
     assert len(plan.figures(records(void="one"))) == 1
-    assert plan.figures(records()[-1:]) == []
+    assert plan.figures([]) == []
 
 
 def test_a_rule_holds_on_its_bound() -> None:

@@ -10,7 +10,7 @@ import mmap
 import over_processes_cases as cases
 import pytest
 
-from gpipe_bench.experiments.beyond.plan import peaks
+from gpipe_bench.experiments.beyond.plan.steps import title
 from gpipe_bench.pipeline import launch
 
 PAGES = 2 * mmap.PAGESIZE + 64
@@ -29,10 +29,10 @@ def test_peaks_are_those_of_real_steps(name: str, counted: list[dict[str, list[i
     graph holds it: without recomputation that is an upper estimate.
     """
     ways, most = cases.ways(), 1.15 if name.endswith("kept") else 1.01
-    for place, modelled in enumerate(peaks.peaks_of(cases.planned(name), ways)):
+    for place, modelled in enumerate(cases.peaks_of(cases.planned(name), ways)):
         for found, peak in zip(counted, modelled, strict=True):
             real = found[name][place]
-            assert 0.99 * real - PAGES <= peak <= most * real + PAGES, peaks.title(ways[place])
+            assert 0.99 * real - PAGES <= peak <= most * real + PAGES, title(ways[place])
 
 
 @pytest.mark.parametrize("name", ["small", "large"])

@@ -65,7 +65,7 @@ def commands(page: Path) -> dict[str, list[str]]:
     lines = [f"{verb} --help" for verb in ("", *VERBS)]
     lines += [f"list --json --results {page / 'empty'}"]
     for name in EXPERIMENTS:
-        lines += [f"compare {name} --results {REFERENCE}{way}" for way in ("", " --json", " --markdown")]
+        lines += [f"compare {name} --results {REFERENCE}{way}" for way in ("", " --json")]
     for name in SCHEDULES:
         lines += [
             f"schedule {name} --workers 4 --microbatches 8{way}" for way in ("", " --json", " --remat always")

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,11 +24,11 @@ from gpipe_bench.experiments.report.facts import facts_of, summaries_of
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
 from gpipe_bench.experiments.report.readings import check_engine_is_there, engines_of, judged, readable
 from gpipe_bench.harness import REFERENCE, short_path
+from gpipe_bench.harness.environment import environment_facts
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
-from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
 from gpipe_bench.harness.store import Problem, Store, latest, lines_of
 from gpipe_bench.harness.verdict import Comparison, Result
 
@@ -105,7 +104,6 @@ def build(
         figure=_first_picture(committed) if figures else None,
         experiments=tuple(views),
         machines=tuple(_machine(name, folder, every, own=n == 0) for n, (name, folder) in enumerate(places)),
-        side=_side(shown),
         warnings=tuple(warnings),
         command=COMMAND,
     )
@@ -205,16 +203,6 @@ def _machine(name: str, folder: Path, every: Sequence[Reading], *, own: bool) ->
         records=len(records),
         facts=environment_facts([record.environment for record in records]),
     )
-
-
-def _side(shown: Mapping[str, Sequence[Reading]]) -> SideBySide | None:
-    """All experiments that at least two machines have records of, in one table."""
-    compared: dict[str, list[Comparison]] = {}
-    environments: dict[str, list[Mapping[str, Any]]] = {}
-    for each in (reading for several in shown.values() if len(several) > 1 for reading in several):
-        compared.setdefault(each.source.machine, []).extend(each.comparisons)
-        environments.setdefault(each.source.machine, []).extend(r.environment for r in each.source.records)
-    return side_by_side(compared, environments) if len(compared) > 1 else None
 
 
 # Records that belong together, and what they come to

@@ -17,7 +17,6 @@ from gpipe_bench.harness.compare import absent, judge, peers_of
 from gpipe_bench.harness.paper import PaperNumber, PaperTable
 from gpipe_bench.harness.report.first import FirstScreen, first_screen
 from gpipe_bench.harness.report.grid import Grid, without_html
-from gpipe_bench.harness.report.side import SideBySide
 from gpipe_bench.harness.report.table import Key, Table, answer, numbered, parts_of, reason_text
 from gpipe_bench.harness.verdict import QUESTIONS, Comparison
 
@@ -84,7 +83,6 @@ class Page:
     figure: Any = None
     experiments: tuple[ExperimentView, ...] = ()
     machines: tuple[Machine, ...] = ()
-    side: SideBySide | None = None
     warnings: tuple[str, ...] = ()
     command: str = ""
 

@@ -191,7 +191,6 @@ PARSED = (
     "--device cuda",
     "--engine",
     "--machine ",
-    "--machines",
     "my_engine",
     "engines",
     "laptop.jsonl",

@@ -241,7 +241,6 @@ def test_a_report_asks_each_experiment_once(tmp_path, monkeypatch):
     own = put(tmp_path / "own", fake(1, 82_000_000), fake(2, 318_000_000))
     monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
     page = build(own, figures=False)
-    assert page.side is not None
     (experiment,) = page.experiments
     assert experiment.text == "the text"
     assert asked == {"cells": 2, "tables": 2}, "for each machine's records"
@@ -306,20 +305,6 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     assert page.warnings[0] in Parsed(html(page)).text
     assert "follows" in map(answer, page.cells), "the reference records of the others are there"
     assert "fake" not in [experiment.name for experiment in page.experiments]
-
-
-@pytest.mark.usefixtures("alone")
-def test_two_machines_stand_side_by_side_on_the_page(tmp_path, monkeypatch):
-    other = put(tmp_path / "references" / "other", fake(1, 41_000_000, environment={"cpu_model": "B"}))
-    own = put(tmp_path / "own", fake(1, 82_000_000, environment={"cpu_model": "A"}))
-    monkeypatch.setattr(report_build, "folders", lambda results: folders(results, other.parent))
-    page = build(own, figures=False)
-    assert page.side is not None
-    assert page.side.machines == ("own", "other")
-    assert [row.ratios for row in page.side.rows] == [(1.0, 0.5)]
-    assert page.side.differences == {"cpu_model": ("A", "B")}
-    for text in (html(page), markdown(page)):
-        assert "41M modelled, differs" in text
 
 
 @pytest.mark.usefixtures("alone")

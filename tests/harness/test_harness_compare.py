@@ -7,7 +7,6 @@ import pytest
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.report.table import answer, counts_text, tables_of, text_table
 from gpipe_bench.harness.verdict import Result
 
@@ -130,21 +129,3 @@ def test_counts_in_words():
     for word, plural in (("follows", "follow"), ("differs", "differ"), ("no test",) * 2, ("not run",) * 2):
         count = words.count(word)
         assert (f"{count} {plural if count > 1 else word}" in said) == (count > 0), word
-
-
-def test_machines_are_set_side_by_side_question_by_question():
-    """What one machine answers and the other does not stands beside the number all the same."""
-
-    def ratio(column, value, question):
-        number = Metric(name="x", value=value, unit="ratio", provenance="modelled")
-        place = {"table": "figure3-resnet101", "row": "normalized throughput", "column": column}
-        return Result(metric=number, question=question, **place)
-
-    published, here = ratio("pipeline-4", 2.6, "as published"), ratio("pipeline-4", 1.1, "here")
-    cells = compare([published, here, ratio("pipeline-8", 8.7, "here")])
-    side = side_by_side({"a": cells, "b": compare([here])}, {"a": [], "b": []})
-    parts = [(row.part, row.known.column) for row in side.rows]
-    assert parts.count(("as published", "pipeline-4")) == parts.count(("here", "pipeline-4")) == 1
-    assert side.text().index("resnet101, computed from") < side.text().index("resnet101, run here")
-    row = next(row for row in side.rows if (row.part, row.known.column) == ("here", "pipeline-8"))
-    assert row.cells[1].verdict == "not run", "whatever it was asked as"

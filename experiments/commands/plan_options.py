@@ -138,7 +138,6 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--full", action="store_true",
         help="also the schedule, what less memory costs, where each number comes from, and the script",
     )  # fmt: skip
-    output.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:

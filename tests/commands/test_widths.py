@@ -16,7 +16,7 @@ PLAN = "--accelerators 4 --memory-gib 24 --batch-size 64 --device-type a10"
     "line",
     [
         "", "list", "list --models", "compare table1", "compare table2",
-        "schedule gpipe --num-stages 8 --num-microbatches 32", "schedule zb-v --workers 8 --microbatches 24",
+        "schedule gpipe --workers 8 --microbatches 32", "schedule zb-v --workers 8 --microbatches 24",
         "plan gpt2 --bytes --accelerators 2 --memory-gib 8",
         f"plan gpt2 --num-layers 4 {PLAN} --num-microbatches 32",
     ],

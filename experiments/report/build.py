@@ -41,12 +41,10 @@ def build(
     results: Path,
     *,
     figures: bool = True,
-    others: Sequence[tuple[str, Path]] = (),
     engine: str | None = None,
 ) -> Page:
-    """The whole report as data, from the records in `results`, the committed reference records and `others`,
-    which are names of machines and folders. Where the `engine` took part, its runs come first; ValueError
-    where it is in no record.
+    """The whole report as data, from the records in `results`, a folder or a file, and the committed ones.
+    Where the `engine` took part, its runs come first; ValueError where it is in no record.
     """
     experiments: list[Experiment] = []
     warnings: list[str] = []
@@ -56,10 +54,6 @@ def build(
         except ImportError as error:  # one experiment that lacks a package must not cost the whole page
             warnings.append(f"{name} can't be loaded: {error}")
     places = folders(results)
-    for name, folder in others:
-        while name in dict(places):
-            name += " (another)"
-        places.append((name, folder))
     found: dict[str, list[Reading]] = {}
     for experiment in experiments:
         groups, problems = sources(experiment, places, engine)
@@ -81,7 +75,8 @@ def build(
         first = found[experiment.name][0].source
         try:
             if figures:
-                pictures = pictures_of(experiment, first.records, first.folder, first.machine, own=first.own)
+                own = first.own and first.folder.is_dir()
+                pictures = pictures_of(experiment, first.records, first.folder, first.machine, own=own)
         except FAILURES as error:
             text = f"{type(error).__name__}: {error}"
             warnings.append(f"the figures of {experiment.name} can't be drawn: {text}")
@@ -221,7 +216,7 @@ class Source:
 
 def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
     """(name, folder) of the results asked for, then of every reference machine."""
-    own = results.name or str(results)
+    own = results.stem if results.is_file() else results.name or str(results)
     if (references / own).is_dir() and (references / own).resolve() != results.resolve():
         own += " (yours)"
     there = sorted(references.iterdir()) if references.is_dir() else []

@@ -10,7 +10,7 @@ import pytest
 
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.guard.trees import base_tree, check_place, merge_base
+from gpipe_bench.experiments.guard.trees import base_tree, merge_base
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -166,20 +166,6 @@ def test_another_history_has_no_base(repository: Path) -> None:
 
 # Where it is started
 
-MODULE = "package/__init__.py"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A repository with the guarded package."""
-    root = tmp_path / "checkout"
-    (root / "package").mkdir(parents=True)
-    (root / MODULE).touch()
-    git(root, "init", "-q")
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", "first")
-    return root
-
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
@@ -203,49 +189,3 @@ def test_in_another_repository_nothing_is_measured(
     captured = capsys.readouterr()
     assert "passed" not in captured.out
     assert f"measures {verb.ROOT}" in captured.err
-
-
-def test_its_own_folders_are_the_right_place(checkout: Path, tmp_path: Path) -> None:
-    check_place(checkout, MODULE, checkout)
-    check_place(checkout, MODULE, checkout / "package")
-    link = tmp_path / "link"
-    link.symlink_to(checkout)
-    check_place(checkout, MODULE, link / "package")
-    check_place(link, MODULE, checkout)
-
-
-def test_a_project_below_the_top_of_a_repository(other: Path) -> None:
-    (other / "project" / "package").mkdir(parents=True)
-    (other / "project" / MODULE).touch()
-    git(other, "add", "-A")
-    check_place(other / "project", MODULE, other)
-
-
-def test_elsewhere_nothing_is_measured(checkout: Path, other: Path, tmp_path: Path) -> None:
-    """In another worktree, in somebody else's repository, from a hook of this one, and outside of any."""
-    tree = tmp_path / "tree"
-    git(checkout, "worktree", "add", "-q", "--detach", os.fspath(tree))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GIT_DIR", os.fspath(checkout / ".git"))
-        for folder in (tree / "package", other, tmp_path):
-            with pytest.raises(
-                ValueError, match=f"measures {checkout}, .* and {folder} is not in it; cd to a"
-            ):
-                check_place(checkout, MODULE, folder)
-    check_place(tree, MODULE, tree)
-
-
-def test_an_installed_package_is_no_checkout(other: Path) -> None:
-    """Not even where the environment lies in the very repository."""
-    site = other / ".venv" / "site-packages"
-    (site / "package").mkdir(parents=True)
-    (site / MODULE).touch()
-    (other / ".gitignore").write_text(".venv\n")
-    with pytest.raises(ValueError, match="it is not a checkout of a repository; cd to a clone"):
-        check_place(site, MODULE, other)
-
-
-def test_an_unpacked_archive_can_be_guarded_from_within(tmp_path: Path) -> None:
-    """Counters need no history."""
-    (tmp_path / "package").mkdir()
-    check_place(tmp_path, MODULE, tmp_path / "package")

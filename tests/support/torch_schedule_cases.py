@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import copy
 import itertools
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from ranks import TIMEOUT_S, halves, raises
 from tiny_models import EXACT, assert_own_gradients, mlp_batch, plain_step
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.pipelining import schedules
 
+from gpipe_bench.experiments.engines import known
 from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
-from gpipe_bench.pipeline import NAMED, Action, Kind, Pipeline, named, validate
+from gpipe_bench.pipeline import NAMED, Action, Kind, Pipeline, Schedule, named, validate
+from gpipe_bench.pipeline.plan.files import from_csv, to_csv
 
 mse_loss = nn.functional.mse_loss
 
@@ -35,13 +43,42 @@ def weights_after_three_steps(
     return [p.detach() for p in parameters]
 
 
+def torch_of_rows(
+    schedule: Schedule, stages: list[list[nn.Module]], group: dist.ProcessGroup
+) -> TorchRuntime:
+    """torch's runtime, which reads rows from a file, with a schedule of ours."""
+
+    def runtime(mine: Any, number: int, *, loss_fn: Any) -> Any:
+        made = schedules._PipelineScheduleRuntime(mine, number, loss_fn=loss_fn)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "schedule.csv"
+            path.write_text(to_csv(schedule))
+            made._load_csv(str(path), format="compute_only")
+        return made
+
+    place = tuple(schedule.worker(stage) for stage in range(schedule.num_stages))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "get_schedule_class", lambda name: runtime)
+        patch.setattr(known, "_placement", lambda *_: place)
+        return TorchRuntime("interleaved", stages, 4, group, torch.device("cpu"))
+
+
+def rows_of(runtime: TorchRuntime) -> Schedule:
+    """The schedule that torch runs."""
+    # A schedule with one stage per process makes its rows only when it is asked.
+    order = getattr(runtime.running, "pipeline_order", None) or runtime.running._get_pipeline_order()
+    rows = (order[rank] for rank in sorted(order))
+    text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
+    return from_csv(text, "torch")
+
+
 def our_rows_in_torchs_runtime() -> None:
     """torch trains what we write to the weights to which we train it: all but recomputations."""
     group = halves().group
     for name in NAMED:
         schedule = named(name, 2, 4)
         theirs, ours = layers_for_torch(schedule.num_stages), layers_for_torch(schedule.num_stages)
-        runtime = TorchRuntime(schedule, theirs, 4, group, torch.device("cpu"))
+        runtime = torch_of_rows(schedule, theirs, group)
         pipeline = Pipeline(
             list(itertools.chain(*ours)),
             num_stages=schedule.num_stages,
@@ -71,7 +108,7 @@ def torchs_rows_in_our_engine() -> None:
         stages = layers_for_torch(2 if name in ("gpipe", "1f1b") else 4)
         model = nn.Sequential(*itertools.chain(*stages))
         runtime = TorchRuntime(name, stages, 4, pair.group, torch.device("cpu"))
-        schedule = runtime.rows(name)
+        schedule = rows_of(runtime)
         if name == "1f1b" and Action(1, Kind.F, 0) not in set(schedule):
             with raises(ValueError, "the row of stage 1 holds 1F4"):
                 validate(replace(schedule, num_microbatches=4))  # torch counts these forwards from 1

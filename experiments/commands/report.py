@@ -23,15 +23,13 @@ HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
     verb.add_argument("--output", type=Path, metavar="DIR", help="default: the folder of the records")
-    verb.add_argument("--engine", metavar="NAME", help="show the runs of this engine first")
     verb.add_argument("--no-figures", action="store_true", help="numbers only")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb. Raises ValueError for an engine that is not there."""
+    """Exit status of the verb. Raises ValueError where the files can't be written."""
     results = arguments.results
-    figures = not (arguments.no_figures or arguments.json)
-    page = build(results, figures=figures, engine=arguments.engine)
+    page = build(results, figures=not (arguments.no_figures or arguments.json))
     warn(*page.warnings)
     if arguments.json:
         for table in page.tables:

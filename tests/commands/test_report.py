@@ -24,21 +24,22 @@ from gpipe_bench.experiments.report import build as report_build
 from gpipe_bench.experiments.report.build import (
     answers,
     build,
+    facts_of,
     folders,
+    idle_share,
     readings,
     sources,
+    speed,
     table_infos,
 )
-from gpipe_bench.experiments.report.facts import facts_of, idle_share, speed
 from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import judge
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.paper import PaperTable, load_paper
 from gpipe_bench.harness.report import reproduced
-from gpipe_bench.harness.report.first import PATH, first_screen
 from gpipe_bench.harness.report.html import html, markdown
-from gpipe_bench.harness.report.page import cells_csv, page_of
+from gpipe_bench.harness.report.page import PATH, cells_csv, first_screen, page_of
 from gpipe_bench.harness.report.table import answer
 from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Result

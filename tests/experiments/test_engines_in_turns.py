@@ -273,13 +273,6 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
 
     (view,) = [each for each in build(results, figures=False).experiments if each.name == "engines"]
     assert all(f"--engine {name}\n" in view.text for name in ("all", USERS, "yours:Engine@76543210"))
-    page = build(results, figures=False, engine="mine:Engine")
-    (view,) = [each for each in page.experiments if each.name == "engines"]
-    assert view.text.startswith(f"--engine {USERS}\n")
-    with pytest.raises(
-        ValueError, match="zb-h1, interleaved, zb-v, torch-interleaved, torch-zb-v, mine:Engine,"
-    ):
-        build(results, figures=False, engine="nobody:Engine")
 
 
 # For real, as little as possible

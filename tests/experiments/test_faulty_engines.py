@@ -12,7 +12,7 @@ from command_line import call, lines
 from engines_checked import PAGE, rewritten
 from planted_engines import BREAK_LATER, OVER_PROCESSES, PLANTED, RIGHT
 
-from gpipe_bench.experiments.beyond.engine_configurations import ALWAYS, WORKLOADS
+from gpipe_bench.experiments.beyond.engines import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
 from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, in_place, settled
 from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated

@@ -134,54 +134,40 @@ def _read(path: Path, arguments: argparse.Namespace) -> Schedule:
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     """Facts about the schedule, for the text and as JSON."""
     share = schedule.num_workers / schedule.num_stages
-    facts = {
+    return {
         "schedule": schedule.name,
         "num_stages": schedule.num_stages,
+        "num_workers": schedule.num_workers,
+        "placement": [schedule.worker(stage) for stage in range(schedule.num_stages)],
         "num_microbatches": schedule.num_microbatches,
         "remat": to_text(schedule.remat),
         "makespan_slots": timeline.makespan_s,
+        "makespan_shares": timeline.makespan_s * share,
         "bubble": timeline.bubble,
-        "stages": [
+        "workers": [
             {
-                "stage": stage,
-                "in_flight": schedule.in_flight(stage),
-                "live_activations": max(live for _, live in timeline.live_activations(stage)),
-                "busy_slots": timeline.busy_s(stage),
-                "actions": [str(action) for action in schedule.row(stage)],
+                "worker": worker,
+                "stages": list(schedule.stages_of(worker)),
+                "live_activations": max(live for _, live in timeline.worker_live_activations(worker)),
+                "busy_slots": timeline.worker_busy_s(worker),
+                "actions": [str(action) for action in row],
             }
-            for stage in range(schedule.num_stages)
+            for worker, row in enumerate(schedule.actions)
         ],
     }
-    if schedule.placement:
-        facts |= {
-            "num_workers": schedule.num_workers,
-            "placement": list(schedule.placement),
-            "makespan_shares": timeline.makespan_s * share,
-            "workers": [
-                {
-                    "worker": worker,
-                    "stages": list(schedule.stages_of(worker)),
-                    "live_activations": max(live for _, live in timeline.worker_live_activations(worker)),
-                    "busy_slots": timeline.worker_busy_s(worker),
-                    "actions": [str(action) for action in row],
-                }
-                for worker, row in enumerate(schedule.actions)
-            ],
-        }
-    return facts
 
 
 def _title(facts: dict[str, Any]) -> str:
-    workers = f" on {facts['num_workers']} workers" if "num_workers" in facts else ""
     return (
-        f"{facts['schedule']}: {facts['num_stages']} stages{workers}, {facts['num_microbatches']} "
-        f"micro-batches, remat {facts['remat']}, valid"
+        f"{facts['schedule']}: {facts['num_stages']} stages on {facts['num_workers']} workers, "
+        f"{facts['num_microbatches']} micro-batches, remat {facts['remat']}, valid"
     )
 
 
 def _length(facts: dict[str, Any]) -> str:
-    shares = f", {facts['makespan_shares']:g} of a worker's whole share" if "num_workers" in facts else ""
-    return f"makespan {facts['makespan_slots']:g} slots{shares}, bubble {facts['bubble']:.1%}"
+    slots, shares = facts["makespan_slots"], facts["makespan_shares"]
+    of_share = f", {shares:g} of a worker's whole share" if shares != slots else ""
+    return f"makespan {slots:g} slots{of_share}, bubble {facts['bubble']:.1%}"
 
 
 def folded(picture: str) -> str:
@@ -199,22 +185,15 @@ def folded(picture: str) -> str:
 
 def _text(facts: dict[str, Any], picture: str) -> str:
     lengths = ", ".join(f"{kind.value} {slots:g}" for kind, slots in SLOTS.items())
-    if "workers" not in facts:
-        columns = ["stage", "micro-batches in flight", "live activations", "busy slots"]
-        lines = [
-            [each["stage"], each["in_flight"], each["live_activations"], f"{each['busy_slots']:g}"]
-            for each in facts["stages"]
+    share = facts["num_workers"] / facts["num_stages"]
+    columns = ["worker", "stages", "live activations", "of a whole share", "busy slots"]
+    lines = [
+        [
+            each["worker"], " ".join(map(str, each["stages"])), each["live_activations"],
+            f"{each['live_activations'] * share:g}", f"{each['busy_slots']:g}",
         ]
-    else:
-        share = facts["num_workers"] / facts["num_stages"]
-        columns = ["worker", "stages", "live activations", "of a whole share", "busy slots"]
-        lines = [
-            [
-                each["worker"], " ".join(map(str, each["stages"])), each["live_activations"],
-                f"{each['live_activations'] * share:g}", f"{each['busy_slots']:g}",
-            ]
-            for each in facts["workers"]
-        ]  # fmt: skip
+        for each in facts["workers"]
+    ]  # fmt: skip
     table = Grid(columns=columns, lines=lines, right=frozenset(range(1, len(columns)))).text()
     result = f"{_length(facts)}\n  (slots: {lengths}; equal stages, messages take no time)"
     return f"{_title(facts)}\n\n{folded(picture)}\n\n{result}\n\n{table}"

@@ -72,8 +72,6 @@ Key = tuple[str, str, str, str, str]
 _ABSENT = "-"
 _FEW = 3
 """Significant digits in the short form."""
-_DIGITS = 5
-"""Significant digits of where a verdict turns: one more than a number has by itself."""
 
 
 def part_of(cell: Comparison) -> Part:

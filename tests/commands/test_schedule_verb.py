@@ -13,7 +13,7 @@ def test_a_picture_with_its_length_bubble_and_activations() -> None:
     status, out, err = call("schedule", "1f1b", "--workers", 2, "--microbatches", 3, "--remat", "never")
     assert (status, err) == (0, "")
     found = out.splitlines()
-    assert found[0] == "1f1b: 2 stages, 3 micro-batches, remat never, valid"
+    assert found[0] == "1f1b: 2 stages on 2 workers, 3 micro-batches, remat never, valid"
     assert found[2:4] == [
         "stage 0 | F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2",
         "stage 1 | .  F0 B0 B0 F1 B1 B1 F2 B2 B2",
@@ -22,7 +22,7 @@ def test_a_picture_with_its_length_bubble_and_activations() -> None:
         "makespan 12 slots, bubble 25.0%",
         "  (slots: F 1, R 1, B 2, I 1, W 1; equal stages, messages take no time)",
     ]
-    assert [line.split() for line in found[-2:]] == [["0", "2", "2", "9"], ["1", "1", "1", "9"]]
+    assert [line.split() for line in found[-2:]] == [["0", "0", "2", "2", "9"], ["1", "1", "1", "1", "9"]]
 
 
 def test_json_is_one_line_with_every_action() -> None:
@@ -34,9 +34,8 @@ def test_json_is_one_line_with_every_action() -> None:
     assert (found["schedule"], found["remat"]) == ("gpipe", "always")
     assert found["makespan_slots"] == (8 + 3) * 4 - 3  # K - 1 recomputations fill waits
     assert found["bubble"] == pytest.approx(1 - 8 * 4 / found["makespan_slots"])
-    assert [stage["in_flight"] for stage in found["stages"]] == [8] * 4
-    assert [stage["live_activations"] for stage in found["stages"]] == [1] * 4
-    assert found["stages"][3]["actions"][:9] == [f"3F{m}" for m in range(8)] + ["3R7"]
+    assert [worker["live_activations"] for worker in found["workers"]] == [1] * 4
+    assert found["workers"][3]["actions"][:9] == [f"3F{m}" for m in range(8)] + ["3R7"]
 
 
 def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_a_file_is_judged(tmp_path: Path) -> None:
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     status, judged, err = call("schedule", "--from", path)
     assert (status, err) == (0, "")
-    assert judged.startswith("theirs: 2 stages")
+    assert judged.startswith("theirs: 2 stages on 2 workers")
     path.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     why = (
         "schedule 'theirs' deadlocks: worker 0 stands at 0B0 and needs 1B0, which worker 1 takes only behind "

@@ -126,4 +126,4 @@ def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, co
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_only_what_is_not_timed_runs_beside_itself(name):
-    assert load(name).untimed == (name in ("computed", "consistency", "predictions", "table1"))
+    assert load(name).untimed == (name in ("computed", "consistency", "predictions", "schedules", "table1"))

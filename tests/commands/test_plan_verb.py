@@ -43,9 +43,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path,
     options = [
         "--accelerators", "2", "--pp", "2", "--schedule", "1f1b", "--schedule", "zb-v",
         "--num-microbatches", "4",
-        "--script", str(folder / "run_plan.py"), "--full",
+        "--script", str(folder / "run_plan.py"),
     ]  # fmt: skip
-    status, found, err = call(*ASKED, *options, "--json")
+    status, found, err = call(*ASKED, *options, "--full", "--json")
     assert status == 0, err
     return json.loads(found), folder, call(*ASKED, *options)[1].rstrip("\n")
 

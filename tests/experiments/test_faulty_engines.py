@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import call, lines
 from engines_checked import PAGE, rewritten
-from planted_engines import BREAK_LATER, OVER_PROCESSES, PLANTED, RIGHT
+from planted_engines import OVER_PROCESSES, PLANTED, RIGHT
 
 from gpipe_bench.experiments.beyond.engine_configurations import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
@@ -54,15 +54,6 @@ class Third(FillDrain):
         )
 
 
-class Slightly(FillDrain):
-    def step(self, batch, target, loss_fn):
-        loss = super().step(batch, target, loss_fn)
-        for parameter in list(self.stages[0].parameters())[:1]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(1 + 1e-7)
-        return loss
-
-
 class Forgets(FillDrain):
     def forward(self, stage, value, m):
         return stage(value)
@@ -76,13 +67,6 @@ class Picky(FillDrain):
 class Dies(FillDrain):
     def step(self, batch, target, loss_fn):
         os._exit(7)
-
-
-class Late(FillDrain):
-    def forward(self, stage, value, m):
-        if self.setup.remat == "always":
-            raise KeyError("always")
-        return super().forward(stage, value, m)
 
 
 class DiesLate(FillDrain):
@@ -160,12 +144,6 @@ def crash(tell: Any) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_what_they_tell_and_return_arrives() -> None:
-    told: list[tuple[int, int]] = []
-    assert run_isolated(answer, 1, 21, timeout_s=60, on_news=lambda *news: told.append(news)) == [42]
-    assert told == [(0, 21)]
-
-
 @pytest.mark.parametrize(
     ("function", "timeout_s", "said"),
     [
@@ -232,16 +210,6 @@ def test_over_processes_too_it_is_named_by_what_it_is(scene: Path, name: str) ->
     assert said in found[0].text
 
 
-@pytest.mark.parametrize(("name", "said"), BREAK_LATER.items())
-def test_what_breaks_in_a_later_step_is_broken(
-    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
-) -> None:
-    only(monkeypatch, "one process")
-    status, out, err = call("check-engine", f"planted_engines:{name}", "--json", "--timeout-s", "5")
-    assert (status, lines(out)[0]["verdict"]) == (3, "broken")
-    assert said in err
-
-
 def test_the_page_shows_what_is_on_record_about_others() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert rewritten(text) == text, "stale: python tests/support/engines_checked.py --write-docs"
@@ -251,7 +219,7 @@ def test_the_table_fits_a_screen_and_says_who_has_met_it(
     scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, "one process")
-    status, out, _ = call("check-engine", "planted_engines:Sums")
+    status, out, _ = call("check-engine", "planted_engines:sums")
     assert status == 1
     shown = out.splitlines()
     assert max(map(len, shown[1:])) <= 100
@@ -271,7 +239,6 @@ def test_the_table_fits_a_screen_and_says_who_has_met_it(
             1,
             "every gradient is 4 times that of the mean loss over the mini-batch: the losses of the",
         ),
-        ("Slightly", 1, "the gradients of the engine are wrong: 0.weight differs by 1.0e-07"),
         ("Empty", 1, "engine 'scene_engines:Empty' returned Empty, which has no method step(batch, target,"),
         ("Refuses", 1, "it can do nothing that was asked: needs another kind of computer"),
     ],
@@ -320,17 +287,12 @@ def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: p
     assert list(verdicts.values()) == ["broken"] + ["not tried"] * (len(CASES) - len(BASE))
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("Late", "KeyError: 'always'"), ("DiesLate", "its process ended")]
-)
-def test_what_breaks_one_case_costs_only_that(
-    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
-) -> None:
+def test_what_breaks_one_case_costs_only_that(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "one process")
     asked = ("remat except_last", "remat always", "M < K")
-    status, head, verdicts = check(name)
+    status, head, verdicts = check("DiesLate")
     assert status == 3
-    assert head.startswith(f"scene_engines:{name}: {said}")
+    assert head.startswith("scene_engines:DiesLate: its process ended")
     assert [verdicts[case] for case in asked] == ["ok", "broken", "ok"]
 
 
@@ -342,13 +304,6 @@ def test_a_name_that_leads_nowhere_is_bad_usage(scene: Path) -> None:
         "name a class or function that takes a Setup",
     )
     assert check("Good", "--timeout-s", "0")[:2] == (2, "error: --timeout-s is 0; give seconds, such as 30")
-
-
-def test_broken_comes_before_wrong() -> None:
-    wrong = Row("one process", "gradients", "failed", "x")
-    broken = Row("two processes", "step", "broken", "y")
-    assert faults([wrong, broken]) == [broken, wrong]
-    assert faults([Row("one process", "step", "can't", "z"), Row("two processes", "step", "ok", "")]) == []
 
 
 # run engines

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from records import record
 
 from gpipe_bench.experiments.paper import computed
-from gpipe_bench.experiments.paper.computed import EXPERIMENT, Computed, Size, cells, outcome
+from gpipe_bench.experiments.paper.computed import Computed, Size, cells, outcome
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import Record
 from gpipe_bench.models import MODELS
 
@@ -86,23 +84,4 @@ def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the
     assert [each.verdict for each in compare(answers, whole=())] == ["identity", "identity"]
 
 
-def test_a_network_that_trains_to_other_weights_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def weights(name: str, num_stages: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Both are off by rounding, which only the one whose layers share a weight may be."""
-        off = {"unet": 1e-13, "gpt2": 1e-13}.get(name, 0.0) * (num_stages > 1)
-        return {"weight": torch.full((2,), off, dtype=dtype)}
-
-    monkeypatch.setattr(computed, "_weights", weights)
-    found = computed.networks()
-    assert (found.metric.value, found.metric.note[-8:]) == (pytest.approx(10 / 11), "not unet")
-    assert set(words("claims-text", [found]).values()) == {"below"}
-
-
 # The experiment
-
-
-def test_a_smoke_run_leaves_out_what_takes_a_minute() -> None:
-    short, smoke = (
-        {c.key["table"] for c in EXPERIMENT.cases(RunOptions(profile=p))} for p in ("short", "smoke")
-    )
-    assert short - smoke == {"control-stride"}

@@ -11,15 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RAISES = """
-class Engine:
-    def __init__(self, setup):
-        pass
-
-    def step(self, batch, target, loss_fn):
-        hidden = 41 + 1
-        raise RuntimeError("boom")
-"""
 
 
 def conformance(folder: Path, *options: str, typed: str = "") -> subprocess.CompletedProcess[str]:
@@ -53,14 +44,6 @@ def test_chosen_cases_are_tests_in_pytests_own_report(tmp_path: Path) -> None:
     skipped = cases["test_engine[summed loss-two processes]"].find("skipped")
     assert skipped is not None
     assert skipped.attrib["message"].startswith("its step can't be asked: all stages in one process, in line")
-
-
-def test_a_debugger_stops_where_the_engine_raises(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(RAISES)
-    asked = ["--engine", "mine:Engine", "-k", "one and left", "--pdb"]
-    done = conformance(tmp_path, *asked, typed="p hidden\nq\n")
-    assert "> entering PDB" in done.stdout.replace(">>>>", ">"), done.stdout
-    assert "\n(Pdb) 42\n" in done.stdout
 
 
 @pytest.mark.parametrize(

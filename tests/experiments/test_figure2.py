@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
-from gpipe_bench.experiments.beyond.traffic import Shape, shape, traffic
+from gpipe_bench.experiments.beyond.traffic import Shape, traffic
 from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak, peak_activations
 from gpipe_bench.experiments.paper.figure2_shown import VARIANTS
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import Record
-from gpipe_bench.pipeline import gpipe, one_f_one_b
+from gpipe_bench.pipeline import gpipe
 
 
 def finished(**wanted: object) -> list[Record]:
@@ -42,14 +42,6 @@ def test_the_replay_equals_the_closed_form(name: str, num_stages: int, num_micro
     assert variant.bubble(num_stages, num_microbatches) == variant.closed_form(num_stages, num_microbatches)
 
 
-def test_what_the_first_stage_keeps() -> None:
-    """Everything, one micro-batch at a time, or as many as there are stages."""
-    kept = {name: variant.graphs_alive(4, 8) for name, variant in VARIANTS.items()}
-    assert kept == {
-        "naive": 8, "gpipe": 8, "gpipe-late": 1, "gpipe-early": 1, "gpipe-kept": 1, "1f1b": 4,
-    }  # fmt: skip
-
-
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 100))
 def test_counted_activations_are_the_papers(num_stages: int, num_microbatches: int, num_layers: int) -> None:
     counted = peak_activations(gpipe(num_stages, num_microbatches, "always"), num_layers)
@@ -57,11 +49,6 @@ def test_counted_activations_are_the_papers(num_stages: int, num_microbatches: i
     # Without re-materialization every graph is kept: the O(N L) of the text, for the stage's share of layers.
     everything = peak_activations(gpipe(num_stages, num_microbatches, "never"), num_layers)
     assert everything == 1 + Fraction(num_layers, num_stages)
-
-
-def test_counted_activations_of_1f1b() -> None:
-    """On the first of 4 stages 4 of 8 micro-batches are in flight, with 6 layers each."""
-    assert peak_activations(one_f_one_b(4, 8, "never"), 24) == Fraction(4 * (1 + 6), 8)
 
 
 def test_every_formula_of_the_paper_is_met() -> None:
@@ -116,22 +103,6 @@ def test_traffic_by_hand() -> None:
     assert each.pipeline_busiest == 30 + 16  # the third sends its output on, and a gradient back
     assert each.pipeline_total == 10 + 20 + 30 + 10 + 16 + 30
     assert each.data_parallel_each == 6000
-
-
-def test_shapes_of_the_zoo() -> None:
-    found = shape("transformer-lm", {"num_layers": 3})
-    assert sum(found.parameters) == 282_178_816
-    assert found.output_bytes[:4] == (1024 * 2048 * 4,) * 4  # sequence x width x float32
-    assert found.output_bytes[4] == 1024 * 32_000 * 4
-    assert found.output_gradient_bytes == found.output_bytes
-    assert found.flops[1] == found.flops[3] > 0
-
-
-def test_a_tensor_that_stands_twice_is_sent_once() -> None:
-    """AmoebaNet's stem, 32 channels of 31 x 31, hands the same tensor on as both inputs of the first cell."""
-    options = {"num_layers": 3, "num_filters": 16, "image_size": 64, "num_classes": 10, "aux_head": False}
-    found = shape("amoebanet-d", options)
-    assert found.output_bytes[0] == found.output_gradient_bytes[0] == 31 * 31 * 32 * 4
 
 
 # Output -----------------------------------------------------------------------------------------------------

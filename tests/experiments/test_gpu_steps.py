@@ -84,22 +84,6 @@ def test_commands_are_taken_in_turn_and_the_next_call_goes_on(
     assert Store(out / "records.jsonl").load("table1") == Store(out / "records").load("table1")
 
 
-def test_tests_that_failed_are_due_again(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever was measured after them is worth nothing while they fail; a command's cases are on record."""
-    monkeypatch.setattr(gpu, "command", lambda step, *_: python("raise SystemExit(1)"))
-    monkeypatch.setattr(gpu, "absent", lambda *_: [])
-    monkeypatch.setattr(gpu, "STEPS", [step("tests", "pytest -m gpu"), step("table", "table4")])
-    results = out / "of another machine"
-    for _ in range(2):
-        assert main(["--results", str(results)]) == FAILED
-    said = capsys.readouterr().out
-    assert said.count("tests: exit status 1") == 2
-    assert said.count("table: ended before") == 1
-    assert (results / "ended.txt").read_text().split() == ["table"]
-
-
 def test_a_command_is_interrupted_when_the_time_is_over(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,23 +139,6 @@ def test_finding_out_what_is_missing_needs_nothing() -> None:
     assert (found.returncode, found.stdout, found.stderr.count("\n")) == (LACKING, "", 1)
     assert found.stderr.startswith("error: missing: torch, ")
     assert "python -m pip install 'torch>=2.11' " in found.stderr
-
-
-@pytest.mark.parametrize(
-    ("version", "requirement", "fits"),
-    [
-        ("2.11.0", "p>=2.11", True),
-        ("2.9", "p>=2.11", False),
-        ("2", "p>=2.0,<3", True),
-        ("0.19.0+cu130", "p>=0.19", True),
-        ("1.0rc1", "p", True),
-    ],
-)
-def test_versions_are_compared_by_their_numbers(
-    monkeypatch: pytest.MonkeyPatch, version: str, requirement: str, fits: bool
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert (gpu.absent([requirement]) == []) == fits
 
 
 def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path: Path) -> None:

@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from records import ran
 from waiting_grid import LAYERS, Waits
 
 from gpipe_bench.experiments.beyond import grid
-from gpipe_bench.experiments.beyond.grid import EXPERIMENT
-from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.pipeline import Kind
 from gpipe_bench.planner.collectives import all_reduce_s
-
-PLACES = {(cell.table, cell.row, cell.column) for cell in load_paper() if cell.source == "others"}
-
-
-def test_a_small_amoebanet_sends_more_as_a_pipeline() -> None:
-    """Images of 67 x 67 pixels, ten classes and no second head, on four ranks."""
-    found = ran(EXPERIMENT, {"part": grid.MODELLED, "model": "AmoebaNet-D (3, 32)"})
-    assert found.metric("pipeline over data parallelism").value > 1
-    (entry,) = EXPERIMENT.cells([found])
-    assert entry.place in PLACES
-    assert entry.question == "as published"
-    assert "4 accelerators" in EXPERIMENT.tables([found])
-
-
-def test_every_column_of_the_sentences_is_answered() -> None:
-    columns = {subject.column for subject in (*grid.SUBJECTS.values(), *grid.SMALL.values())}
-    assert {column for table, row, column in PLACES if table == "grid" and row.startswith("bytes")} == columns
 
 
 def test_a_link_is_that_of_which_two_sums_took_as_long() -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_bench.experiments.commands import guard as verb
-from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard.trees import base_tree, check_place, merge_base
 
 
@@ -74,25 +72,6 @@ def test_it_is_gone_after_a_failure_too(repository: Path, error: type[BaseExcept
     assert worktrees(repository) == 1
 
 
-def test_a_folder_of_a_larger_repository_is_found_again(repository: Path) -> None:
-    inner = repository / "inner"
-    inner.mkdir()
-    (inner / "x").write_text("x")
-    git(repository, "add", "inner")
-    git(repository, "commit", "--quiet", "--message", "inner")
-    with base_tree(inner, "HEAD") as base:
-        assert (base.path / "x").read_text() == "x"
-
-
-def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
-    hook = repository / ".git" / "hooks" / "post-checkout"
-    hook.parent.mkdir(exist_ok=True)
-    hook.write_text("#!/bin/sh\ntouch ran-a-hook\n")
-    hook.chmod(0o755)
-    with base_tree(repository, "main") as base:
-        assert not (base.path / "ran-a-hook").exists()
-
-
 def test_inside_a_hook_the_folder_counts(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_DIR", "/nowhere/.git")
     monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
@@ -140,28 +119,10 @@ def test_an_unknown_revision_is_named(repository: Path, ref: str) -> None:
         merge_base(repository, ref)
 
 
-def test_no_repository_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no git repository .*run this in a clone"):
-        merge_base(tmp_path, "main")
-
-
-def test_no_git_at_all_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="git can't be started"):
-        merge_base(tmp_path, "main")
-
-
 def test_a_shallow_clone_is_told_how_to_go_on(repository: Path, tmp_path: Path) -> None:
     git(tmp_path, "clone", "--quiet", "--depth", "1", "--no-single-branch", f"file://{repository}", "shallow")
     with pytest.raises(ValueError, match="shallow: git fetch --unshallow, or fetch-depth:"):
         merge_base(tmp_path / "shallow", "origin/main")
-
-
-def test_another_history_has_no_base(repository: Path) -> None:
-    git(repository, "checkout", "--quiet", "--orphan", "other")
-    commit(repository, "other")
-    with pytest.raises(ValueError, match="'main' and HEAD have no common"):
-        merge_base(repository, "main")
 
 
 # Where it is started
@@ -190,37 +151,6 @@ def other(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("arguments", [[], ["--base", "HEAD"], ["--update"]])
-def test_in_another_repository_nothing_is_measured(
-    other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    measured: list[str] = []
-    for tier in ("check_counters", "check_time"):
-        monkeypatch.setattr(verb, tier, lambda *_: measured.append("something"))
-    monkeypatch.chdir(other)
-    assert main(["guard", *arguments]) == 2
-    assert measured == []
-    captured = capsys.readouterr()
-    assert "passed" not in captured.out
-    assert f"measures {verb.ROOT}" in captured.err
-
-
-def test_its_own_folders_are_the_right_place(checkout: Path, tmp_path: Path) -> None:
-    check_place(checkout, MODULE, checkout)
-    check_place(checkout, MODULE, checkout / "package")
-    link = tmp_path / "link"
-    link.symlink_to(checkout)
-    check_place(checkout, MODULE, link / "package")
-    check_place(link, MODULE, checkout)
-
-
-def test_a_project_below_the_top_of_a_repository(other: Path) -> None:
-    (other / "project" / "package").mkdir(parents=True)
-    (other / "project" / MODULE).touch()
-    git(other, "add", "-A")
-    check_place(other / "project", MODULE, other)
-
-
 def test_elsewhere_nothing_is_measured(checkout: Path, other: Path, tmp_path: Path) -> None:
     """In another worktree, in somebody else's repository, from a hook of this one, and outside of any."""
     tree = tmp_path / "tree"
@@ -243,9 +173,3 @@ def test_an_installed_package_is_no_checkout(other: Path) -> None:
     (other / ".gitignore").write_text(".venv\n")
     with pytest.raises(ValueError, match="it is not a checkout of a repository; cd to a clone"):
         check_place(site, MODULE, other)
-
-
-def test_an_unpacked_archive_can_be_guarded_from_within(tmp_path: Path) -> None:
-    """Counters need no history."""
-    (tmp_path / "package").mkdir()
-    check_place(tmp_path, MODULE, tmp_path / "package")

@@ -16,13 +16,10 @@ from gpipe_bench.experiments.paper.predicted.sizes import (
     product_flops,
     tiled_elements,
 )
-from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, SIZES, predict
 from gpipe_bench.experiments.paper.profiles import EXAMPLES
-from gpipe_bench.harness import paper as paper_file
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
-from gpipe_bench.planner import accelerators
-from gpipe_bench.planner.accelerators import P100_16, TPU_V2, Accelerator
+from gpipe_bench.planner.accelerators import TPU_V2, Accelerator
 
 TRANSFORMER = {
     "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,
@@ -115,29 +112,6 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_n
         full.seconds(arithmetic, "float32", 2, (0.0,))
 
 
-def test_fewer_than_eight_images_take_a_tpu_as_long_as_eight() -> None:
-    full = FullSize("resnet101", {"image_size": 64})
-    one, eight, nine = (full.seconds(TPU_V2, "float32", n, (0.5,))[0].forward[0] for n in (1, 8, 9))
-    assert one == eight < nine
-    gpu = [full.seconds(P100_16, "float32", n, (0.5,))[0].forward[0] for n in (1, 8)]
-    assert gpu[0] < gpu[1] / 4
-
-
-def test_a_core_is_half_a_chip() -> None:
-    for each, clock_hz, units in ((accelerators.TPU_V2, 700e6, 1), (accelerators.TPU_V3, 940e6, 2)):
-        assert each.flops_per_s == pytest.approx(units * 2 * 128 * 128 * clock_hz, rel=0.01)
-    assert (P100_16.flops_per_s, P100_16.bytes_per_s) == (9.3e12, 732e9)
-
-
-def test_cuts_follow_the_rule() -> None:
-    full = of_the_paper("table2", "transformer", quick=True)
-    assert full.cut("layers", "cumulative share", 13) is None, "a stage would be empty"
-    with pytest.raises(ValueError, match="a layer: use operations, parameters, layers"):
-        full.cut("minutes", "least variance", 2)
-    assert len(full.cut("seconds", "least variance", 2)) == 2
-    assert full.cut("layers", "least variance", 2) == (range(6), range(6, 12))
-
-
 # Steps ------------------------------------------------------------------------------------------------------
 
 
@@ -160,19 +134,3 @@ def test_a_step_is_laid_out_with_what_its_layers_take() -> None:
 
 
 # Others' numbers --------------------------------------------------------------------------------------------
-
-PUBLISHED = {(cell.source, *cell.key): cell for cell in paper_file.load_paper()}
-
-
-def test_the_published_cuts_have_as_many_layers_as_the_zoos_models() -> None:
-    for model, runs in SETTINGS.items():
-        for each in runs:
-            assert each.cut[-1].stop == len(SIZES[model].layers)
-            assert ("torchgpipe", *each.cell) in PUBLISHED
-
-
-def test_a_published_ratio_is_that_of_its_speeds() -> None:
-    found = predict("resnet101")
-    ratio = ("figure3-resnet101", "normalized throughput", "pipeline-4")
-    speed, base = (("figure3-resnet101", "throughput", column) for column in ("pipeline-4", "naive-1"))
-    assert found[ratio] == pytest.approx(found[speed] / found[base])

@@ -80,14 +80,6 @@ def test_a_void_case_is_measured_once_more_with_more_rounds(
     assert kept.metric("used by others").value == pytest.approx((3.0 - 2.0) / 4.0)  # type: ignore[union-attr]
 
 
-def test_a_failed_case_and_one_of_the_smoke_profile_are_not_measured_again() -> None:
-    assert case(DRIFTING, status="failed")[1] == [12]
-    outcome, asked = case(DRIFTING, again=False)
-    assert (asked, outcome.details["void"]) == ([12], EXCLUDED)
-    # Records know it from their control alone, too.
-    assert state_of(record(metrics=outcome.metrics))[0] == "void"
-
-
 @pytest.mark.parametrize(
     ("control", "void"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models import paper as paper_models
 from gpipe_bench.pipeline import Boundary, Profiler, StagePeaks
 from gpipe_bench.pipeline.memory.profile import ModelProfile
-from gpipe_bench.pipeline.memory.tracker import LiveMemory
 
 HALVES = {
     "amoebanet": {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True},
@@ -77,46 +75,6 @@ def test_every_stage_alone_holds_what_is_modelled(small: tuple[str, Setting, Pla
 
 
 EARLIER, WORKSPACE = 5 * 2**20, 32 * 2**20
-
-
-class FakeAllocator:
-    """An accelerator's absolute counter over the storages of the CPU: it knows of tensors that were there
-    before, and the first use of a library takes memory that is never given back.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.live, self.more = LiveMemory(), EARLIER
-        warm_up = real_steps.warm_up
-        monkeypatch.setattr(real_steps, "warm_up", lambda device: (warm_up(device), self.use_library()))
-        monkeypatch.setattr(real_steps.devices, "reset_peak", lambda device: self.live.reset_peaks())
-        monkeypatch.setattr(
-            real_steps.devices, "peak_bytes", lambda device: self.live.peak_bytes.get("", 0) + self.more
-        )
-
-    def use_library(self) -> None:
-        self.more = EARLIER + WORKSPACE
-
-
-def test_an_allocators_absolute_numbers_become_those_of_the_stage(
-    small: tuple[str, Setting, Placement], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither what was there before counts, nor a library's workspace, nor targets of other stages."""
-    half, setting, placement = small
-    for part in real_steps.distinct_parts(setting, placement):
-        counted = measure(part, half, setting, "cpu").num_bytes
-        given, fake = arguments(part, half, setting, "cpu"), FakeAllocator(monkeypatch)
-        with fake.live:
-            found = real_steps.measure(*given, real_steps.Allocator(torch.device("cpu")))
-        assert found == (counted, WORKSPACE)
-
-
-@pytest.mark.parametrize("small", ["transformer"], indirect=True)
-def test_equal_stages_are_run_once(small: tuple[str, Setting, Placement]) -> None:
-    _, setting, placement = small
-    one_layer_each = tuple(range(start, start + 1) for start in range(8))
-    eight = dataclasses.replace(placement, partition=one_layer_each, stages=placement.stages[:1] * 8)
-    parts = real_steps.distinct_parts(dataclasses.replace(setting, num_stages=8), eight)
-    assert [part.index for part in parts] == [0, 1, 7]
 
 
 class Accelerator:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_steps import found, job_of, steps, timed, value
-from records import record
 from scipy.stats import t
 
 from gpipe_bench.experiments.paper.timed.claims import (
-    derived,
-    next_error,
     prediction_interval,
     replayed_spread,
 )
@@ -31,7 +27,7 @@ from gpipe_bench.experiments.paper.timed.replay import (
     take_apart,
 )
 from gpipe_bench.experiments.paper.timed.results import check_ran, results, samples_of
-from gpipe_bench.experiments.paper.timed.workloads import TABLE2, TABLE3, VERSION1, Configuration
+from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.pipeline import LINKS, Event, Kind, Link, Timeline, gpipe, replay
 
@@ -53,12 +49,6 @@ def test_a_slow_stage_costs_and_the_balanced_step_has_the_same_work():
     assert even.makespan_s < step.makespan_s
     busy = [sum(each.busy_s(stage) for stage in range(2)) for each in (step, even)]
     assert busy[0] == pytest.approx(busy[1])
-
-
-def test_a_step_can_be_laid_out_with_more_micro_batches_than_were_run():
-    few, whole_s = timed(num_microbatches=2), lay_out(timed()).makespan_s
-    assert lay_out(few, num_microbatches=4).makespan_s == pytest.approx(whole_s)
-    assert balanced(few, 4).makespan_s == pytest.approx(whole_s)
 
 
 def test_link_update_and_setup_lengthen_the_step_and_are_told_apart():
@@ -148,53 +138,7 @@ def test_ratios_and_errors_come_from_the_action_times():
     assert json.loads(json.dumps(details))["cells"]["K=2 M=4"]["counts"] == {"F": 8}
 
 
-def test_a_step_that_was_run_with_fewer_micro_batches_is_laid_out_with_more():
-    job = job_of(Configuration(2, 4, 32, runs_for_real=True, counts=(8, 4), label="pipeline-2"))
-    metrics, details = results(job, [found(steps(num_microbatches=4, real_s=(0.2, 0.2)))])
-    assert list(details["cells"]) == ["pipeline-2", "pipeline-2 M=4"]
-    assert details["cells"]["pipeline-2"]["batch_size"] == 64
-    more, ran = ({"configuration": "pipeline-2", "M": count} for count in (8, 4))
-    assert value(metrics, "step", **more) > value(metrics, "step", **ran)
-    assert [metric.key for metric in metrics if metric.name == "real step"] == [ran]
-    assert [facts["key"] for facts in details["cells"].values()] == [more, ran]
-
-
-def test_nothing_is_relative_to_a_base_that_was_not_measured():
-    """naive-1 can't run on two devices, so pipeline-2's measured step has nothing to be divided by."""
-    real = Configuration(2, 4, 32, runs_for_real=True, label="pipeline-2")
-    job = job_of(Configuration(1, 1, 32, label="naive-1"), real)
-    answer = found(steps(num_microbatches=1), steps(num_microbatches=4, real_s=(0.2, 0.2)))
-    metrics, _ = results(job, [answer])
-    names = {metric.name for metric in metrics}
-    assert {"normalised throughput", "normalised bound throughput", "real throughput"} <= names
-    assert "normalised real throughput" not in names
-    assert value(metrics, "real throughput", configuration="pipeline-2", M=4) == pytest.approx(160)
-
-
-def test_an_engine_without_a_timeline_has_real_steps_only():
-    answer = found(steps(0, real_s=(0.2, 0.2), why="no timeline"))
-    metrics, details = results(job_of(Configuration(2, 4, 32, runs_for_real=True)), [answer])
-    assert {metric.provenance for metric in metrics} == {"measured"}
-    assert details["cells"]["K=2 M=4"]["why"] == "no timeline"
-
-
-def test_a_scaled_model_keeps_the_papers_layers():
-    for sizes in [*TABLE2.values(), *TABLE3.values(), *VERSION1.values()]:
-        short, full = sizes["short"], sizes["full"]
-        assert short.options.get("num_layers") == full.options.get("num_layers")
-        assert short.scale
-
-
 # How far a replay may be off
-
-
-def errors(model, *values):
-    """A record whose replays erred by these shares."""
-    metrics = tuple(
-        Metric(name="replay error", key={"M": m}, value=each, unit="ratio", provenance="measured")
-        for m, each in enumerate(values)
-    )
-    return record(case={"model": model}, metrics=metrics)
 
 
 def replayed(number, low=None, high=None, samples=()):
@@ -212,16 +156,6 @@ def test_the_interval_is_that_of_one_more_draw(drawn):
     assert (low, high) == pytest.approx((middle - reach, middle + reach))
 
 
-def test_few_errors_of_a_model_are_joined_by_those_of_the_others_and_one_is_none():
-    few, many = errors("few", 0.01, -0.01), errors("many", 0.1, 0.1, 0.1)
-    assert next_error([few, many], "many") == pytest.approx(prediction_interval([-math.log(1.1)] * 3))
-    joined = [-math.log(1.01), -math.log(0.99), *[-math.log(1.1)] * 3]
-    assert next_error([few, many], "few") == pytest.approx(prediction_interval(joined))
-    assert next_error([errors("a", 0.1)], "a") is None
-    assert replayed_spread(replayed(2.0), None, "either way") is None
-    assert replayed_spread(None, (0.0, 0.1), "either way") is None
-
-
 def test_a_replay_that_is_too_fast_lowers_the_throughput_and_not_the_other_way():
     """measured steps take 10 to 21 % longer than laid out
 
@@ -234,22 +168,3 @@ def test_a_replay_that_is_too_fast_lowers_the_throughput_and_not_the_other_way()
     assert (rate.parts[1].low, rate.parts[1].high) == pytest.approx((2.0 / 1.21, 2.0 / 1.10))
     share = replayed_spread(replayed(2.0), slower, "either way")
     assert (share.low, share.high) == pytest.approx((2.0 / 1.21, 2.42))
-
-
-def test_a_difference_below_zero_has_a_range_in_order():
-    """A noisy machine's pipeline may gain less than nothing; that ended the comparison."""
-    error = (math.log(0.25), math.log(2.0))
-    below = replayed_spread(replayed(-2.0, -2.2, -1.8), error, "as the step grows")
-    assert [(part.low, part.high) for part in below.parts] == [(-2.2, -1.8), (-8.0, -1.0)]
-    assert (below.low, below.high) == pytest.approx((-8.8, -0.9))
-    across = replayed_spread(replayed(1.0, -1.0, 2.0), error, "as the step grows")
-    assert (across.low, across.high) == pytest.approx((-4.0, 8.0))
-
-
-def test_a_derived_number_is_worked_out_turn_by_turn():
-    many, few = replayed(3.0, samples=(2.0, 4.0)), replayed(1.5, samples=(1.0, 2.0))
-    ratio = derived("ratio", lambda a, b: a / b, many, few)
-    assert (ratio.value, ratio.samples, ratio.provenance) == (2.0, (2.0, 2.0), "replayed")
-    assert derived("ratio", lambda a, b: a / b, many, replace(few, samples=())).samples == (2.0,)
-    assert derived("ratio", lambda a, b: a / b, many, None) is None
-    assert derived("ratio", lambda a, b: a / b, many, replayed(0.0, samples=(0.0, 0.0))) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.pipeline import Pipeline, Timeline, gpipe
+from gpipe_bench.pipeline import Pipeline
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
 
@@ -61,18 +61,3 @@ def test_plain_layers(benchmark: Any) -> None:
 
     benchmark(step)
     assert all(parameter.grad is not None for parameter in layers.parameters())
-
-
-def test_forward_only(benchmark: Any) -> None:
-    pipeline = pipeline_of("always")
-    batch = torch.randn(NUM_MICROBATCHES, 1)
-    assert torch.equal(benchmark(pipeline, batch), batch)
-
-
-def test_timeline(benchmark: Any) -> None:
-    """Reading what happened, which is not part of a step."""
-    pipeline = pipeline_of("always")
-    batch, target = torch.randn(2, NUM_MICROBATCHES, 1)
-    pipeline.step(batch, target, nn.functional.mse_loss)
-    timeline: Timeline = benchmark(lambda: pipeline.timeline)
-    assert {event.action for event in timeline.events} == set(gpipe(NUM_STAGES, NUM_MICROBATCHES))

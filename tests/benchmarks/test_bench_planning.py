@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpipe_bench.pipeline import LINKS, SLOTS, gpipe, partition, replay, validate
+from gpipe_bench.pipeline import LINKS, SLOTS, gpipe, partition, replay
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.schedule import execution_order, transfers
+from gpipe_bench.pipeline.plan.schedule import transfers
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 NUM_LAYERS = 1665  # the paper's deepest Transformer
@@ -21,18 +21,9 @@ def test_make_schedule(benchmark: Any, name: str) -> None:
     assert sum(1 for _ in schedule) == 3 * NUM_STAGES * NUM_MICROBATCHES
 
 
-def test_validate_schedule(benchmark: Any) -> None:
-    benchmark(validate, gpipe(NUM_STAGES, NUM_MICROBATCHES, "always"))
-
-
 def test_derive_transfers(benchmark: Any) -> None:
     found = benchmark(transfers, gpipe(NUM_STAGES, NUM_MICROBATCHES, "always"))
     assert len(found) == 2 * (NUM_STAGES - 1) * NUM_MICROBATCHES
-
-
-def test_order_of_one_process(benchmark: Any) -> None:
-    schedule = gpipe(NUM_STAGES, NUM_MICROBATCHES, "always")
-    assert sorted(benchmark(execution_order, schedule)) == sorted(schedule)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +48,6 @@ def test_partition(benchmark: Any, rule: str) -> None:
     costs = [generator.uniform(1, 2) for _ in range(NUM_LAYERS)]
     stages = benchmark(partition, costs, 128, rule)
     assert [layer for stage in stages for layer in stage] == list(range(NUM_LAYERS))
-
-
-def test_partition_by_variance(benchmark: Any) -> None:
-    generator = random.Random(1811)
-    costs = [generator.uniform(1, 2) for _ in range(64)]
-    assert len(benchmark(partition, costs, NUM_STAGES, "variance")) == NUM_STAGES
 
 
 def test_partition_of_the_deepest_model_by_variance(benchmark: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 from dataclasses import replace
 
@@ -15,11 +14,9 @@ from fake_experiment import steps
 from records import metric, record
 
 import gpipe_bench
-from gpipe_bench.experiments import gpu
-from gpipe_bench.experiments.commands.cli import VERBS, main, parser
+from gpipe_bench.experiments.commands.cli import VERBS, main
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, program, spelled_out
 from gpipe_bench.harness.store import Store
-from gpipe_bench.models import zoo
 
 
 @pytest.fixture
@@ -60,13 +57,6 @@ def test_json_is_records_and_nothing_else(tmp_path):
     assert run_fake(tmp_path, "--json", "--profile", "smoke")[1] == out
 
 
-def test_only_narrows_and_the_table_still_knows_the_rest(tmp_path):
-    _, out, _ = run_fake(tmp_path, "--only", "kind=odd", "--only", "step=1", "--only", "step=3", "--json")
-    assert [record["case"]["step"] for record in lines(out)] == [1, 3]
-    _, out, _ = run_fake(tmp_path, "--only", "step=2")
-    assert f"{PUBLISHED}: 17 not run\nrun here: 1 differs; 2 follow\n" in out
-
-
 def test_a_failed_case_is_status_3_and_everything_else_is_done(tmp_path):
     status, out, err = run_fake(tmp_path, FAKE_STEP_2="crash", FAKE_STEP_4="memory", FAKE_STEP_5="skip")
     assert status == 3
@@ -89,13 +79,6 @@ def test_assert_fails_on_deviations_after_printing(tmp_path):
     assert "1 differs; 4 follow" in out
     assert "below: table1-amoebanet / parameters / pipeline-2: 541.0M lies below 541.50M to 542.50M" in err
     assert run_fake(tmp_path)[0] == 0
-
-
-def test_assert_passes_without_deviations_and_not_without_numbers(tmp_path):
-    assert run_fake(tmp_path / "one", "--assert", "--only", "step=1")[0] == 0
-    status, _, err = run_fake(tmp_path / "two", "--assert", "--only", "step=1", FAKE_STEP_1="skip")
-    assert status == 1
-    assert "nothing to assert" in err
 
 
 def test_results_that_can_not_be_written_are_printed(tmp_path):
@@ -128,16 +111,6 @@ def start_at(gate, results, log):
     )
     gate.wait()
     return process
-
-
-def test_an_interrupt_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, gate):
-    process = start_at(gate, tmp_path / "results", tmp_path / "log")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert "1 finished cases are kept, the same command goes on from there" in err.decode()
-    assert "answer" not in out.decode()
-    assert "Traceback" not in err.decode()
 
 
 def until_waiting(process):
@@ -195,15 +168,6 @@ def test_compare_makes_the_table_from_records_alone_without_torch(tmp_path):
     assert "| follows " in call("compare", "fake", "--results", tmp_path, "--markdown")[1]
 
 
-def test_compare_takes_the_latest_profile_or_the_one_asked_for(tmp_path):
-    run_fake(tmp_path)
-    run_fake(tmp_path, "--profile", "smoke")
-    assert "profile smoke, 3 records" in call("compare", "fake", "--results", tmp_path)[1]
-    assert (
-        "profile short, 5 records" in call("compare", "fake", "--results", tmp_path, "--profile", "short")[1]
-    )
-
-
 def test_compare_warns_where_the_records_come_from_different_surroundings(tmp_path):
     for step in (1, 2):
         Store(tmp_path).append(record(step, environment={"variables": {"OMP_NUM_THREADS": str(step)}}))
@@ -252,13 +216,6 @@ def test_messages_name_the_program_as_it_was_started(tmp_path, monkeypatch, star
     assert program() == typed
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_help_of_every_verb_has_an_example_that_is_understood(verb):
-    example = VERBS[verb].example
-    assert call(verb, "--help")[1].endswith(f"\nexample:\n  gpipe-bench {example}\n")
-    assert parser([verb]).parse_args(example.split()).verb == verb
-
-
 @pytest.mark.parametrize("name", ["table3", "schedules", "consistency", "plan"])
 def test_whoever_has_no_records_is_shown_those_of_the_project_in_a_screen(name, tmp_path, monkeypatch):
     """A hundred columns wide; `--full` is as wide as it is."""
@@ -271,12 +228,6 @@ def test_whoever_has_no_records_is_shown_those_of_the_project_in_a_screen(name, 
     assert "records that came with the project" in call("compare", name, "--json")[2]
     if f"gpipe-bench compare {name} --full" in out:
         assert len(call("compare", name, "--full")[1]) > len(out)
-
-
-def test_one_machine_is_shown_alone(tmp_path):
-    _, out, _ = call("compare", "table1", "--machines", "cpu-2-cores", "--results", tmp_path)
-    assert "parameter memory" in out
-    assert "came with" not in out
 
 
 def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys):
@@ -318,14 +269,6 @@ def test_what_the_parser_refuses_is_one_line_too(fake, tmp_path, capsys, argumen
     assert captured.err.count("\n") == 1
     assert words in captured.err
     assert not (tmp_path / "fake.jsonl").exists()
-
-
-def test_a_device_that_is_not_there_is_bad_usage(fake, tmp_path, capsys, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["run", "fake", "--device", "cuda", "--results", str(tmp_path)]) == 2
-    assert "torch sees no CUDA device here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -390,23 +333,6 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
         assert options["engine"] == stored
 
 
-def test_an_experiment_has_the_name_that_the_registry_calls_it_by(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(EXPERIMENTS, "other", "fake_experiment")
-    assert main(["run", "other", "--results", str(tmp_path)]) == 2
-    assert "'other' of the registry is called 'fake' in fake_experiment; give both" in capsys.readouterr().err
-
-
-def test_a_mistake_of_an_experiment_is_not_taken_for_bad_usage(fake, tmp_path, monkeypatch):
-    import fake_experiment
-
-    def twice(records):
-        return fake_experiment.cells(records) * 2
-
-    monkeypatch.setattr(fake_experiment, "EXPERIMENT", replace(fake_experiment.EXPERIMENT, cells=twice))
-    with pytest.raises(RuntimeError, match="the cells of fake can't be"):
-        main(["run", "fake", "--device", "cpu", "--results", str(tmp_path)])
-
-
 # Surroundings
 
 
@@ -464,24 +390,6 @@ for name in {list(EXPERIMENTS)!r}:
     assert status == 0, err
 
 
-def test_the_zoo_is_counted_on_the_meta_device(capsys, monkeypatch):
-    """Some of it; tests/models/test_models_counts.py has the numbers of the largest."""
-    sizes = [(name, keywords.get("num_layers", 0), keywords) for name, keywords in zoo.CONFIGURATIONS]
-    assert {("amoebanet-d", 72), ("transformer-lm", 1663)} <= {(name, depth) for name, depth, _ in sizes}
-    monkeypatch.setattr(
-        zoo, "CONFIGURATIONS", [(name, keywords) for name, depth, keywords in sizes if depth < 72]
-    )
-    assert main(["list", "--models", "--json"]) == 0
-    counts = {
-        json.dumps(row["configuration"]) + row["model"]: row["parameters"]
-        for row in lines(capsys.readouterr().out)
-    }
-    assert {81_785_166, 122_579_097, 557_286_057, 282_178_816, 44_549_160} <= set(counts.values())
-    monkeypatch.setattr(zoo, "CONFIGURATIONS", zoo.CONFIGURATIONS[-1:])
-    assert main(["list", "--models"]) == 0
-    assert "44,549,160" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "variables",
     [
@@ -524,16 +432,6 @@ def test_a_torch_that_ends_the_process_is_said_and_a_folder_that_is_none(tmp_pat
     assert "can't be examined: no psutil here" in out
     assert "missing: torch, machine, results" in out
     assert "choose another with --results DIR" in out
-
-
-def test_missing_packages_are_named_and_how_to_get_them(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu, "ask_torch", lambda: "is not asked here")
-    monkeypatch.setattr(gpu, "declared", lambda: ["msgspec", "no-such-package"])
-    assert main(["list", "--machine", "--results", str(tmp_path)]) == 1
-    out = capsys.readouterr().out
-    assert re.search(
-        r"missing +packages +no-such-package\n +-> python -m pip install 'no-such-package'\n", out
-    )
 
 
 def test_an_experiments_name_alone_runs_it(tmp_path):

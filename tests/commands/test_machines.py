@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from records import metric, record
 
 from gpipe_bench.experiments import registry
 from gpipe_bench.experiments.commands import cli
-from gpipe_bench.experiments.commands.compare import comparable, machine_folders
+from gpipe_bench.experiments.commands.compare import comparable
 from gpipe_bench.experiments.commands.output import BAD_USAGE, DONE
 from gpipe_bench.experiments.report.readings import shown_of
-from gpipe_bench.harness import REFERENCE
-from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Experiment
-from gpipe_bench.harness.report.side import side_by_side
 from gpipe_bench.harness.store import Store
-from gpipe_bench.harness.verdict import Result
 
 
 @pytest.fixture(autouse=True)
@@ -53,19 +48,6 @@ def test_one_table_with_a_column_for_each(machines, capsys):
     assert "pipeline-4" not in lines, "a row that no machine has says nothing here"
 
 
-def test_equal_environments_say_so(machines, tmp_path):
-    twin = put(tmp_path / "twin", {1: 1e6}, environment={"cpu_model": "A", "python": "3.12"})
-    records = {path.name: Store(path).load("fake").records for path in (machines[0], twin)}
-    experiment = registry.load("fake")
-    side = side_by_side(
-        {name: comparable(shown_of(experiment, found)) for name, found in records.items()},
-        {name: [each.environment for each in found] for name, found in records.items()},
-    )
-    assert side.differences == {}
-    assert "equal in every field" in side.text()
-    assert side.rows[0].ratios == (1.0, pytest.approx(1 / 82))
-
-
 def test_json_and_markdown(machines, capsys):
     assert cli.main(["compare", "fake", "--json", "--machines", *map(str, machines)]) == DONE
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -78,22 +60,6 @@ def test_json_and_markdown(machines, capsys):
     assert first["differences"] == {"cpu_model": ["A", "B"]}
     assert cli.main(["compare", "fake", "--markdown", "--machines", *map(str, machines)]) == DONE
     assert "| laptop" in capsys.readouterr().out
-
-
-def test_a_reference_machine_goes_by_its_name(tmp_path):
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    assert machine_folders(["cpu-2-cores", "local"], mine) == {
-        "cpu-2-cores": REFERENCE / "cpu-2-cores",
-        "local": mine,
-    }
-
-
-def test_folders_of_one_name_keep_their_paths(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name / "results").mkdir(parents=True)
-    first, second = (str(tmp_path / name / "results") for name in ("a", "b"))
-    assert list(machine_folders([first, second], tmp_path)) == ["results", second]
 
 
 def test_a_file_may_hold_the_records_of_several_experiments(machines, tmp_path, capsys):
@@ -117,19 +83,6 @@ def test_a_file_may_hold_the_records_of_several_experiments(machines, tmp_path, 
     assert "there is no such file" in capsys.readouterr().err
 
 
-def test_a_machine_without_such_records_says_what_it_has(machines, tmp_path, capsys):
-    put(tmp_path / "other", {1: 1.0}, experiment="else")
-    names = [str(machines[0]), str(tmp_path / "other")]
-    assert cli.main(["compare", "fake", "--machines", *names]) == BAD_USAGE
-    assert "machine 'other' has no records of fake; it has: else" in capsys.readouterr().err
-
-
-def test_profiles_that_differ_are_a_warning(machines, tmp_path, capsys):
-    full = put(tmp_path / "full", {1: 82e6}, profile="full")
-    assert cli.main(["compare", "fake", "--machines", str(machines[0]), str(full)]) == DONE
-    assert "laptop has short, full has full" in capsys.readouterr().err
-
-
 def test_an_experiment_without_cells_of_the_paper_compares_its_metrics():
     experiment = Experiment(
         name="speed", title="", source="", describe="", profiles={}, cases=lambda options: [],
@@ -137,26 +90,3 @@ def test_an_experiment_without_cells_of_the_paper_compares_its_metrics():
     )  # fmt: skip
     (cell,) = comparable(shown_of(experiment, [record(1, experiment="speed")]))
     assert (cell.row, cell.column, cell.ours, cell.unit) == ("time", "step=1", 1.5, "s")
-
-
-def test_a_screen_asks_for_verdicts_and_neither_for_reasons_nor_for_text():
-    known = registry.load("fake")
-    records = [record(1, metrics=(metric(41e6, name="parameters", unit="parameters"),))]
-    whole = shown_of(known, records)
-
-    def never(records):
-        pytest.fail("a screen does not show it")
-
-    brief = shown_of(replace(known, tables=never), records, brief=True)
-    assert [(c.key, c.verdict, c.ours) for c in brief.comparisons] == [
-        (c.key, c.verdict, c.ours) for c in whole.comparisons
-    ]
-    assert brief.has_numbers
-    assert brief.text == ""
-    assert "parameters" in whole.text
-
-
-def test_fewer_than_two_machines_are_refused():
-    cells = compare([Result(table="t", row="r", column="c", metric=metric(1))], [])
-    with pytest.raises(ValueError, match="side by side takes at least"):
-        side_by_side({"a": cells}, {"a": []})

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import LINKS, Link
-from gpipe_bench.planner import Candidate, Request, answer, model_of
+from gpipe_bench.planner import Candidate, Request
 from gpipe_bench.planner.formats import command, script
 from gpipe_bench.planner.model import built
 
@@ -68,15 +67,6 @@ def test_every_number_has_its_range_and_where_it_comes_from(two: tuple[dict[str,
     assert found["num_parameters"] == 40 * 16 + 6 * (16 * 16 + 16), "the tied matrix counts once"
 
 
-def test_the_frontier_gets_slower_with_less_memory(two: tuple[dict[str, Any], Path, str]) -> None:
-    frontier, folder = two[0]["frontier"], two[1]
-    peaks = [point["peak_bytes"] for point in frontier]
-    steps = [point["step_s"] for point in frontier]
-    assert peaks == sorted(peaks)
-    assert steps == sorted(steps, reverse=True)
-    assert (folder / "frontier.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     two: tuple[dict[str, Any], Path, str],
 ) -> None:
@@ -90,17 +80,6 @@ def test_the_text_has_the_best_the_cut_the_schedule_and_the_script(
     assert found["command"] == f"torchrun --nproc-per-node 2 {folder / 'run_plan.py'}"
     assert (folder / "run_plan.py").read_text() == found["script"]
     assert found["script"] not in text
-
-
-def test_plans_that_predictions_cannot_tell_apart_are_marked(
-    two: tuple[dict[str, Any], Path, str],
-) -> None:
-    found, _, text = two
-    (other,) = found["plans"][1:]
-    close = other["slower"] < verb.TOO_CLOSE
-    assert (f"~ +{other['slower']:.1%}" in text) == ("~ less than 3% slower" in text) == close
-    for share, shown in ((0.029, "~ +2.9%"), (0.031, "+3.1%")):
-        assert verb._slower(SimpleNamespace(step_s=1 + share), SimpleNamespace(step_s=1.0)) == shown
 
 
 @pytest.mark.processes
@@ -160,18 +139,6 @@ def test_the_script_of_a_plan_without_a_pipeline_runs(tmp_path: Path, dimension:
     assert losses == pytest.approx(wanted, abs=2e-6)
 
 
-def test_ones_own_plan_of_tensor_parallelism_is_applied() -> None:
-    model = model_of("planning_models:divided", 4)
-    candidate = Candidate(
-        cut=(range(6),), schedule="1f1b", num_microbatches=2, remat=("never",), num_workers=1, tp=2
-    )
-    text = script(model, candidate, TWO)
-    lines = [line.strip() for line in text.splitlines()]
-    assert "layers, inputs, target, loss_fn, divide = divided()" in lines
-    assert lines.index('divide(layers, mesh["tp"])') < lines.index("pipeline = Pipeline(")
-    compile(text, "train.py", "exec")
-
-
 def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -184,27 +151,6 @@ def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
     assert re.search(r"with pp 2, [\w-]+, 8 micro-batches and ", err)
     assert "What would do: " in err
     assert "--optimizer sgd" in err or "--accelerators" in err or "--memory-gib" in err
-
-
-def test_shards_of_a_shared_weight_are_others_to_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    options = "--accelerators 2 --memory-gib 2 --batch-size 8 --device-type a10 --link pcie --schedule 1f1b"
-    shards = {}
-    for model, more in (("tied", ""), ("plain", ""), ("tied", f"--script {tmp_path / 'ours.py'}")):
-        words = f"plan planning_models:{model} {options} --num-microbatches 4 --json {more}"
-        assert main(words.split()) == 0
-        found = {each["fsdp"] for each in json.loads(capsys.readouterr().out)["plans"]}
-        shards[model, bool(more)] = found
-    assert shards == {("tied", False): {1, 2}, ("plain", False): {1, 2}, ("tied", True): {1}}
-
-
-def test_an_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(answer, "plan", interrupted)
-    assert plan(capsys, "--accelerators", 2)[0] == 130
 
 
 def test_a_typing_error_needs_no_torch() -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import NO_TORCH, call, finish, start
+from command_line import call
 
 
 def test_a_picture_with_its_length_bubble_and_activations() -> None:
@@ -74,32 +74,6 @@ def test_several_stages_per_worker(tmp_path: Path) -> None:
     assert facts["placement"] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert [worker["live_activations"] for worker in facts["workers"]] == [8] * 4
     assert facts["workers"][3]["stages"] == [3, 4]
-
-
-def test_loops_of_more_stages_and_recomputation() -> None:
-    asked = (
-        "interleaved",
-        "--workers",
-        2,
-        "--stages-per-worker",
-        3,
-        "--microbatches",
-        4,
-        "--remat",
-        "always",
-    )
-    status, out, _ = call("schedule", *asked)
-    assert status == 0
-    assert out.startswith("interleaved: 6 stages on 2 workers, 4 micro-batches, remat always, valid")
-    assert out.count("4R3") == 1
-    assert out.index("4R3") < out.index("4B3")
-
-
-def test_a_schedule_is_drawn_where_torch_is_missing() -> None:
-    asked = ("schedule", "naive", "--num-stages", 2, "--num-microbatches", 1)
-    status, out, _ = finish(start(*asked, code=NO_TORCH))
-    assert status == 0
-    assert "stage 1 | .  F0 B0 B0" in out
 
 
 def test_a_file_is_judged(tmp_path: Path) -> None:

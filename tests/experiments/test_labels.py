@@ -43,15 +43,6 @@ def test_a_relabelled_profile_is_that_of_the_other_size() -> None:
     assert fields(relabel.profile(block(61, 43))) == fields(block(12, 6))
 
 
-def test_tiles_pad_the_two_dimensions_that_cost_least() -> None:
-    assert padded((8, 128)) == (8, 128)
-    assert padded((128, 8)) == (128, 8)
-    assert padded((3, 100)) == (8, 128)
-    assert padded((7, 100, 130)) == (7, 128, 136), "104 x 256 and, of the first two, 8 x 128 x 130 cost more"
-    assert padded((5,)) == (128,)
-    assert padded(()) == ()
-
-
 def test_a_tiled_profile_is_larger_and_parameters_are_not() -> None:
     dense = block(61, 43)
     padding = tiled(dense)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from records import record
 
 from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
-from gpipe_bench.experiments.paper.predictions import COLUMNS, DIRECT_SKIPS, EXPERIMENT, SCRIPTS
+from gpipe_bench.experiments.paper.predictions import COLUMNS, EXPERIMENT, SCRIPTS
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -48,20 +47,6 @@ def test_a_stage_between_holds_nothing_of_the_skips_that_pass_it() -> None:
     assert (direct[0], direct[2]) == (passed[0], passed[2])
 
 
-def test_a_stage_takes_its_own_skips_and_no_others() -> None:
-    """The last stage but one joins the two innermost, the last the other three."""
-    direct = peaks(DOWN, BOTTOM, 12, 19)
-    passed = with_every_skip_passed_on(DOWN, BOTTOM, 12, 19)
-    outer = sum((4 << i) * (64 >> i) ** 2 for i in range(3)) * 4
-    assert passed[2] - direct[2] >= 8 * outer
-    assert direct[3] == passed[3]
-
-
-def test_a_cut_that_does_not_name_all_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(30, 34\) has 64 layers, the"):
-        peaks(30, 34)
-
-
 def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> None:
     assert (tuple(UNETS), tuple(SETTINGS)) == (COLUMNS, SCRIPTS)
     found = EXPERIMENT.run(Case({"part": "memory", "column": "pipeline-1"}), RunOptions(profile="short"))
@@ -75,14 +60,3 @@ def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> 
     # Whatever else the allocator had reserved, these it must have held: value and gradient.
     assert memory.ours > 2 * 4 * 2_213_834_176 / 2**30
     assert "unet-memory: memory, pipeline-1" in EXPERIMENT.tables([kept])
-
-
-def test_speeds_over_direct_skips_are_not_run_and_say_why() -> None:
-    case = {"part": "torchgpipe", "script": "unet"}
-    kept = record(experiment="predictions", profile="short", case=case, metrics=())
-    found = {c.place: c for c in compare(EXPERIMENT.cells([kept]))}
-    for column in ("pipeline-4", "pipeline-8"):
-        for row in ("throughput", "normalized throughput"):
-            row_of = found["unet-speed", row, column]
-            assert (row_of.verdict, row_of.reason) == ("not run", DIRECT_SKIPS)
-    assert EXPERIMENT.tables([kept]) == ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gpipe_bench.experiments.paper.table1 import real_steps
-from gpipe_bench.experiments.paper.table1.real_steps import tensors_behind, verify
+from gpipe_bench.experiments.paper.table1.real_steps import verify
 from gpipe_bench.pipeline import Pipeline
 
 NAME = "transformer-lm"
@@ -39,16 +38,3 @@ def test_what_a_stage_keeps_from_the_first_step_is_counted(
     assert [b - a for a, b in zip(before, after, strict=True)] == [
         10_000 * (index == stage) for index in range(2)
     ]
-
-
-def test_tensors_are_found_behind_objects_but_not_behind_code() -> None:
-    plain, graded, nested, elsewhere = (torch.zeros(size, requires_grad=True) for size in (1, 2, 3, 4))
-    graded.grad = torch.ones(2)
-
-    def function() -> torch.Tensor:
-        return elsewhere
-
-    root = SimpleNamespace(tensor=plain, items=[graded, {"deep": (nested, plain)}], code=function)
-    root.itself = root
-    found = {id(tensor) for tensor in tensors_behind(root)}
-    assert found == {id(plain), id(graded), id(graded.grad), id(nested)}

@@ -54,12 +54,3 @@ def test_no_room_for_the_new_leaves_the_one_before(tmp_path: Path) -> None:
     assert "OSError" in process.stderr
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["counters.json"]
-
-
-def test_text_that_is_none_leaves_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "page.md"
-    write_whole(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "new" * 100_000 + "\ud800")
-    assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["page.md"]

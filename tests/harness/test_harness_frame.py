@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from records import metric, record
 
@@ -46,8 +43,3 @@ def test_every_reference_record_fits() -> None:
 def test_a_key_named_like_a_column_is_refused() -> None:
     with pytest.raises(ValueError, match="metric is a column's name; choose"):
         frame([record(case={"value": 1})])
-
-
-def test_pandas_is_imported_for_a_frame_alone() -> None:
-    code = "import sys, gpipe_bench.harness.record; assert 'pandas' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

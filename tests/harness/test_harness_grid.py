@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_bench.harness.report.grid import Grid, fill, numbers, within
+from gpipe_bench.harness.report.grid import Grid, fill, within
 
 COLUMNS = ["", "ours|theirs"]
 GRID = Grid(title="A title", columns=COLUMNS, lines=[["K=2", 1.5], ["a|b\nc", 12]], notes=["a note"])
@@ -31,13 +31,6 @@ def test_markdown_keeps_each_line_on_one_and_escapes_pipes():
         r"| a\|b c | 12             |",
         "a note",
     ]
-
-
-def test_numbers_stand_at_the_right():
-    lines = (
-        Grid(columns=COLUMNS, lines=[["K=2", 1], ["K=4", 100]], right=numbers(COLUMNS)).text().splitlines()
-    )
-    assert lines[-2:] == ["K=2              1", "K=4            100"]
 
 
 def test_a_wide_table_is_wrapped_and_then_goes_below_itself() -> None:

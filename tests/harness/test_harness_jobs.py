@@ -13,11 +13,9 @@ import pytest
 from command_line import START, Gate, start
 from fake_experiment import processes, steps
 
-from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.harness import environment
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.runner import Reporter, run_experiment
-from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.workers import sensible_jobs
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
@@ -49,14 +47,6 @@ def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatc
     assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
     assert {record.status for record in result.records} == {"done"}
     assert (result.ran, result.reused, result.interrupted) == (5, 0, False)
-
-
-def test_the_records_are_those_of_one_after_the_other(store, tmp_path, log):
-    beside, alone = go(store, 3).records, go(Store(tmp_path / "alone"), 1).records
-    for one, other in zip(beside, alone, strict=True):
-        same = ("case", "status", "metrics", "details", "options", "identity")
-        assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
-        assert one.environment["versions"] == other.environment["versions"]
 
 
 def test_cases_of_a_group_run_in_turn_in_one_process_and_the_longest_first(store, log, tmp_path, monkeypatch):
@@ -122,8 +112,3 @@ def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, co
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(environment, "_cgroup_cpus", lambda: share)
     assert sensible_jobs() == jobs
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_only_what_is_not_timed_runs_beside_itself(name):
-    assert load(name).untimed == (name in ("computed", "consistency", "predictions", "table1"))

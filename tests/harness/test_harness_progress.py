@@ -7,11 +7,10 @@ import os
 import pty
 import select
 
-import pytest
 from records import record
 
 from gpipe_bench.harness.experiment import Case
-from gpipe_bench.harness.runner import BarReporter, Remaining, Reporter, reporter, words
+from gpipe_bench.harness.runner import BarReporter, Remaining, Reporter, reporter
 
 CASES = [Case({"step": step}, estimate_s=10) for step in (1, 2, 3)]
 
@@ -79,15 +78,6 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         assert part in text
 
 
-@pytest.mark.parametrize("variables", [{"CI": "true"}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_terminal_without_colours_gets_lines_without_control_characters(variables):
-    with Terminal() as terminal:
-        tell(reporter(terminal.stream, variables))
-        text = terminal.read()
-    assert "\x1b" not in text
-    assert "[3/3]" in text
-
-
 def test_the_time_left_learns_from_what_was_run_and_not_from_what_was_on_record():
     remaining = Remaining(CASES)
     assert remaining.left_s == 30
@@ -97,37 +87,3 @@ def test_the_time_left_learns_from_what_was_run_and_not_from_what_was_on_record(
     assert 25 < remaining.left_s <= 40
     remaining.finished(CASES[2], 1.0, reused=False)
     assert remaining.left_s == 0
-
-
-def test_a_first_case_that_loads_what_all_need_says_little_of_the_others():
-    """It took a hundred times its estimate; that of the others is right."""
-    first, *others = [Case({"step": step}, estimate_s=0.1) for step in range(100)]
-    remaining = Remaining([first, *others])
-    remaining.finished(first, 10.0, reused=False)
-    assert 9.9 < remaining.left_s < 20
-    for case in others[:50]:
-        remaining.finished(case, 0.1, reused=False)
-    assert 4.9 < remaining.left_s < 4.9 * 3
-
-
-def test_a_machine_that_is_ten_times_as_slow_is_believed_before_half_is_done():
-    cases = [Case({"step": step}, estimate_s=1.0) for step in range(20)]
-    remaining = Remaining(cases, jobs=2)
-    for case in cases[:8]:
-        remaining.finished(case, 10.0, reused=False)
-    assert 0.6 * 60 < remaining.left_s <= 60
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (-1, "0 s"),
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (60, "1 min 0 s"),
-        (3599, "59 min 59 s"),
-        (7500, "2 h 5 min"),
-    ],
-)
-def test_durations_in_words(seconds, expected):
-    assert words(seconds) == expected

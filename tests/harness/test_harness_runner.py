@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import sys
-import types
 
 import fake_experiment
 import pytest
 from fake_experiment import steps
 
-import gpipe_bench.harness.workers
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.runner import Reporter, run_experiment
@@ -61,13 +58,6 @@ def test_what_would_give_another_result_is_run_again(store, log, change):
     assert steps(log) == [1, 2, 3, 4, 5] * 2
 
 
-def test_an_option_the_results_do_not_depend_on_changes_nothing(store, log):
-    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, options=())
-    go(store, experiment)
-    go(store, experiment, options=RunOptions(device="cuda", seed=3))
-    assert steps(log) == [1, 2, 3, 4, 5]
-
-
 def test_a_crash_is_a_record_with_its_traceback_and_the_run_goes_on(store, log, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_2", "crash")
     monkeypatch.setenv("FAKE_STEP_3", "exit")
@@ -85,28 +75,12 @@ def test_a_crash_is_a_record_with_its_traceback_and_the_run_goes_on(store, log, 
     assert [record.status for record in again.records] == ["done", "done", "failed", "failed", "done"]
 
 
-def test_an_outcome_of_the_wrong_kind_is_a_failure_with_its_name(store):
-    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, run=lambda case, options: {"time": 1})
-    result, _ = go(store, experiment)
-    assert {record.reason for record in result.failed} == {"TypeError: fake returned dict, not an Outcome"}
-
-
 def test_a_unit_that_nobody_knows_is_a_failed_case_and_not_a_comparison_that_fails(store):
     odd = Outcome((Metric("length", 1.0, "furlong", "modelled"),))
     experiment = dataclasses.replace(fake_experiment.EXPERIMENT, run=lambda case, options: odd)
     reasons = {record.reason for record in go(store, experiment)[0].failed}
     assert all("metric 'length': unknown unit 'furlong'; known are bytes, MB," in each for each in reasons)
     assert len(reasons) == 1
-
-
-def test_a_skipped_case_has_its_reason_and_is_tried_again(store, log, monkeypatch):
-    monkeypatch.setenv("FAKE_STEP_2", "skip")
-    result, _ = go(store)
-    assert (result.records[1].status, result.records[1].reason) == ("skipped", "needs 8 devices")
-    assert result.failed == []
-    monkeypatch.delenv("FAKE_STEP_2")
-    assert go(store)[0].records[1].status == "done"
-    assert steps(log) == [1, 2, 3, 4, 5, 2]
 
 
 class OutOfMemoryError(RuntimeError):
@@ -146,20 +120,6 @@ def test_running_out_of_memory_is_a_result(store, error, reason):
     assert go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))[0].reused == 1
 
 
-def test_an_error_that_only_mentions_memory_is_a_failure(store):
-    result, _ = go(store, raising(RuntimeError("out of memory, says the message")))
-    assert len(result.failed) == 5
-
-
-def test_memory_of_the_device_is_given_back_after_running_out(store, monkeypatch):
-    calls = []
-    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(empty_cache=lambda: calls.append(1)))
-    monkeypatch.setattr(gpipe_bench.harness.workers, "environment", lambda: {"load": None})
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    go(store, raising(MemoryError("no room")), options=RunOptions(device="cpu", only={"step": ("1",)}))
-    assert calls == [1]
-
-
 def test_results_that_can_not_be_written_are_handed_over_and_the_run_goes_on(tmp_path):
     store = Store(tmp_path)
     store.path("fake").symlink_to("/dev/full")
@@ -175,28 +135,12 @@ def test_results_that_can_not_be_written_are_handed_over_and_the_run_goes_on(tmp
     assert "not a regular file" in stream.getvalue()
 
 
-def test_a_record_says_where_it_comes_from(store):
-    result, _ = go(store, command="python -m experiments run fake")
-    environment = result.records[0].environment
-    assert result.records[0].command == "python -m experiments run fake"
-    assert result.records[0].options == {"device": "cpu", "engine": None, "seed": 0}
-    assert environment["versions"]["msgspec"]
-    assert len(environment["code_sha256"]) == 64
-    assert {"load", "load_after", "cpu_model", "cores_logical", "git_commit", "git_dirty"} <= set(environment)
-
-
 def test_two_cases_with_one_key_are_a_mistake_of_the_experiment(store):
     experiment = dataclasses.replace(
         fake_experiment.EXPERIMENT, cases=lambda options: [Case({"K": 2}), Case({"K": 2})]
     )
     with pytest.raises(ValueError, match="fake has two cases K=2; keys"):
         go(store, experiment)
-
-
-@pytest.mark.parametrize("value", [float("nan"), (1, 2), object()])
-def test_a_key_that_would_not_survive_storage_is_refused(value):
-    with pytest.raises(ValueError, match="case key"):
-        Case({"K": value})
 
 
 CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M": None, "K": 2})]
@@ -214,18 +158,3 @@ CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M
 )
 def test_only_selects(only, chosen):
     assert select(CASES, only) == [CASES[place] for place in chosen]
-
-
-def test_a_profile_the_experiment_lacks_is_named():
-    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, profiles={"short": "all"})
-    with pytest.raises(ValueError, match="fake has no profile 'full'; allowed:"):
-        go(Store("unused"), experiment, options=RunOptions(profile="full"))
-
-
-def test_a_status_without_a_reason_becomes_a_failure(store):
-    experiment = dataclasses.replace(
-        fake_experiment.EXPERIMENT, run=lambda case, options: Outcome(status="skipped")
-    )
-    assert {record.reason for record in go(store, experiment)[0].failed} == {
-        "ValueError: a record with status 'skipped' needs a reason"
-    }

@@ -24,15 +24,6 @@ def store(tmp_path):
     return Store(tmp_path / "made" / "on demand")
 
 
-def test_what_is_appended_is_loaded_in_order(store):
-    records = [record(step) for step in (3, 1, 2)]
-    for each in records:
-        store.append(each)
-    assert store.load("fake").records == tuple(records)
-    assert store.load("fake").problems == ()
-    assert store.load("other").records == ()
-
-
 def test_the_last_record_of_a_case_wins_whatever_its_clock_says(store):
     store.append(record(1, started_at="2026-02-02T00:00:00+00:00", duration_s=1))
     store.append(record(2))
@@ -93,14 +84,6 @@ def test_a_disk_that_fills_up_within_a_line_leaves_the_file_as_it_was(tmp_path):
     assert store.path("fake").read_bytes() == before
     store.append(record(2))
     assert [each.case["step"] for each in store.load("fake").records] == [1, 2]
-
-
-def test_a_folder_that_can_not_be_made_is_an_error_and_reads_as_empty(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    store = Store(tmp_path / "file" / "results")
-    with pytest.raises(StoreError, match="Not a directory"):
-        store.append(record(1))
-    assert store.load("fake") == Store(tmp_path / "nothing").load("fake")
 
 
 WRITER = """

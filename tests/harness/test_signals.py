@@ -13,7 +13,7 @@ import psutil
 import pytest
 from command_line import START, Gate, lines, start, surroundings
 
-from gpipe_bench.harness.signals import check, held, number_of, starting, stopping
+from gpipe_bench.harness.signals import held, number_of, starting, stopping
 
 RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 # Cases beside each other, in processes of their own.
@@ -192,19 +192,6 @@ def test_a_library_that_swallows_the_interrupt_does_not_hold_it_up(tmp_path, gat
     assert kept(results) == [(1, "done")]
 
 
-def test_a_signal_that_the_shell_told_it_to_ignore_stays_ignored(tmp_path, gate):
-    """As in `nohup` and in the background of a script."""
-    code = START.replace("signal.default_int_handler", "signal.SIG_IGN")
-    process = start(
-        "run", "fake", "--device", "cpu", "--results", tmp_path, code=code, FAKE_GATE=str(gate.folder)
-    )
-    gate.wait()
-    process.send_signal(signal.SIGINT)
-    gate.release()
-    assert ending_of(process)[0] == 0
-    assert [step for step, _ in kept(tmp_path)] == [1, 2, 3, 4, 5]
-
-
 @pytest.fixture
 def default_handlers():
     """Also in a background job, which was told to ignore interrupts: it would wait for one for ever."""
@@ -245,17 +232,6 @@ def test_what_is_held_together_is_done_whole(default_handlers):
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == ["whole"]
-
-
-def test_the_signals_of_a_forked_child_are_its_own(default_handlers):
-    with stopping():
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
-        check()  # nobody has asked us
 
 
 def test_an_interrupt_waits_for_a_process_that_is_starting():

@@ -26,13 +26,6 @@ def start() -> Iterator[object]:
         each.kill()
 
 
-def test_it_answers_line_by_line(start) -> None:
-    worker = start("import sys\nfor line in sys.stdin: print(line, end='', flush=True)")
-    for value in ("a", "ü\n", ["x" * 200_000]):
-        worker.send({"value": value})
-        assert worker.receive(10) == {"value": value}
-
-
 @pytest.mark.parametrize(
     ("code", "said"),
     [

@@ -74,7 +74,6 @@ def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path)
     ("text", "said"),
     [
         ("BENCHMARKS = {}", "declares no benchmarks"),
-        ("import nothing_of_that_name", "No module named"),
         ("import sys; sys.exit('leaves')", "SystemExit: leaves"),
     ],
 )
@@ -88,7 +87,6 @@ def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, said: str) -
     ("function", "said"),
     [
         ("lambda: 3", "ValueError: once returned int; it must"),
-        ("lambda: lambda: sys.exit(4)", "SystemExit: 4"),
         ("lambda: lambda: threading.Event().wait()", "has not answered for 1 s"),
     ],
 )
@@ -110,8 +108,6 @@ def test_a_function_that_can_not_be_timed_says_so(
     ("place", "before"),
     [
         ("theirs/python", ""),  # as an editable installation finds it
-        ("theirs/python", "sys.path.insert(0, {place!r})"),
-        ("elsewhere", ""),  # another clone's
         ("elsewhere/site-packages", ""),
     ],
 )
@@ -134,26 +130,19 @@ def test_a_module_that_is_not_the_arms_own_is_refused_by_name(
 # One fault takes no other down
 
 
-@pytest.fixture
-def new(theirs: Path) -> Path:
-    """Their repository with a benchmark of what the last commit had not, and one that fails."""
-    write(theirs / "models" / "more.py", "def work(): return 1")
-    text = (theirs / "benchmarks.py").read_text()
-    write(
-        theirs / "benchmarks.py",
-        f"{text}\ndef build_new():\n    import models.more\n    return models.more.work\n"
-        "def build_bad():\n    raise SystemExit(5)\n"
-        'BENCHMARKS |= {"bad": build_bad, "new": build_new}\n',
-    )
-    return theirs
-
-
 def test_a_benchmark_that_the_base_lacks_is_new_and_one_that_exits_is_named(
-    new: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    theirs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """And the others are timed, with the whole summary."""
+    write(theirs / "models" / "more.py", "def work(): return 1")
+    with (theirs / "benchmarks.py").open("a") as file:
+        file.write(
+            "def build_new():\n    import models.more\n    return models.more.work\n"
+            "def build_bad():\n    raise SystemExit(5)\n"
+            'BENCHMARKS |= {"bad": build_bad, "new": build_new}\n'
+        )
     summary = tmp_path / "summary.md"
-    asked = ["guard", "--repo", str(new), "--base", "HEAD", "--benchmarks", "benchmarks.py", "--json"]
+    asked = ["guard", "--repo", str(theirs), "--base", "HEAD", "--benchmarks", "benchmarks.py", "--json"]
     asked += ["--budget-s", "1", "--markdown", str(summary)]
     assert main(asked) == 3
     out, err = capsys.readouterr()
@@ -218,20 +207,10 @@ FILE = ["--benchmarks", "benchmarks.py"]
     ("arguments", "message"),
     [
         (["--repo", ".", "--base", "HEAD"], "name one thing to be timed: --benchmarks FILE for functions"),
-        ([*FILE, "--command", "x", "--base", "HEAD"], "name one thing to be timed"),
-        (["--repo", ".", *FILE], "against one of its revisions; give it, --base REF"),
-        (["--repo", "nowhere", *FILE, "--base", "HEAD"], "--repo nowhere is no folder"),
         ([*FILE, "--base", "no-such"], "unknown revision 'no-such'"),
-        ([*FILE, "--base", "HEAD", "--update"], "this project's own counters"),
-        ([*FILE, "--base", "HEAD", "--path", "lib"], "has no such folder"),
-        ([*FILE, "--base", "HEAD", "--number", "x"], "--number is about a command; give it, --command LINE"),
-        (["--benchmarks", "no.py", "--base", "HEAD"], "--benchmarks no.py is no file"),
         ([*FILE, "--base", "HEAD", "--only", "row"], "unknown benchmark 'row' (did you mean 'rows'?)"),
         ([*FILE, "--base", "HEAD", "--build", "echo no compiler; exit 7"],
          "failed with status 7 in the working tree: no compiler"),
-        (["--base", "HEAD", "--build", "make"], "--build is about --benchmarks or --command"),
-        (["--markdown", "out.md"], "give a revision to compare with, --base REF"),
-        (["--require-conclusive"], "give a revision, --base REF"),
         (["--only", "tiny-layers"], "--only is about what is timed; give a revision, --base REF"),
     ],
 )  # fmt: skip
@@ -246,9 +225,8 @@ def test_bad_usage_is_one_line_with_the_remedy_here_and_in_the_summary(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert "passed" not in captured.out
-    if "--markdown" not in arguments:
-        assert main(["guard", *arguments, "--markdown", str(summary)]) == 2
-        assert summary.read_text().startswith("### guard: not run\n\n")
+    assert main(["guard", *arguments, "--markdown", str(summary)]) == 2
+    assert summary.read_text().startswith("### guard: not run\n\n")
 
 
 # Commands that print a number
@@ -297,17 +275,8 @@ def test_a_command_of_any_language_is_guarded_against_its_base(
         ("4 threads on cpu0\n12.5ms", "", [12.5]),
         ("1,234,567 instructions:u", "", [1234567.0]),
         ("rate=3e-4/s v1.2", "", [3e-4]),
-        ("15,16 s", "", [15.16]),
-        ("took 12.5 ms\x1b[39m", "", [12.5]),
-        ("1,23,4", "", ValueError("printed '1,23,4', which is no number; --number REGEX names it")),
         ("a: 1 s\nb: 4 s", r"(\d+) s$", [1.0, 4.0]),
-        ("total 7", r"total \d+", ValueError("printed 'total 7', which is no number")),
         ("done", "", ValueError("printed no number on standard output, but done")),
-        (
-            "",
-            r"\d+",
-            ValueError("nothing that --number '.*' matches on standard output, but nothing at all"),
-        ),
         ("0", "", ValueError("printed 0; ratios are compared, so print numbers above 0")),
     ],
 )
@@ -331,19 +300,12 @@ def test_the_number_of_an_output(said: str, pattern: str, numbers: list[float] |
             ["--command", "sleep 60 & wait", "--timeout-s", "0.2"],
             "has not ended for 0.2 s; --timeout-s gives",
         ),
-        (["--command", "echo none"], "of base (.*) printed no number on standard output, but none"),
-        (["--command", "cat work.sh", "--number", "(4|110)"], "base 1, head 2, control 1; give a --number"),
         (
             ["--command", "sleep 0.2; echo 1", "--budget-s", "2"],
             "the first look needs 72 of them in .*--budget-s",
         ),
-        (["--command", "echo 1", "--number", "("], "--number '(' is no regular expression"),
-        (["--command", "echo 1", "--number", "(a)(b)"], "has 2 groups; put one around the number"),
-        (["--command", " "], "--command is empty; give what prints a number"),
-        (["--command", "echo 1", "--timeout-s", "-1"], "--timeout-s is -1; give the seconds that one run"),
         (["--command", "echo 1", "--build", "grep -q 110 work.sh"], "failed with status 1 in the base's"),
         (["--command", "echo took 15.2 ms for 1000 items"], "printed 1000 last in every run of the base"),
-        (["--command", "cat work.sh"], "printed 100 last in every run of the base, and no revision's"),
         (
             ["--command", "wc -c < work.sh; grep -q 110 work.sh && date +1.%N || date +1000.%N"],
             "about a power of 1000 apart: its unit changes",

@@ -122,12 +122,6 @@ def cuda_without_gpu(session: nox.Session) -> None:
     run_python(session, "tests/cuda_without_gpu")
 
 
-@nox.session(venv_backend="none", tags=["ci"], default=False)
-def golden(session: nox.Session) -> None:
-    """Texts from reference records and modelled answers, as digests: a new structure keeps them equal."""
-    run_python(session, "-m", "tests.golden")
-
-
 @nox.session(venv_backend="none", tags=["ci"])
 def lint(session: nox.Session) -> None:
     """ruff, mypy (strict on pipeline and harness), the import directions, and files that others read."""
@@ -171,12 +165,6 @@ def smoke(session: nox.Session) -> None:
     arguments = [*session.posargs, *(["--here"] if "--no-venv" in sys.argv else [])]
     command = ("-m", "tests.smoke", "--cores", cores, "--results", str(results), *arguments)
     session.run(sys.executable, *command, external=True, env={**THREADS, **os.environ})
-
-
-@nox.session(venv_backend="none", tags=["ci"], default=False)
-def documented(session: nox.Session) -> None:
-    """The commands, the Python and the examples that the pages show, as they are printed."""
-    run_python(session, "-m", "tests.documented", "--jobs", usable_cores(session))
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)

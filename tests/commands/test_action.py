@@ -14,7 +14,6 @@ import pytest
 import their_repository
 import yaml
 
-from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.guard.run import HEADERS
 
 ROOT = Path(__file__).parents[2]
@@ -84,17 +83,6 @@ def test_everything_arrives_as_it_was_said(tmp_path: Path, odd: str) -> None:
         assert guard[guard.index(option) + 1] == f"{name} {odd}"
     assert [guard[i + 1] for i, word in enumerate(guard) if word == "--only"] == ["one", "other"]
     assert {"--require-conclusive", "--higher-is-better"} <= {*guard}
-
-
-def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> None:
-    given = {**dict.fromkeys(OPTIONS, "3"), **dict.fromkeys(SWITCHES, "true"), "only": "one"}
-    (guard,) = play(tmp_path, {**given, "install": "false"})
-    options = parser().parse_args(guard[1:])
-    assert (options.repo, options.base, options.benchmarks) == (Path("3"), "3", Path("3"))
-    assert (options.path, options.build, options.require_conclusive) == (["3"], "3", True)
-    assert (options.command, options.number, options.timeout_s) == ("3", "3", 3)
-    assert options.higher_is_better
-    assert options.only == ["one"]
 
 
 def test_a_guard_that_ends_before_it_says_anything_is_in_the_summary(tmp_path: Path) -> None:

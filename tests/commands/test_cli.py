@@ -13,7 +13,6 @@ from command_line import NO_TORCH, ROOT, SEVERAL, Gate, call, finish, lines, run
 from fake_experiment import steps
 from records import metric, record
 
-import gpipe_bench
 from gpipe_bench.experiments.commands.cli import VERBS, main
 from gpipe_bench.experiments.registry import EXPERIMENTS, VERBS_TOO, program, spelled_out
 from gpipe_bench.harness.store import Store
@@ -180,20 +179,6 @@ def test_compare_warns_where_the_records_come_from_different_surroundings(tmp_pa
         Store(tmp_path / "c").append(record(step, environment={"code_sha256": sources}))
     for folder in ("b", "c"):
         assert call("compare", "fake", "--results", tmp_path / folder)[2] == ""
-
-
-def test_alone_it_says_in_a_screen_what_there_is_and_what_to_type_first(tmp_path):
-    status, out, err = call()
-    assert (status, err) == (0, "")
-    assert len(out.splitlines()) <= 36
-    assert max(map(len, out.splitlines())) <= 100
-    assert out.startswith(f"gpipe-bench {gpipe_bench.__version__}: ")
-    for line in ("list --machine", "compare table1", "run table1"):
-        assert f"\n  gpipe-bench {line} " in out
-    for verb, (text, *_) in VERBS.items():
-        assert f"\n  {verb:<14}{text}\n" in out, "every verb is in one of the groups"
-    assert call("--help")[1].startswith(out.rstrip())
-    assert call("--version")[1] == f"gpipe-bench {gpipe_bench.__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -409,16 +394,6 @@ def test_locale_and_terminal_do_not_matter(tmp_path, variables):
 
 
 # This machine
-
-
-def test_this_machine_is_found_fit_or_says_what_is_missing(tmp_path):
-    status, out, _ = call("list", "--machine", "--results", tmp_path / "new", "--json")
-    checks = {check["name"]: check for check in lines(out)}
-    assert {"python", "packages", "torch", "processor", "memory", "results", "gpus"} <= set(checks)
-    assert status == (1 if any(check["status"] == "missing" for check in checks.values()) else 0)
-    assert all(check["remedy"] for check in checks.values() if check["status"] != "ok")
-    assert checks["torch"]["status"] == "ok"
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_torch_that_ends_the_process_is_said_and_a_folder_that_is_none(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, SHAPES, example_batch, loss_fn
-from gpipe_bench.pipeline import Boundary, Profiler, Transport, gpipe, named, pipeline_memory
-from gpipe_bench.pipeline.memory.workers import shared_weights
+from gpipe_bench.pipeline import Boundary, Profiler, Transport, gpipe, pipeline_memory
 from gpipe_bench.planner import model as size_models
 
 
@@ -100,45 +98,6 @@ def test_what_does_not_fit_says_where_and_what_would_do(capsys: pytest.CaptureFi
         assert asked(found)[0] == 0, option
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 1), ("zb-v", 2)])
-def test_a_tied_matrix_is_one_where_one_worker_has_both_its_uses(
-    capsys: pytest.CaptureFixture[str], schedule: str, stages: int
-) -> None:
-    out = size(
-        capsys, "gpt2", "--accelerators", stages, "--memory-gib", 99, "--num-layers", 2, "--batch-size", 2,
-        "--num-microbatches", 2, "--schedule", schedule, "--json",
-    )[1]  # fmt: skip
-    found = json.loads(out)
-    held = [worker["parameters"] for worker in found["workers"]]
-    assert sum(held) == 4 * found["num_parameters"], "bytes of float32, the matrix once"
-
-
-def test_1f1b_is_cut_for_what_each_stage_keeps(capsys: pytest.CaptureFixture[str]) -> None:
-    """Under 1F1B the first stages keep more, so an even cut needs more than the best one."""
-    out = size(
-        capsys, "gpt2", "--accelerators", 3, "--num-layers", 6, "--batch-size", 6, "--num-microbatches", 6,
-        "--schedule", "1f1b", "--remat", "never", "--memory-gib", 99, "--json",
-    )[1]  # fmt: skip
-    found = json.loads(out)
-    model = size_models.model_of("gpt2", 6, 6)
-    profile = model.profile_of(1, "float32")
-
-    def fullest(*ends: int) -> int:
-        cut = tuple(range(a, b) for a, b in pairwise((0, *ends, 8)))
-        schedule = named("1f1b", 3, 6)
-        return max(
-            each.peak
-            for each in pipeline_memory(
-                profile.layers, profile.loss, cut, schedule, "adam", receive_ahead=Transport(),
-                ties=shared_weights(model.layers),
-            )
-        )  # fmt: skip
-
-    every = {(a, b): fullest(a, b) for a in range(1, 7) for b in range(a + 1, 8)}
-    first, second, _ = found["layers_per_stage"]
-    assert max(peaks(found)) == min(every.values()) == every[first, first + second]
-
-
 OWN = """
 import torch
 from torch import nn
@@ -175,16 +134,3 @@ def test_ones_own_model_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     more = json.loads(size(capsys, "own_size_models:whole", *asked, "--batch-size", 16)[1])
     assert more["batch_size"] == 16
     assert max(peaks(more)) > max(peaks(found))
-
-
-def test_a_gpu_keeps_no_weights_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "gpt2 --num-layers 2 --accelerators 1 --memory-gib 99 --batch-size 1 --remat never"
-    asked += " --num-microbatches 1"
-    kept = []
-    for more in ("", "--device-type a100"):
-        assert main(["plan", "--bytes", *asked.split(), *more.split(), "--json"]) == 0
-        kept.append(json.loads(capsys.readouterr().out)["workers"][0]["peak"])
-    pairs = 12 * 1024 * 1024
-    assert kept[0] - kept[1] > 2 * pairs * 4  # of two blocks at least the weights themselves
-    assert main(["plan", "--bytes", *asked.split(), "--device-type", "a100"]) == 0
-    assert "flash attention" in capsys.readouterr().out

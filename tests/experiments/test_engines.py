@@ -19,7 +19,7 @@ from gpipe_bench.experiments.engines.checks import (
     reference,
     verify,
 )
-from gpipe_bench.experiments.engines.setup import Engine, Setup, pinned, resolve
+from gpipe_bench.experiments.engines.setup import Setup, pinned, resolve
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import launch
@@ -127,15 +127,6 @@ def test_engines_in_one_process_do_what_the_setup_says(name: str, remat: str) ->
     assert float(loss) == pytest.approx(mse(nn.Sequential(*setup.layers)(data()[0]), data()[1]).item())
 
 
-def test_torchgpipe_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = in_process("torchgpipe")(setup_of(num_microbatches=3))
-    with pytest.raises(ValueError, match=r"torchgpipe splits 8 examples with torch\.chunk,"):
-        engine.step(*data(), mse)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="torchgpipe is not installed: pip install"):
-        resolve("torchgpipe")(setup_of())
-
-
 # ... and in processes
 
 
@@ -184,38 +175,6 @@ def test_engines_in_processes_do_what_the_setup_says() -> None:
 
 
 # Engines that do something else
-
-
-class Plain:
-    """The plain model, with what is wrong about it."""
-
-    def __init__(self, setup: Setup, wrong: str) -> None:
-        self.setup, self.wrong = setup, wrong
-
-    def step(self, batch: Any, target: Any, loss_fn: Any) -> Tensor:
-        model = nn.Sequential(*self.setup.layers)
-        count = 1 if self.wrong == "one chunk" else self.setup.num_microbatches
-        for inputs, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
-            (loss_fn(model(inputs), wanted) / (1 if self.wrong == "sum" else count)).backward()
-        if self.wrong == "no gradient":
-            self.setup.layers[3].bias.grad = None
-        if self.wrong == "one parameter":
-            self.setup.layers[3].bias.grad.mul_(1 + 1e-6)
-        return torch.zeros(())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "remat"),
-    [
-        ("one chunk", "never"), ("no recomputation", "always"), ("no recomputation", "except_last"),
-        ("sum", "never"), ("one parameter", "never"), ("no gradient", "never"),
-    ],
-)  # fmt: skip
-def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str) -> None:
-    setup = setup_of(remat=remat)
-    engine: Engine = Plain(setup, wrong)
-    with pytest.raises(RuntimeError, match="plain"):
-        verify("plain", engine, setup, *data(), mse)
 
 
 def test_a_parameter_whose_gradient_vanishes_is_compared_with_the_others() -> None:

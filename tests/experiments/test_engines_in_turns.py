@@ -15,7 +15,6 @@ from torch import nn
 
 from gpipe_bench.experiments.beyond.engine_configurations import (
     ALL_CORES,
-    ALONE,
     ALWAYS,
     BARE,
     COST,
@@ -153,14 +152,6 @@ def test_the_ideal_of_waiting_stages_comes_from_the_schedule() -> None:
     assert found[SHARE, "ours"].value == pytest.approx(78 * 0.0202 / 1.6)
     found = values(case_of(key("waiting", 4, 8, "except_last"), {"ours": [1.0, 1.0], BARE: [0.16, 0.16]}))
     assert found[SHARE, "ours"].value == pytest.approx(0.01 * (8 + 8 + 7 + 2 * 3))
-
-
-def test_of_a_sequential_step_the_ideal_is_the_share_that_stages_leave() -> None:
-    idle = {"ours": [0.5, 0.5], "torch-gpipe": [0.6, 0.6], ALONE: [0.0, 0.0], ALL_CORES: [1.0, 1.0]}
-    found = values(case_of(key("transformer-8", 2, 16), {**idle, ALONE: [0.9, 0.9]}, idle))
-    assert found[SHARE, "ours"].value == pytest.approx((0.9 / 0.5) / (16 * 2 / 17))
-    assert found["core beside a busy one",].value == pytest.approx(0.9)
-    assert (SHARE, ALL_CORES) not in found
 
 
 def test_small_actions_cost_what_the_layers_do_not() -> None:

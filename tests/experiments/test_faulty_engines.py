@@ -15,7 +15,6 @@ from planted_engines import OVER_PROCESSES, PLANTED, RIGHT
 from gpipe_bench.experiments.beyond.engine_configurations import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
 from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, in_place, settled
-from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
 from gpipe_bench.experiments.paper.timed import engine_turns
 
 ROOT = Path(__file__).parents[2]
@@ -128,44 +127,6 @@ def answer(tell: Any, value: int) -> int:
 
 def boom(tell: Any) -> None:
     raise ZeroDivisionError("by nothing")
-
-
-def silent(tell: Any) -> None:
-    import time
-
-    while True:
-        time.sleep(0.05)
-
-
-def crash(tell: Any) -> None:
-    import os
-    import signal
-
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-@pytest.mark.parametrize(
-    ("function", "timeout_s", "said"),
-    [
-        (boom, 60.0, "ZeroDivisionError: by nothing"),
-        (silent, 0.5, "no answer within 0.5 s: its process was in line"),
-        (crash, 60.0, "its process was ended by SIGSEGV"),
-    ],
-)
-def test_what_becomes_of_a_bad_one_is_one_line(function: Any, timeout_s: float, said: str) -> None:
-    with pytest.raises(IsolatedError) as caught:
-        run_isolated(function, 1, timeout_s=timeout_s)
-    assert caught.value.fault.reason.startswith(said)
-    assert "\n" not in caught.value.fault.reason
-    assert not caught.value.fault.refused
-
-
-def test_the_place_is_the_users_own_innermost_one() -> None:
-    assert place_of(f'  File "{sys.prefix}/x.py", line 1, in f\n') == ""
-    frames = '  File "/home/me/mine.py", line 12, in step\n  File "/home/me/parts.py", line 3, in send\n'
-    assert place_of(frames) == "line 3 of parts.py (send)"
-    assert place_of(frames, latest_first=True) == "line 12 of mine.py (step)"
-    assert fault_of(ValueError("")).reason == "ValueError"
 
 
 # check-engine
@@ -285,15 +246,6 @@ def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: p
     assert status == 3
     assert "no answer within 1 s: its process was in line 20 of scene_engines.py (step)" in head
     assert list(verdicts.values()) == ["broken"] + ["not tried"] * (len(CASES) - len(BASE))
-
-
-def test_what_breaks_one_case_costs_only_that(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, "one process")
-    asked = ("remat except_last", "remat always", "M < K")
-    status, head, verdicts = check("DiesLate")
-    assert status == 3
-    assert head.startswith("scene_engines:DiesLate: its process ended")
-    assert [verdicts[case] for case in asked] == ["ok", "broken", "ok"]
 
 
 def test_a_name_that_leads_nowhere_is_bad_usage(scene: Path) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from hypothesis import given
 from hypothesis import strategies as st
 from records import record
 
 from gpipe_bench.experiments.beyond.traffic import Shape, traffic
-from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak, peak_activations
+from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak
 from gpipe_bench.experiments.paper.figure2_shown import VARIANTS
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.record import Record
-from gpipe_bench.pipeline import gpipe
 
 
 def finished(**wanted: object) -> list[Record]:
@@ -40,15 +37,6 @@ def finished(**wanted: object) -> list[Record]:
 def test_the_replay_equals_the_closed_form(name: str, num_stages: int, num_microbatches: int) -> None:
     variant = VARIANTS[name]
     assert variant.bubble(num_stages, num_microbatches) == variant.closed_form(num_stages, num_microbatches)
-
-
-@given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 100))
-def test_counted_activations_are_the_papers(num_stages: int, num_microbatches: int, num_layers: int) -> None:
-    counted = peak_activations(gpipe(num_stages, num_microbatches, "always"), num_layers)
-    assert counted == 1 + Fraction(num_layers, num_stages * num_microbatches)
-    # Without re-materialization every graph is kept: the O(N L) of the text, for the stage's share of layers.
-    everything = peak_activations(gpipe(num_stages, num_microbatches, "never"), num_layers)
-    assert everything == 1 + Fraction(num_layers, num_stages)
 
 
 def test_every_formula_of_the_paper_is_met() -> None:

@@ -68,14 +68,6 @@ def test_operations_and_memory_scaled_from_one_prime_number_of_examples_are_thos
     assert scaled == [wanted]
 
 
-def test_padded_operations_of_a_convolution_by_hand() -> None:
-    """3 x 3, 40 to 70 channels, 14 x 14 places, 4 images: rows 784, inner 360, columns 70."""
-    product = (1, 196 * EXAMPLES, 360, 70)
-    assert product_flops(product, 4) == 2 * 784 * 360 * 70
-    assert product_flops(product, 4, 128) == 2 * 784 * 384 * 128
-    assert product_flops(product, 1, 128) == 2 * 200 * 384 * 128  # 196 rows in tiles of 8
-
-
 def test_tiles_by_hand() -> None:
     # 4 images, 40 channels: 8 x 128 one way, 128 x 40 the other
     assert tiled_elements((4, 40, 14, 14), "images") == 196 * 8 * 128

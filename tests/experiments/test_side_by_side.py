@@ -17,7 +17,6 @@ from gpipe_bench.experiments.paper.timed.side_by_side import (
     state_of,
     steps_of,
     verdict,
-    void_by,
 )
 from gpipe_bench.experiments.registry import load as experiment
 from gpipe_bench.harness import REFERENCE
@@ -78,21 +77,6 @@ def test_a_void_case_is_measured_once_more_with_more_rounds(
         "step of ours", "step of theirs", "control", "used by others",
     ]  # fmt: skip
     assert kept.metric("used by others").value == pytest.approx((3.0 - 2.0) / 4.0)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("control", "void"),
-    [
-        (metric(1.173, 1.053, 1.293), True),
-        (metric(0.95, 0.92, 0.99), True),
-        (metric(1.02, 0.99, 1.05), False),
-        (metric(1.1, 1.0, 1.2), False),
-        (metric(1.5, None, None), False),  # one round has no interval, and no verdict is sure of it
-        (None, False),
-    ],
-)
-def test_a_control_voids_when_its_interval_excludes_one(control: Metric | None, void: bool) -> None:
-    assert bool(void_by(control)) == void
 
 
 @pytest.mark.parametrize(

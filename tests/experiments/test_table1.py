@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from command_line import call
 
 from gpipe_bench.experiments.paper.table1.cells import ANY_COUNT, cells
 from gpipe_bench.experiments.paper.table1.experiment import EXPERIMENT
@@ -13,14 +10,6 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import SCHEMA, Record
 from gpipe_bench.harness.verdict import Comparison
-
-Smoke = tuple[Path, tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
-    results = tmp_path_factory.mktemp("results")
-    return results, call("run", "table1", "--profile", "smoke", "--results", results, "--jobs", "1")
 
 
 def record_of(case: Case) -> Record:
@@ -69,17 +58,6 @@ def test_the_largest_models_with_any_number_of_micro_batches_are_context(transfo
             assert max(sum(stage.values()) for stage in parts) <= 16 * 2**30
             assert len(placement["layers_per_stage"]) == len(parts)
             assert sum(placement["layers_per_stage"]) == placement["num_layers"] + 2
-
-
-def test_the_split_of_every_stage_adds_up(transformer: list[Record]) -> None:
-    for record in transformer:
-        for kind in {"placement", "best"} & set(record.details):
-            stages = record.details[kind]["stages"]
-            peaks = [sum(v for k, v in stage.items() if k != "when") for stage in stages]
-            name = "best peak per accelerator" if kind == "best" else "peak per accelerator"
-            metric = record.metric(name)
-            assert metric is not None
-            assert metric.value == max(peaks)
 
 
 def test_full_on_a_cpu_skips_the_device_with_its_reason() -> None:

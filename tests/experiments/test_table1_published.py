@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +9,7 @@ import pytest
 from gpipe_bench.experiments.paper.largest import Setting, last_that, place_anyhow
 from gpipe_bench.experiments.paper.stages import (
     Combination,
-    costs_of,
     counted,
-    cuts_of,
-    quadratic,
     stages_of,
 )
 from gpipe_bench.models.paper import Column, column
@@ -67,23 +63,6 @@ def test_each_setting_does_what_it_says() -> None:
     # Each of the first seven stages keeps what it sends for every micro-batch of the mini-batch.
     sent = 7 * 32 * 1024 * 2048 * 4
     assert total(with_settings(boundary_tensors="inputs and outputs"), where) - base == sent
-
-
-def test_partitions_follow_their_costs_and_an_empty_stage_is_none() -> None:
-    where = column("transformer", "pipeline-8")
-    by_layers = cuts_of("transformer", where, with_settings(partition_cost="layers"))
-    assert by_layers is not None
-    assert {len(cut) for cut in by_layers} == {13, 14}
-    by_parameters = costs_of("transformer", 103, 0, with_settings(partition_cost="parameters"))
-    assert by_parameters[0] == 65_536_000
-    tiny = replace(where, num_layers=6)
-    empty = with_settings(partition_cost="parameters", partition_rule="cumulative share")
-    assert cuts_of("transformer", tiny, empty) is None
-    assert stages_of("transformer", tiny, empty) is None
-
-
-def test_a_polynomial_through_three_points() -> None:
-    assert quadratic((1, 2, 5), (6, 11, 38), 3) == 18  # x^2 + 2 x + 3
 
 
 # ------------------------------------------------------------------ the search

@@ -48,14 +48,6 @@ def table2_record(model="transformer", batch="fitted", profile="short", *errors)
     )  # fmt: skip
 
 
-def test_records_without_a_finished_case_make_an_empty_table():
-    failed = replace(table2_record(), status="failed", reason="broken")
-    for experiment in (table2, table4, figure3):
-        assert experiment.cells([failed]) == []
-        assert experiment.tables([failed]) == ""
-        assert experiment.figures([failed]) == []
-
-
 def run_with(experiment, each, monkeypatch):
     """The record of ResNet-101 whose processes found these steps."""
     monkeypatch.setattr(timed_steps, "measure", lambda job: [found(*each)])
@@ -124,26 +116,3 @@ def test_naive_and_pipeline_are_told_apart(monkeypatch, tmp_path):
     assert "pipeline-8" in figure3.tables([made])
     (path,) = draw(figure3.EXPERIMENT, [made], tmp_path)
     assert path.stat().st_size > 10_000
-
-
-def test_what_recomputation_costs_on_one_device_is_a_case_of_its_own(monkeypatch):
-    """Whole steps, so nothing is laid out; one that finds no room says so."""
-    key = {"part": figure3.RECOMPUTATION, "model": "resnet101"}
-    options = RunOptions(profile="short", device="cuda")
-    assert key in [case.key for case in figure3.cases(options)]
-    assert key not in [case.key for case in figure3.cases(replace(options, device="cpu"))]
-
-    def ran(*each):
-        monkeypatch.setattr(timed_steps, "measure", lambda job: [found(*each)])
-        outcome = figure3.run(Case(key), options)
-        details = json.loads(json.dumps(outcome.details))
-        return record(experiment="figure3", case=key, metrics=outcome.metrics, details=details)
-
-    naive, pipeline = steps(num_stages=1, num_microbatches=1), steps(num_stages=1)
-    made = ran(naive, pipeline)  # half a second each, of 32 examples and of four times 32
-    assert made.metric("with over without").value == pytest.approx(4.0)
-    assert figure3.cells([made]) == []
-    line = next(each for each in figure3.tables([made]).splitlines() if each.startswith("ResNet-101"))
-    assert line.split() == ["ResNet-101", "0.8", "4.00"]
-    lost = ran(replace(naive, turns=[], in_process_s=[], out_of_memory="no room"), pipeline)
-    assert "not run: no room" in figure3.tables([lost])

@@ -20,7 +20,6 @@ from gpipe_bench.experiments.paper.table3 import EXPERIMENT
 from gpipe_bench.experiments.paper.timed.replay import slowdowns
 from gpipe_bench.experiments.paper.timed.results import Steps
 from gpipe_bench.experiments.paper.timed.workloads import TABLE3, Configuration
-from gpipe_bench.harness.experiment import RunOptions
 
 PAPER = Estimate(lambda share: [(0.5e-3 / share, 1e-3 / share)] * 8, (4_000_000,) * 8, (4_000_000,) * 8, 1000)
 """Eight equal layers of a millisecond at half the peak, and messages of 4 MB."""
@@ -95,12 +94,3 @@ def test_the_slowed_link_gives_the_scaled_model_the_papers_numbers():
     assert {q.provenance for q in paper.metrics} == {"modelled"}
     low = shares_of_peak()[1]
     assert value(paper.metrics, "normalised throughput", link="PCIe", share_of_peak=low, K=8)
-
-
-@pytest.mark.parametrize("profile", ["smoke", "short", "full"])
-def test_cases_of_every_profile(profile):
-    wanted = [f"part={part} model={m}" for part in ("paper size", "steps") for m in TABLE3]
-    wanted += [f"part={part} model={m}" for part in ("replay error",) for m in TABLE3]
-    if profile != "smoke":
-        wanted += [f"part=reproduction model={m}" for m in TABLE3]
-    assert [case.label for case in EXPERIMENT.cases(RunOptions(profile=profile))] == wanted

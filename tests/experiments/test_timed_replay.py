@@ -18,7 +18,6 @@ from gpipe_bench.experiments.paper.timed.claims import (
 )
 from gpipe_bench.experiments.paper.timed.replay import (
     HIDDEN,
-    TimedActions,
     balanced,
     hidden_from,
     lay_out,
@@ -26,7 +25,7 @@ from gpipe_bench.experiments.paper.timed.replay import (
     slowdowns,
     take_apart,
 )
-from gpipe_bench.experiments.paper.timed.results import check_ran, results, samples_of
+from gpipe_bench.experiments.paper.timed.results import check_ran, results
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.pipeline import LINKS, Event, Kind, Link, Timeline, gpipe, replay
@@ -59,17 +58,6 @@ def test_link_update_and_setup_lengthen_the_step_and_are_told_apart():
     apart = take_apart(timed(slow=1.7, setup_s=0.001, update_s=(0.002, 0.004)), Link("slow", 1e-4, 1e6))
     assert sum(apart.shares.values()) == Fraction(1)
     assert all(apart.shares[part] > 0 for part in ("load imbalance", "communication", "setup"))
-
-
-def test_records_keep_what_a_step_is_laid_out_from():
-    whole = timed(4, 8, slow=1.3, setup_s=0.001, update_s=(0.1, 0.2, 0.3, 0.4))
-    data = json.loads(json.dumps(whole.to_data()))
-    again = TimedActions.from_data(data)
-    assert lay_out(again).makespan_s == pytest.approx(lay_out(whole).makespan_s)
-    assert again.partition == whole.partition
-    assert data["actions_ms"]["0F"] == {"median": 10.0, "low": 10.0, "high": 10.0, "samples": 3}
-    step = lay_out(timed(num_microbatches=3))
-    assert samples_of([step, step])[1, Kind.B] == pytest.approx((0.02,) * 6)
 
 
 def test_a_step_that_forgot_something_is_refused():

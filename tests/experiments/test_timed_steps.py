@@ -10,9 +10,8 @@ import torch
 from made_up_steps import job_of
 from torch import nn
 
-from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.results import results
-from gpipe_bench.experiments.paper.timed.steps import attempt, work
+from gpipe_bench.experiments.paper.timed.steps import work
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.pipeline import launch
 
@@ -110,22 +109,3 @@ def test_a_configuration_that_runs_out_of_memory_leaves_the_others_their_numbers
     assert not any(each.out_of_memory for each in others)
     _, details = results(job, [found])
     assert [cell["out_of_memory"] for cell in details["cells"].values()] == [first.out_of_memory, "", ""]
-
-
-def test_all_processes_give_up_together(monkeypatch):
-    """One that has room would wait for the other in the next step for ever."""
-
-    class Two:
-        def is_initialized(self) -> bool:
-            return True
-
-        def get_world_size(self) -> int:
-            return 2
-
-        def all_gather_object(self, found: list[str], mine: str) -> None:
-            found[:] = [mine, "OutOfMemoryError: no room"]
-
-    monkeypatch.setattr(timed_steps, "dist", Two())
-    assert attempt(lambda: None) == "process 1: OutOfMemoryError: no room"
-    with pytest.raises(ZeroDivisionError):
-        attempt(lambda: 1 / 0)

@@ -5,23 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from gpipe_bench.harness.guard import (
     ARMS,
     LOOKS,
-    MAX_RUNS,
     Change,
     Judgement,
     Round,
     Sample,
-    Verdict,
     confirmed,
     judge,
-    log_ratios,
-    needs_another_run,
     run_rounds,
     verdict_of,
 )
@@ -111,12 +107,6 @@ def test_a_clear_case_ends_at_the_first_look_and_an_unclear_one_at_the_last() ->
     assert not unclear.out_of_time
 
 
-def test_a_steady_drift_cancels_within_the_round() -> None:
-    judged, rounds = run_rounds(sampler(3, noise=0.0, drift=0.01), "a")
-    assert judged.verdict == "same"
-    assert log_ratios(rounds, "head") == pytest.approx([0.0] * len(rounds), abs=1e-9)
-
-
 def run_for(rounds_in_time: float, **options: float) -> tuple[Judgement, int]:
     """A run that has time for so many rounds, of which each takes a second."""
     take, taken = sampler(1, **options), [0]
@@ -158,25 +148,6 @@ def test_where_time_ends_between_two_looks_the_next_one_is_taken_there() -> None
 )
 def test_only_two_consecutive_regressions_fail(verdicts: str, fails: bool) -> None:
     assert confirmed(tuple(verdicts.split())) == fails  # type: ignore[arg-type]
-
-
-def test_what_is_unproven_is_measured_again_but_not_for_ever() -> None:
-    """Whatever the verdicts, it ends; and it ends early exactly where nothing is left to find out."""
-    kinds: tuple[Verdict, ...] = ("regression", "improved", "same", "inconclusive", "contaminated")
-
-    def sequences(verdicts: tuple[Verdict, ...]) -> Iterator[tuple[Verdict, ...]]:
-        if not needs_another_run(verdicts):
-            yield verdicts
-            return
-        for kind in kinds:
-            yield from sequences((*verdicts, kind))
-
-    found = list(sequences(()))
-    assert max(map(len, found)) == MAX_RUNS
-    for verdicts in found:
-        if len(verdicts) < MAX_RUNS:
-            given_up = verdicts == ("contaminated", "contaminated")
-            assert confirmed(verdicts) or given_up or verdicts[-1] in ("improved", "same", "inconclusive")
 
 
 def simulated(trials: int, looks: Sequence[int] = LOOKS, **options: float) -> list[str]:

@@ -146,50 +146,12 @@ def test_what_the_paper_contradicts_itself_on_is_not_comparable(cells):
     }
 
 
-def test_what_no_schedule_reaches_at_one_batch_says_so_and_is_judged(cells, find):
-    """The caption lets the batch change, so all that lie above the bound are judged alike."""
-    for c in cells:
-        if c.table in ("table2-transformer", "table2-amoebanet") and (c.source, c.kind) == (
-            "paper",
-            "result",
-        ):
-            bound = max(
-                find("table2-bound", f"{c.row} {how} re-materialization", c.column, "theory").value
-                for how in ("with", "without")
-            )
-            assert (c.value - c.rounding > bound) == ("at one batch" in c.erratum), c.key
-            assert c.comparable
-
-
 def test_formulas_are_evaluated_right(cells):
     bubbles = [c for c in cells if c.row.startswith("bubble (K-1)/(M+K-1)")]
     assert len(bubbles) == 9
     for c in bubbles:
         stages, micro = int(c.column.removeprefix("K=")), int(c.row.rpartition("M=")[2])
         assert abs(100 * (stages - 1) / (micro + stages - 1) - c.value) <= c.rounding
-
-
-def test_rounding_is_half_a_unit_of_what_is_printed_except_for_counts(find):
-    assert find("table1-amoebanet", "parameters", "naive-1").rounding == 0.5e6
-    assert find("table1-amoebanet", "parameters", "pipeline-4").rounding == 0.005e9
-    assert find("table1-transformer", "parameters", "pipeline-32").rounding == 0.05e9
-    assert find("transfer", "CIFAR-100", "training examples").rounding == 0
-    assert find("amoebanet-b", "ImageNet top-5", "v5").rounding == 0.5
-    assert find("amoebanet-b", "ImageNet top-5", "v1").rounding == pytest.approx(0.05)
-    assert find("table1-amoebanet", "num_layers", "naive-1").rounding == 0
-    assert find("table2-amoebanet", "M=1", "K=2").rounding == 0
-    assert find("nmt-models", "T(6,8192,16)", "parameters").rounding == 50e6, "zeros are no digits"
-    assert find("table1-transformer", "parameters", "pipeline-32").rounding == 0.05e9, "21.0 has three"
-
-
-def test_what_follows_by_arithmetic_is_an_identity(cells):
-    """So that it can be counted apart: it confirms the arithmetic and not the paper's experiments."""
-    for c in cells:
-        if c.source == "paper" and c.table != "growth":
-            counts = c.row in ("parameters", "parameter memory") or c.column == "parameters"
-            normalizer = c.unit == "ratio" and c.printed == "1" and c.exact and c.kind != "setting"
-            if (counts and c.kind != "setting") or normalizer or c.form == "evaluated":
-                assert c.kind == "identity", c.key
 
 
 def test_the_previous_best_are_the_papers(cells):

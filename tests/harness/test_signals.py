@@ -13,13 +13,10 @@ import psutil
 import pytest
 from command_line import START, Gate, lines, start, surroundings
 
-from gpipe_bench.harness.signals import held, number_of, starting, stopping
+from gpipe_bench.harness.signals import number_of, starting, stopping
 
 RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 # Cases beside each other, in processes of their own.
-BESIDE = "import dataclasses, fake_experiment\n" + (
-    "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
-)
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
@@ -111,40 +108,6 @@ def test_a_run_ends_with_all_that_it_launched(tmp_path, arrived, descendants, to
     assert nobody_is_left(family)
 
 
-def test_a_launched_process_that_somebody_ends_is_a_failed_case(tmp_path, arrived, descendants):
-    results = tmp_path / "results"
-    process = command(
-        "run", "fake", "--device", "cpu", "--results", results, code=RANKS, FAKE_ARRIVED=str(arrived.path)
-    )
-    launched, grandchild = map(int, arrived().split())
-    descendants(process)
-    os.kill(launched, signal.SIGTERM)
-    os.kill(grandchild, signal.SIGKILL)  # nobody's child by now; it would keep the pipe to us open
-    found, out, err = ending_of(process)
-    assert found == 3, err
-    assert "the comparison" in out
-    assert kept(results) == [(1, "done"), (2, "failed"), (3, "done")]
-
-
-@pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_cases_beside_each_other_end_too(tmp_path, gate, descendants, number, status):
-    results = tmp_path / "results"
-    process = command(
-        "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", results, "--only", "step=1",
-        "--only", "step=2", code=BESIDE, FAKE_GATE=str(gate.folder),
-    )  # fmt: skip
-    process.stdout.readline()
-    gate.wait()
-    family = descendants(process)
-    assert len(family) >= 2
-    os.killpg(process.pid, number)
-    found, _, err = ending_of(process)
-    assert found == status, err
-    assert "1 finished cases are kept" in err
-    assert kept(results) == [(1, "done")]
-    assert nobody_is_left(family)
-
-
 @pytest.mark.parametrize(("number", "status"), ENDINGS)
 def test_what_was_started_twice_to_end_ends_once(tmp_path, gate, number, status):
     """Tools send a second signal, or send it to process and group."""
@@ -219,19 +182,6 @@ def test_the_way_out_is_taken_in_good_order(number, status, default_handlers):
     assert cleaned
     assert 128 + number_of(caught.value) == status
     assert signal.getsignal(number) is before
-
-
-def test_what_is_held_together_is_done_whole(default_handlers):
-    done = []
-
-    def work():
-        with stopping(), held():
-            os.kill(os.getpid(), signal.SIGTERM)
-            done.append("whole")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == ["whole"]
 
 
 def test_an_interrupt_waits_for_a_process_that_is_starting():

@@ -93,7 +93,7 @@ def test_two_processes_train_what_the_plain_model_does_and_go_on_where_they_were
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-# own_engine.py: test_engines.py checks it and test_timed_steps.py times it; own_model_plan.py
+# own_engine.py: test_engines.py checks it and test_timed.py times it; own_model_plan.py
 
 
 def test_ones_own_model_is_planned_and_its_script_written(tmp_path: Path) -> None:

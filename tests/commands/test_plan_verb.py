@@ -18,9 +18,9 @@ from forked import torchrun
 from gpipe_bench.experiments.commands import plan as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import LINKS, Link
+from gpipe_bench.pipeline import LINKS
 from gpipe_bench.planner import Candidate, Request
-from gpipe_bench.planner.formats import command, script
+from gpipe_bench.planner.formats import script
 from gpipe_bench.planner.model import built
 
 OWN = (
@@ -160,25 +160,3 @@ def test_a_typing_error_needs_no_torch() -> None:
     )  # fmt: skip
     assert ran.returncode == 2
     assert "unknown accelerator 'h1000'" in ran.stderr
-
-
-def test_several_hosts_meet_somewhere() -> None:
-    from planning_models import planned
-
-    near, far = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
-    request = Request(
-        accelerators=8, memory_bytes=1, batch_size=16, link=near, between=far, hosts=2, precision="bfloat16"
-    )
-    assert command(request, "x.py") == (
-        "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 x.py"
-    )
-    candidate = Candidate(
-        cut=(range(3), range(3, 6)), schedule="1f1b", num_microbatches=2, remat=("always", "never"),
-        num_workers=2, fsdp=4, fsdp_level=3,
-    )  # fmt: skip
-    text = script(planned("plain"), candidate, request)
-    compile(text, "train.py", "exec")
-    assert "init_device_mesh(device.type, (2, 4), mesh_dim_names=('pp', 'fsdp'))" in text
-    assert "zero=3" in text
-    assert "remat=('always', 'never')" in text
-    assert "torch.autocast(device.type, dtype=torch.bfloat16" in text

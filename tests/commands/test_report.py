@@ -214,15 +214,6 @@ def test_a_smoke_run_counts_only_where_there_is_nothing_else(tmp_path):
     ]
 
 
-def test_records_of_another_revision_or_engine_are_not_mixed_in(tmp_path):
-    experiment = dataclasses.replace(FAKE, engines=("ours", "peer"))
-    old = fake(1, 1, revision=FAKE.revision + 1)
-    peer = fake(1, 2, options={"device": "cpu", "engine": "peer", "seed": 0})
-    ours = fake(1, 3, options={"device": "cpu", "engine": "ours", "seed": 0})
-    found, _ = sources(experiment, [("own", put(tmp_path / "own", old, ours, peer))])
-    assert [[r.metrics[0].value for r in source.records] for source in found] == [[3], [2]]
-
-
 def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, monkeypatch):
     some = {"fake": "fake_experiment", "table1": registry.EXPERIMENTS["table1"]}
     monkeypatch.setattr(report_build, "EXPERIMENTS", some)

@@ -104,15 +104,6 @@ def test_numbers_in_the_page_are_those_of_the_records(open_page):
     assert compared >= 40
 
 
-def test_the_first_screen_answers_in_words_and_then_claim_by_claim(open_page):
-    page = open_page((1300, 900))
-    for text in ("Its algorithm does", "we could not test", "processor cores", "Two small networks"):
-        box = page.get_by_text(text).first.bounding_box()
-        assert box is not None
-        assert box["y"] + box["height"] < 900, text
-    assert page.locator(".claims tbody tr").count() >= 10
-
-
 def test_the_cells_download_as_they_lie_beside_the_page(open_page, report):
     page = open_page()
     with page.expect_download() as download:

@@ -1,8 +1,9 @@
-"""`schedule`: the picture, what follows from it, files there and back, and refusals."""
+"""The verb schedule, and that no output is wider than 100 columns."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,22 @@ def test_a_file_is_judged(tmp_path: Path) -> None:
     status, _, err = call("schedule", "--from", path)
     assert status == 2
     assert why in err
+
+
+PLAN = "--accelerators 4 --memory-gib 24 --batch-size 64 --device-type a10"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "list", "list --models", "compare table1", "compare table2",
+        "schedule gpipe --num-stages 8 --num-microbatches 32", "schedule zb-v --workers 8 --microbatches 24",
+        "plan gpt2 --bytes --accelerators 2 --memory-gib 8",
+        f"plan gpt2 --num-layers 4 {PLAN} --num-microbatches 32",
+    ],
+)  # fmt: skip
+def test_no_output_is_wider_than_a_hundred_columns(line: str) -> None:
+    status, out, err = call(*shlex.split(line))
+    assert status == 0, err
+    script = out.partition("the script that trains so")[0]  # a file, whose lines are as long as they are
+    assert [each for each in script.splitlines() if len(each) > 100] == []

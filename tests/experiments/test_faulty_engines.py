@@ -45,19 +45,6 @@ class Wrong(FillDrain):
         return super().step(batch, target, lambda output, wanted: loss_fn(output, wanted) * self.count)
 
 
-class Third(FillDrain):
-    def step(self, batch, target, loss_fn):
-        losses = iter(range(self.count))
-        return super().step(
-            batch, target, lambda output, wanted: loss_fn(output, wanted) * (4 if next(losses) == 2 else 1)
-        )
-
-
-class Forgets(FillDrain):
-    def forward(self, stage, value, m):
-        return stage(value)
-
-
 class Picky(FillDrain):
     def step(self, batch, target, loss_fn):
         raise ValueError("no batch is good enough")
@@ -66,13 +53,6 @@ class Picky(FillDrain):
 class Dies(FillDrain):
     def step(self, batch, target, loss_fn):
         os._exit(7)
-
-
-class DiesLate(FillDrain):
-    def forward(self, stage, value, m):
-        if self.setup.remat == "always":
-            os._exit(7)
-        return super().forward(stage, value, m)
 
 
 class Empty:
@@ -211,33 +191,6 @@ def test_a_bad_engine_is_named_in_the_first_line(
     found, head, _ = check(name)
     assert found == status
     assert head.startswith(f"scene_engines:{name}: {first}")
-
-
-AGAIN = {
-    "frozen stage", "frozen first layers", "shared weights", "a skip", "masks per micro-batch",
-    "remat except_last", "remat always",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "failed", "untried", "said"),
-    [
-        ("Third", {"gradients", "returned loss"}, AGAIN | {"summed loss", "later steps"},
-         "micro-batch 2 counts 4 times in the gradients, where each should count once"),
-        ("Forgets", {"remat except_last", "remat always"}, set(),
-         "stage 0 recomputed nothing: 4 forwards, and 7 or 8 are due with setup.remat = 'except_last'"),
-    ],
-)  # fmt: skip
-def test_one_mistake_brings_no_untrue_ones(
-    scene: Path, monkeypatch: pytest.MonkeyPatch, name: str, failed: set[str], untried: set[str], said: str
-) -> None:
-    only(monkeypatch, "one process")
-    status, head, verdicts = check(name)
-    assert status == 1
-    assert head.startswith(f"scene_engines:{name}: {said}")
-    assert {case for case, verdict in verdicts.items() if verdict == "failed"} == failed
-    assert {case for case, verdict in verdicts.items() if verdict == "not tried"} == untried
-    assert verdicts["accumulation over steps"] == "ok", "it adds what it makes, be that wrong"
 
 
 def test_one_that_hangs_is_ended_and_its_place_named(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ one: what is taken in which order, what is skipped, what is left and what is sai
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 from records import record
 
 from gpipe_bench.experiments import gpu
-from gpipe_bench.experiments.commands.cli import main as cli
 from gpipe_bench.experiments.commands.cli import parser as cli_parser
 from gpipe_bench.experiments.gpu import DONE, FAILED, LACKING, NO_GPU, STEPS, Step, main
 from gpipe_bench.experiments.paper import on_gpus
@@ -160,23 +158,3 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path:
         assert options.results == tmp_path
     memory = {step.name: step.memory_gib for step in STEPS}
     assert memory["baseline"] == max(half.cap_gib for half in HALVES.values())
-
-
-def test_the_list_says_what_would_run_and_what_it_takes(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "ask_torch", lambda: {**ONE, "gib": 24.0})
-    assert cli(["list", "--machine", "--device", "cuda", "--results", str(out), "--json"]) == 0
-    checks = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
-    steps = [name.removeprefix("step ") for name in checks if name.startswith("step ")]
-    assert steps == [step.name for step in STEPS]
-    assert checks["gpus"]["found"] == "1 x Fake H100, 80 GiB"
-    fits, does_not, alone = (
-        checks[f"step {name}"] for name in ("baseline", "table2-transformer", "pipelines")
-    )
-    assert (fits["status"], fits["found"]) == ("ok", "at most 1 min a case and 16 GiB of a GPU (estimated)")
-    assert (does_not["status"], does_not["remedy"]) == ("optional", "needs 75 GiB (estimated)")
-    assert (alone["status"], alone["remedy"]) == ("optional", "needs 2 GPUs")
-    monkeypatch.setattr(gpu, "ask_torch", lambda: NONE)
-    assert cli(["list", "--machine", "--device", "cuda", "--results", str(out)]) == 1
-    assert "missing: gpus" in capsys.readouterr().out

@@ -1,10 +1,13 @@
-"""The largest models fit, the next ones do not, and the paper's are no larger."""
+"""The largest models that fit, and what Table 1's published memory may have counted."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from gpipe_bench.experiments.paper import largest as search
 from gpipe_bench.experiments.paper.largest import (
@@ -12,10 +15,30 @@ from gpipe_bench.experiments.paper.largest import (
     Setting,
     fits,
     largest,
+    last_that,
     place,
     place_anyhow,
 )
-from gpipe_bench.models.paper import COLUMNS, Column
+from gpipe_bench.experiments.paper.profiles import (
+    Label,
+    Reading,
+    Relabel,
+    amoebanet,
+    padded,
+    profiled,
+    tiled,
+)
+from gpipe_bench.experiments.paper.profiles import transformer as relabelled
+from gpipe_bench.experiments.paper.stages import (
+    Combination,
+    counted,
+    stages_of,
+)
+from gpipe_bench.models.paper import COLUMNS, Column, column
+from gpipe_bench.pipeline import Boundary, Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 
 PIPELINES = [each for each in COLUMNS["transformer"] if not each.is_naive]
 
@@ -99,3 +122,131 @@ def test_a_cap_that_nothing_fits_is_named() -> None:
     setting = dataclasses.replace(transformer(PIPELINES[1]), cap_gib=0.25)
     with pytest.raises(ValueError, match=r"accelerator\(s\) with mini-batch 32: the smallest"):
         largest(setting)
+
+
+def with_settings(**changes: Any) -> Combination:
+    """Plain settings, with some changes."""
+    plain = {
+        "activation_format": "float32", "gradient_copies": 0, "kept_by": "every operation",
+        "tensor_layout": "dense", "boundary_tensors": "inputs", "partition_cost": "operations",
+        "partition_rule": "least variance", "num_microbatches": 4,
+    }  # fmt: skip
+    assert set(changes) <= set(plain)
+    return {**plain, **changes}
+
+
+def total(settings: Combination, where: Column) -> int:
+    stages = stages_of("transformer", where, settings)
+    assert stages is not None
+    return sum(counted(stage, settings) for stage in stages)
+
+
+# ------------------------------------------------------------------ the model
+
+
+@pytest.mark.parametrize("name", ["naive-1", "pipeline-1"])
+def test_what_is_kept_by_every_operation_is_this_engines_memory(name: str) -> None:
+    """Without gradients, and with one copy of them, as the memory model has them that real steps check; but
+    for the gradient of the one parameter that is being added, which is counted with the others here.
+    """
+    where = column("transformer", name)
+    count = 1 if where.is_naive else 32
+    placed = place_anyhow(
+        Setting("transformer", 1, where.is_naive, "float32", "explicit"), where.num_layers, 0, count
+    )
+    stage = placed.stages[0]
+    settings = with_settings(num_microbatches=32)
+    assert total(settings, where) == pytest.approx(stage.working_set, rel=5e-3)
+    with_gradients = total({**settings, "gradient_copies": 1}, where)
+    assert with_gradients == pytest.approx(stage.working_set + stage.gradients, rel=5e-3)
+
+
+def test_each_setting_does_what_it_says() -> None:
+    where = column("transformer", "pipeline-8")
+    base = total(with_settings(), where)
+    gradients = 4 * (103 * 50_358_272 + 65_536_000 + 65_568_000)
+    assert total(with_settings(gradient_copies=2), where) - base == pytest.approx(2 * gradients, rel=0.1)
+    assert total(with_settings(activation_format="bfloat16"), where) < 0.6 * base
+    assert total(with_settings(num_microbatches=8), where) < 0.6 * base
+    assert total(with_settings(tensor_layout="tiled 8 x 128"), where) >= base
+    # Each of the first seven stages keeps what it sends for every micro-batch of the mini-batch.
+    sent = 7 * 32 * 1024 * 2048 * 4
+    assert total(with_settings(boundary_tensors="inputs and outputs"), where) - base == sent
+
+
+# ------------------------------------------------------------------ the search
+
+
+@pytest.mark.parametrize("guess", [0, 1, 7, 40, 41, 42, 500])
+def test_the_last_that_holds_is_found_from_any_guess(guess: int) -> None:
+    asked: list[int] = []
+
+    def holds(number: int) -> bool:
+        asked.append(number)
+        return number <= 41
+
+    assert last_that(holds, 1, guess) == 41
+    assert min(asked) >= 1
+    assert len(asked) <= 18, "steps grow"
+    assert last_that(lambda number: number <= 41, 42, guess) is None
+    assert last_that(lambda number: number <= 41, 41, guess) == 41
+
+
+def block(width: int, examples: int) -> LayerProfile:
+    layer = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
+    inputs = Boundary.of(torch.empty(examples, width, 5, 7, requires_grad=True))
+    return Profiler(with_shapes=True).layer(layer, inputs)
+
+
+def fields(profile: LayerProfile) -> list[object]:
+    return [
+        dataclasses.astuple(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        for value in (getattr(profile, each.name) for each in dataclasses.fields(profile))
+    ]
+
+
+def test_a_relabelled_profile_is_that_of_the_other_size() -> None:
+    relabel = Relabel((Label(61, 61, 12), Label(43, 43, 6)))
+    assert fields(relabel.profile(block(61, 43))) == fields(block(12, 6))
+
+
+def test_a_tiled_profile_is_larger_and_parameters_are_not() -> None:
+    dense = block(61, 43)
+    padding = tiled(dense)
+    assert padding.parameter_sizes == dense.parameter_sizes
+    assert padding.inputs.tensors[0].shape == padded(dense.inputs.tensors[0].shape)
+    for before, after in ((dense.free, padding.free), (dense.first, padding.first)):
+        assert all(a <= b for a, b in zip(before.sizes, after.sizes, strict=True))
+    assert stage_bytes([padding]).saved_bytes > stage_bytes([dense]).saved_bytes
+    whole = block(128, 8)
+    assert stage_bytes([tiled(whole)]).saved_bytes == stage_bytes([whole]).saved_bytes
+
+
+def check_equal(made: ModelProfile, direct: ModelProfile) -> None:
+    assert [layer.num_parameters for layer in made.layers] == [
+        layer.num_parameters for layer in direct.layers
+    ]
+    assert [(a.inputs, a.outputs) for a in made.layers] == [(a.inputs, a.outputs) for a in direct.layers]
+    for mine, other in zip((*made.layers, made.loss), (*direct.layers, direct.loss), strict=True):
+        assert stage_bytes([mine]) == stage_bytes([other]), mine.name
+    assert stage_bytes(made.layers, made.loss) == stage_bytes(direct.layers, direct.loss)
+
+
+def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Of any depth and width it takes 20 profiled layers."""
+    run, traced = Profiler._run, list[str]()
+
+    def counting(self: Profiler, layer: nn.Module, *ends: Any) -> LayerProfile:
+        traced.append(type(layer).__name__)
+        return run(self, layer, *ends)
+
+    monkeypatch.setattr(Profiler, "_run", counting)
+    made = [amoebanet(Reading(), *size) for size in ((9, 48, 2), (72, 1600, 7))]
+    assert len(traced) <= 20
+    check_equal(made[0], profiled(Reading(), "amoebanet", 2, num_layers=9, num_filters=48))
+
+
+@pytest.mark.parametrize(("examples", "attention"), [(1, "explicit"), (2, "explicit"), (5, "fused")])
+def test_the_transformer_at_another_micro_batch(examples: int, attention: str) -> None:
+    made = relabelled(Reading(), 2, examples, attention)
+    check_equal(made, profiled(Reading(), "transformer", examples, num_layers=2, attention=attention))

@@ -1,14 +1,18 @@
-"""Predictions for accelerators that are not here: counts, steps, and what others published."""
+"""Predictions for accelerators that are not here, and what others published."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from records import record
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpipe_bench.experiments.paper import computed
+from gpipe_bench.experiments.paper.computed import Computed, Size, cells, outcome
 from gpipe_bench.experiments.paper.predicted.sizes import (
     FullSize,
     num_bytes,
@@ -16,7 +20,12 @@ from gpipe_bench.experiments.paper.predicted.sizes import (
     product_flops,
     tiled_elements,
 )
+from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
+from gpipe_bench.experiments.paper.predictions import COLUMNS, EXPERIMENT, SCRIPTS
 from gpipe_bench.experiments.paper.profiles import EXAMPLES
+from gpipe_bench.harness.compare import compare
+from gpipe_bench.harness.experiment import Case, RunOptions
+from gpipe_bench.harness.record import Record
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
 from gpipe_bench.planner.accelerators import TPU_V2, Accelerator
@@ -126,3 +135,124 @@ def test_a_step_is_laid_out_with_what_its_layers_take() -> None:
 
 
 # Others' numbers --------------------------------------------------------------------------------------------
+
+
+# One convolution on each of five levels: a level down is 4 + 2 layers, up 2 + 4; one more at the end.
+DOWN, BOTTOM, UP = 30, 4, 31
+TINY = {"num_convs": 1, "num_filters": 4, "image_size": 64}
+
+
+def peaks(*balance: int) -> tuple[int, ...]:
+    return unet_memory(LargeUNet("tiny", 1, 4, balance, 8), batch_size=8, image_size=64)[1]
+
+
+def with_every_skip_passed_on(*balance: int) -> list[int]:
+    """The memory model's stages of the zoo's U-Net as it is."""
+    with torch.device("meta"):
+        model = MODELS["unet"](**TINY)
+    inputs, target = example_batch("unet", 1, device="meta", **TINY)
+    layers, loss = Profiler().model(model, loss_fn("unet", **TINY), Boundary.of(inputs), Boundary.of(target))
+    ends = [sum(balance[:i]) for i in range(len(balance) + 1)]
+    cut = [range(start, stop) for start, stop in pairwise(ends)]
+    found = pipeline_memory(layers, loss, cut, gpipe(len(cut), 8, "except_last"), "sgd")
+    return [each.peak for each in found]
+
+
+def test_where_every_skip_goes_to_the_next_stage_nothing_is_special() -> None:
+    assert list(peaks(DOWN, BOTTOM + UP)) == with_every_skip_passed_on(DOWN, BOTTOM + UP)
+
+
+def test_a_stage_between_holds_nothing_of_the_skips_that_pass_it() -> None:
+    """The five skips of 8 examples, by hand: 4 channels of 64 x 64, then twice as many of half the size."""
+    skips = sum((4 << i) * (64 >> i) ** 2 for i in range(5)) * 4
+    direct, passed = peaks(DOWN, BOTTOM, UP), with_every_skip_passed_on(DOWN, BOTTOM, UP)
+    assert passed[1] - direct[1] >= 8 * skips
+    assert (direct[0], direct[2]) == (passed[0], passed[2])
+
+
+def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> None:
+    assert (tuple(UNETS), tuple(SETTINGS)) == (COLUMNS, SCRIPTS)
+    found = EXPERIMENT.run(Case({"part": "memory", "column": "pipeline-1"}), RunOptions(profile="short"))
+    kept = record(
+        experiment="predictions", profile="short", case={"part": "memory", "column": "pipeline-1"},
+        metrics=found.metrics, details=found.details,
+    )  # fmt: skip
+    parameters, memory = compare(EXPERIMENT.cells([kept]))
+    assert (parameters.ours, parameters.verdict) == (2_213_834_176, "reproduced")
+    assert (memory.unit, memory.provenance, memory.source) == ("GiB", "modelled", "torchgpipe")
+    # Whatever else the allocator had reserved, these it must have held: value and gradient.
+    assert memory.ours > 2 * 4 * 2_213_834_176 / 2**30
+    assert "unet-memory: memory, pipeline-1" in EXPERIMENT.tables([kept])
+
+
+def kept(table: str, answers: list[Computed]) -> Record:
+    """What a run of the case leaves."""
+    found, case = outcome(answers), {"part": "as published", "table": table, "what": table}
+    return record(experiment="computed", case=case, metrics=found.metrics, details=found.details)
+
+
+def words(table: str, answers: list[Computed]) -> dict[tuple[str, str], str]:
+    """Verdicts by row and column."""
+    part = "trained" if table == "claims-text" else "as published"
+    of_part = replace(kept(table, answers), case={"part": part, "table": table})
+    found = compare(cells([of_part]), whole=())
+    return {(c.row, c.column): c.verdict for c in found}
+
+
+# The stride control
+
+
+def test_a_moved_stride_keeps_nearly_four_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every map but those behind the place has twice the side."""
+    monkeypatch.setattr(computed, "NUM_FILTERS", 16)
+    monkeypatch.setattr(computed, "NUM_LAYERS", 3)
+    original = computed.size(67, False, None)
+    moved = {
+        place: computed.size(67, False, place) for place in ("second reduction cell", "last normal cell")
+    }
+    ratios = {place: size.activation_bytes / original.activation_bytes for place, size in moved.items()}
+    assert 3 < ratios["second reduction cell"] < ratios["last normal cell"] < 4.3
+    assert moved["second reduction cell"].num_parameters == original.num_parameters
+    assert computed.size(67, True, None).num_parameters > original.num_parameters
+
+
+def test_the_range_goes_over_everything_that_is_not_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Size:
+        seen.append((image_size, auxiliary_head, moved_stride))
+        if moved_stride is None:
+            return Size(100.0, 1000)
+        more = 10 * (moved_stride == "last normal cell") + image_size - 224 + 5 * auxiliary_head
+        return Size(360.0 + more, 1000 + more)
+
+    monkeypatch.setattr(computed, "size", size)
+    memory, parameters = computed.stride()
+    assert len(seen) == len(set(seen)) == 3 * 2 * 3
+    assert memory.spread is not None
+    assert memory.spread.combinations == 12
+    assert (memory.spread.low, memory.spread.high) == (3.6, pytest.approx(3.6 + 0.1 + 1.07 + 0.05))
+    assert memory.metric.value == pytest.approx(4.4), "299 pixels, the middle"
+    assert {part.what: (part.low, part.high) for part in memory.spread.parts} == {
+        "moved_stride": (4.4, 4.5), "image_size": (3.65, pytest.approx(4.72)), "auxiliary_head": (4.35, 4.4),
+    }  # fmt: skip
+    assert parameters.metric.value == pytest.approx(1.08)
+    assert set(words("control-stride", [memory, parameters]).values()) == {"reproduced"}
+
+
+# Small networks
+
+
+def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the_mini_batchs() -> None:
+    assert list(computed.NETWORKS) == list(MODELS)
+    networks, statistics = computed.trained()
+    assert networks.metric.value == 1, networks.metric.note
+    assert statistics.spread is not None
+    assert (statistics.spread.low, statistics.spread.high) == pytest.approx((1, 1), abs=1e-12)
+    found = kept("claims-text", [networks, statistics])
+    answers = cells([replace(found, case={"part": "trained", "table": "claims-text"})])
+    assert {answer.question for answer in answers} == {"here"}
+    assert [each.verdict for each in compare(answers, whole=())] == ["identity", "identity"]
+
+
+# The experiment

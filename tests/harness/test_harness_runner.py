@@ -1,18 +1,27 @@
-"""The runner: nothing finished is lost or run twice, and everything that goes wrong is a record."""
+"""The runner: nothing finished is lost or run twice, cases beside each other, progress."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import pty
+import select
+import subprocess
 
 import fake_experiment
+import psutil
 import pytest
-from fake_experiment import steps
+from command_line import START, Gate, start
+from fake_experiment import processes, steps
+from records import record
 
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
+from gpipe_bench.harness import environment
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.runner import Reporter, run_experiment
+from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment
 from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.workers import sensible_jobs
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
@@ -157,4 +166,166 @@ CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M
     ],
 )
 def test_only_selects(only, chosen):
-    assert select(CASES, only) == [CASES[place] for place in chosen]
+    assert chosen(CASES, only) == [CASES[place] for place in chosen]
+
+
+UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
+# The fake experiment, as one that times nothing, on the command line.
+COMMAND = "import dataclasses, fake_experiment\n" + (
+    "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
+)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+def beside(store, jobs, experiment=UNTIMED, **arguments):
+    reporter = Reporter(io.StringIO())
+    options = RunOptions(device="cpu")
+    return run_experiment(experiment, options, store, reporter=reporter, jobs=jobs, **arguments)
+
+
+def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatch):
+    """Steps 1 and 2 wait for each other; one after the other they would wait for ever."""
+    os.mkfifo(tmp_path / "meeting")
+    monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
+    result = beside(store, 2)
+    assert sorted(steps(log)) == [1, 2, 3, 4, 5]
+    assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
+    assert {record.status for record in result.records} == {"done"}
+    assert (result.ran, result.reused, result.interrupted) == (5, 0, False)
+
+
+def test_cases_of_a_group_run_in_turn_in_one_process_and_the_longest_first(store, log, tmp_path, monkeypatch):
+    """Steps 1, 3 and 5 are a group, longer than 2 and 4; the records stay in the order of the cases. Step 2
+    does not end before step 1 has begun, so step 4 shows whether the group was begun first.
+    """
+    os.mkfifo(tmp_path / "meeting")
+    monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
+    result = beside(store, 2, experiment=dataclasses.replace(UNTIMED, cases=fake_experiment.grouped_cases))
+    ran = steps(log)
+    assert [step for step in ran if step % 2] == [1, 3, 5]
+    assert ran.index(1) < ran.index(4), "the group is begun before what is shorter"
+    assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
+    process = processes(log)
+    assert process[1] == process[3] == process[5]
+
+
+def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_2", "killed")
+    monkeypatch.setenv("FAKE_STEP_4", "crash")
+    result = beside(store, 2)
+    assert [record.status for record in result.records] == ["done", "failed", "done", "failed", "done"]
+    reasons = {record.case["step"]: record.reason for record in result.failed}
+    assert "the process that ran it was ended; if memory was short, use --jobs 1" in reasons[2]
+    assert reasons[4] == "RuntimeError: the wheel came off"
+    monkeypatch.delenv("FAKE_STEP_2")
+    monkeypatch.delenv("FAKE_STEP_4")
+    assert {record.status for record in beside(store, 2).records} == {"done"}
+
+
+def test_what_can_not_be_shown_ends_the_run_and_its_processes(store, log, gate, monkeypatch):
+    """A reader that has left: step 2 would wait for ever, had its process not been ended."""
+    monkeypatch.setenv("FAKE_GATE", str(gate.folder))
+
+    def leave(record, saved):
+        if record.case["step"] == 3:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        beside(store, 2, on_record=leave)
+    kept = {record.case["step"] for record in store.load("fake").records}
+    assert kept >= {1, 3}
+    assert 2 not in kept
+
+
+def test_the_processes_end_with_a_killed_run(tmp_path, gate):
+    """Else a training that nobody waits for could go on for days."""
+    run = start(
+        "run", "fake", "--device", "cpu", "--jobs", "2", "--results", tmp_path / "results", code=COMMAND,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder),
+    )  # fmt: skip
+    gate.wait()
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) >= 2
+    run.kill()
+    run.wait(60)
+    _, alive = psutil.wait_procs(children, timeout=300)
+    assert not alive
+
+
+@pytest.mark.parametrize(("cores", "share", "jobs"), [(1, None, 1), (2, None, 2), (64, None, 8), (4, 1.5, 1)])
+def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, cores, share, jobs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(environment, "_cgroup_cpus", lambda: share)
+    assert sensible_jobs() == jobs
+
+
+SHOWN = [Case({"step": step}, estimate_s=10) for step in (1, 2, 3)]
+
+
+def tell(reporter):
+    reporter.begin(SHOWN, 1)
+    reporter.started(SHOWN[0])
+    reporter.finished(SHOWN[0], record(1, duration_s=0.0), reused=True)
+    reporter.finished(SHOWN[1], record(2, duration_s=20.0), reused=False)
+    reporter.warn("[bold]mind the gap[/bold]")
+    reporter.finished(SHOWN[2], record(3, status="failed", reason="wheel [off]", duration_s=1), reused=False)
+    reporter.end()
+
+
+class Terminal:
+    """A pseudo terminal: something that is one for the program, and can be read back."""
+
+    def __enter__(self):
+        self.master, slave = pty.openpty()
+        self.stream = os.fdopen(slave, "w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *error):
+        self.stream.close()
+        os.close(self.master)
+
+    def read(self):
+        self.stream.flush()
+        content = b""
+        while select.select([self.master], [], [], 0)[0]:
+            content += os.read(self.master, 65536)
+        return content.decode()
+
+
+def test_lines_say_what_happened_and_how_long_it_takes():
+    stream = io.StringIO()
+    tell(Reporter(stream))
+    assert stream.getvalue().splitlines() == [
+        "3 cases, about 30 s",
+        "[2/3] step=2: done in 20.0 s, 17 s left",
+        "warning: [bold]mind the gap[/bold]",
+        "[3/3] step=3: failed: wheel [off], 0 s left",
+        "1 of 3 cases were on record already",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    for name in ("CI", "NO_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with Terminal() as terminal:
+        shown = reporter(terminal.stream, {"TERM": "xterm"})
+        assert isinstance(shown, BarReporter)
+        tell(shown)
+        text = terminal.read()
+    assert "\x1b[" in text
+    for part in (
+        "0/3",
+        "30 s left",
+        "3/3",
+        "[bold]mind the gap[/bold]",
+        "step=3: failed: wheel [off]",
+        "1 of 3 cases",
+    ):
+        assert part in text

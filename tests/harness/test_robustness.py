@@ -272,24 +272,6 @@ def test_damaged_lines_are_named_by_every_verb_and_the_rest_is_used(tmp_path):
         assert any(f":{number}: " in line and words in line for line in err.splitlines())
 
 
-def test_a_whole_record_that_its_experiment_can_not_read_costs_only_itself(tmp_path):
-    store = Store(tmp_path)
-    store.append(record(99, options={"device": "cpu", "engine": None, "seed": 0}))
-    for arguments in (["run", "fake", "--device", "cpu"], ["compare", "fake"]):
-        status, out, err = call(*arguments, "--results", tmp_path)
-        assert status == 0, err
-        assert "warning: fake can't read its record of step=99 (KeyError: 99); left out" in err
-        assert "here: 1 differs; 4 follow" in out
-    store = Store(tmp_path / "alone")
-    store.append(record(99))
-    status, out, err = call("compare", "fake", "--results", store.root)
-    assert (status, out) == (2, "")
-    assert (
-        "error: fake can't be shown: KeyError: 99; make records anew with: gpipe-bench run fake --fresh"
-        in err
-    )
-
-
 # Clocks
 
 

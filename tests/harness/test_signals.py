@@ -13,7 +13,7 @@ import psutil
 import pytest
 from command_line import START, Gate, lines, start, surroundings
 
-from gpipe_bench.harness.signals import number_of, starting, stopping
+from gpipe_bench.harness.signals import number_of, stopping
 
 RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 # Cases beside each other, in processes of their own.
@@ -182,22 +182,3 @@ def test_the_way_out_is_taken_in_good_order(number, status, default_handlers):
     assert cleaned
     assert 128 + number_of(caught.value) == status
     assert signal.getsignal(number) is before
-
-
-def test_an_interrupt_waits_for_a_process_that_is_starting():
-    """It is blocked from the process's first moment until that says that it has started."""
-    code = (
-        "import signal\n"
-        "from gpipe_bench.harness.signals import started\n"
-        "is_blocked = lambda: signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())\n"
-        "before = is_blocked()\n"
-        "started()\n"
-        "print(before, is_blocked())"
-    )
-    with starting():
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=surroundings()
-        )
-        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    assert done.stdout.split() == ["True", "False"]
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

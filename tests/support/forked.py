@@ -3,7 +3,7 @@ that and more than it then computes; for the tests alone. What is forked, and wh
 
 - the processes of `launch`, but where a test uses `spawning`: test_distributed.py, and tests/smoke.py
 - the process that keeps an engine apart: their_repository's engine (tests/checks/test_packaging.py)
-- a script, and the ranks of torchrun (`Script`, `torchrun`): the README's training (tests/checks/test_readme.py)
+- a script, and the ranks of torchrun (`Script`, `torchrun`): the README's training in tests/checks
 """
 
 from __future__ import annotations

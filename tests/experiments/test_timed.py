@@ -1,16 +1,20 @@
-"""Measured actions laid out on devices, the numbers that come of it, and how far a replay may be off."""
+"""Real small steps, measured actions laid out on devices, and how far a replay may be off."""
 
 from __future__ import annotations
 
 import json
 import math
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_steps import found, job_of, steps, timed, value
 from scipy.stats import t
+from torch import nn
 
 from gpipe_bench.experiments.paper.timed.claims import (
     prediction_interval,
@@ -26,9 +30,106 @@ from gpipe_bench.experiments.paper.timed.replay import (
     take_apart,
 )
 from gpipe_bench.experiments.paper.timed.results import check_ran, results
+from gpipe_bench.experiments.paper.timed.steps import work
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.pipeline import LINKS, Event, Kind, Link, Timeline, gpipe, replay
+from gpipe_bench.pipeline import LINKS, Event, Kind, Link, Timeline, gpipe, launch, replay
+
+
+def test_real_steps_are_counted_and_timed():
+    """All stages in this process: what ran is what the configuration says."""
+    job = job_of(
+        Configuration(2, 4, 8), Configuration(4, 2, 7, "except_last"), Configuration(3, 1, 4, "never")
+    )._replace(rounds=1)
+    answer = work(job)
+    assert [each.counts for each in answer.steps] == [
+        {"F": 8, "R": 8, "B": 8}, {"F": 8, "R": 4, "B": 8}, {"F": 3, "B": 3},
+    ]  # fmt: skip
+    for each, configuration in zip(answer.steps, job.configurations, strict=True):
+        first, _ = each.turns  # there and back
+        assert len(each.partition) == configuration.num_stages
+        assert len(first.activation_bytes) == configuration.num_stages - 1
+        assert all(s > 0 for samples in first.samples_s.values() for s in samples)
+        size = configuration.microbatch_size
+        assert first.activation_bytes[0] == size * 8 * 16 * 4  # examples, tokens, width, float32
+        assert len(answer.layers_s[size]) == 8
+    assert answer.copy_bytes_per_s > 0
+
+
+def test_any_engine_runs_through_the_table_unchanged(monkeypatch):
+    """Two processes, ours and an engine given as module:attribute."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "examples"))
+    plan = (Configuration(2, 1, 4, runs_for_real=True), Configuration(2, 4, 4, runs_for_real=True))
+    for engine in ("ours", "own_engine:FillDrain"):
+        job = job_of(*plan, engine=engine)._replace(rounds=1)
+        answers = launch(work, 2, job, device="cpu")
+        assert answers[0].steps[0].partition == answers[1].steps[0].partition
+        assert all(each.real_s and min(each.real_s) > 0 for answer in answers for each in answer.steps)
+        metrics, details = results(job, answers)
+        found_here = {metric.label for metric in metrics}
+        assert "normalised real throughput K=2 M=4" in found_here
+        assert ("replay error K=2 M=4" in found_here) == (engine == "ours")
+        if engine != "ours":
+            assert "keeps no timeline" in details["cells"]["K=2 M=4"]["why"]
+
+
+ORDER: list[int] = []
+"""The numbers of micro-batches of the steps that `Probe` took."""
+FITS = [0]
+NO_ROOM = "OutOfMemoryError: CUDA out of memory. Tried to allocate 41.30 GiB."
+
+
+class Probe:
+    """An engine that notes its steps."""
+
+    def __init__(self, setup: Any) -> None:
+        self.model, self.count = nn.Sequential(*setup.layers), setup.num_microbatches
+
+    def step(self, batch: Any, target: Any, loss_fn: Any) -> None:
+        ORDER.append(self.count)
+        loss_fn(self.model(batch), target).backward()
+
+
+class TooLarge(Probe):
+    """An engine whose steps of one micro-batch find no memory, the first time or later."""
+
+    def step(self, batch: Any, target: Any, loss_fn: Any) -> None:
+        super().step(batch, target, loss_fn)
+        if self.count == 1 and ORDER.count(1) > FITS[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 41.30 GiB.\nmore advice")
+
+
+def job_with(engine: type, *counts: int, **more: Any) -> Any:
+    ORDER.clear()
+    plan = (Configuration(2, count, 4) for count in counts)
+    return job_of(*plan, engine=f"{__name__}:{engine.__name__}")._replace(**more)
+
+
+def test_the_steps_of_a_table_are_taken_there_and_back_within_each_round():
+    found = work(job_with(Probe, 1, 2, 4, rounds=8))
+    warm_up, rounds = ORDER[:3], [ORDER[i : i + 6] for i in range(3, len(ORDER), 6)]
+    assert warm_up == [1, 2, 4]
+    assert len(rounds) == 8
+    assert all(sorted(each[:3]) == [1, 2, 4] and each == each[::-1] for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 2
+    assert [len(each.in_process_s) for each in found.steps] == [16] * 3  # two samples per round
+
+
+@pytest.mark.parametrize("fits", [0, 3])
+def test_a_configuration_that_runs_out_of_memory_leaves_the_others_their_numbers(fits):
+    FITS[0] = fits
+    job = job_with(TooLarge, 1, 2, 4)
+    found = work(job)
+    first, *others = found.steps
+    assert first.out_of_memory == f"all stages in one process: {NO_ROOM}"
+    assert not first.in_process_s
+    assert ORDER.count(1) == fits + 1  # not tried again
+    assert [len(each.in_process_s) for each in others] == [4, 4]
+    assert not any(each.out_of_memory for each in others)
+    _, details = results(job, [found])
+    assert [cell["out_of_memory"] for cell in details["cells"].values()] == [first.out_of_memory, "", ""]
+
 
 PCIE = LINKS["pcie3-host"]
 

@@ -43,11 +43,6 @@ def rounds_of(head: float, control: float = 1.0, count: int = 12, noise: float =
     return [{arm: (sample(arm), sample(arm)) for arm in ARMS} for _ in range(count)]
 
 
-def pairs(*seconds: float) -> Round:
-    """Both samples of each arm took as long."""
-    return {arm: (Sample(each, each),) * 2 for arm, each in zip(ARMS, seconds, strict=True)}
-
-
 # Verdicts
 
 
@@ -57,33 +52,19 @@ def pairs(*seconds: float) -> Round:
         (0.031, 0.2, 0.0, "regression"),
         (0.029, 0.2, 0.0, "inconclusive"),
         (-0.2, -0.031, 0.0, "improved"),
-        (-0.2, -0.02, 0.0, "inconclusive"),
         (-0.029, 0.029, 0.0, "same"),
         (0.01, 0.02, 0.0, "same"),  # real, but too little to count
-        (-0.031, 0.0, 0.0, "inconclusive"),
         (-0.2, 0.2, 0.0, "inconclusive"),
         # No improvement within the noise floor; a regression has to be confirmed by fresh processes.
         (-0.14, -0.08, 0.173, "inconclusive"),
-        (-0.14, -0.08, 0.08, "improved"),
-        (-0.30, -0.20, 0.173, "improved"),
         (-0.30, -0.14, 0.173, "inconclusive"),
         (0.08, 0.14, 0.173, "regression"),
-        (-0.01, 0.01, 0.02, "same"),
     ],
 )
 def test_an_interval_counts_only_beyond_the_threshold_and_the_noise(
     low: float, high: float, floor: float, verdict: str
 ) -> None:
     assert verdict_of(Change((low + high) / 2, low, high), floor) == verdict
-
-
-def test_identical_code_on_a_restless_machine_has_not_improved() -> None:
-    """The head happens to be a tenth faster in every round, while the base differs as much from itself."""
-    swings = [0.85, 1.17, 0.9, 1.15, 1.0, 0.86]
-    judged = judge([pairs(1.0, 0.88, swing) for swing in swings * 2], 0.975)
-    assert judged.noise_floor == max(-judged.control.low, judged.control.high) > 0.12
-    assert judged.control.low < 0 < judged.control.high
-    assert judged.verdict == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -137,13 +118,10 @@ def test_where_time_ends_between_two_looks_the_next_one_is_taken_there() -> None
     [
         ("regression", False),
         ("regression same", False),
-        ("regression inconclusive", False),
         ("regression regression", True),
         ("regression contaminated regression", True),
-        ("contaminated regression regression", True),
         ("contaminated contaminated", False),
         ("same", False),
-        ("improved", False),
     ],
 )
 def test_only_two_consecutive_regressions_fail(verdicts: str, fails: bool) -> None:

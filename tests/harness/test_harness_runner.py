@@ -17,6 +17,7 @@ from fake_experiment import processes, steps
 from records import record
 
 from gpipe_bench.harness import environment
+from gpipe_bench.harness import experiment as experiments
 from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment
@@ -166,7 +167,7 @@ CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M
     ],
 )
 def test_only_selects(only, chosen):
-    assert chosen(CASES, only) == [CASES[place] for place in chosen]
+    assert experiments.select(CASES, only) == [CASES[place] for place in chosen]
 
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)

@@ -169,27 +169,22 @@ def test_compare_makes_the_table_from_records_alone_without_torch(tmp_path):
 
 def test_compare_warns_where_the_records_come_from_different_surroundings(tmp_path):
     for step in (1, 2):
-        Store(tmp_path).append(record(step, environment={"variables": {"OMP_NUM_THREADS": str(step)}}))
+        surroundings = {"variables": {"OMP_NUM_THREADS": str(step)}}
+        Store(tmp_path).append(record(step, environment=surroundings))
+        modelled = (metric(provenance="modelled"),)
+        Store(tmp_path / "b").append(record(step, environment=surroundings, metrics=modelled))
     _, _, err = call("compare", "fake", "--results", tmp_path)
     assert "warning: records differ in variables: " in err
-    for step, sources in ((3, "old"), (4, "new")):  # other sources of one revision, and other surroundings
-        surroundings = {"code_sha256": sources, "variables": {"OMP_NUM_THREADS": str(step)}}
-        modelled = metric(provenance="modelled")
-        Store(tmp_path / "b").append(record(step, environment=surroundings, metrics=(modelled,)))
-        Store(tmp_path / "c").append(record(step, environment={"code_sha256": sources}))
-    for folder in ("b", "c"):
-        assert call("compare", "fake", "--results", tmp_path / folder)[2] == ""
+    assert call("compare", "fake", "--results", tmp_path / "b")[2] == "", "the same on every machine"
 
 
 @pytest.mark.parametrize(
     ("started", "typed"),
     [
         ("/repo/experiments/__main__.py", "python -m experiments"),
-        ("/site-packages/gpipe_bench/experiments/__main__.py", "python -m gpipe_bench.experiments"),
         ("/bin/gpipe-bench", "gpipe-bench"),
         ("/elsewhere/gpipe-bench", "/elsewhere/gpipe-bench"),
         ("{here}/.venv/bin/gpipe-bench", ".venv/bin/gpipe-bench"),
-        ("/repo/tests/whoever.py", "gpipe-bench"),
     ],
 )
 def test_messages_name_the_program_as_it_was_started(tmp_path, monkeypatch, started, typed):
@@ -215,18 +210,6 @@ def test_whoever_has_no_records_is_shown_those_of_the_project_in_a_screen(name, 
         assert len(call("compare", name, "--full")[1]) > len(out)
 
 
-def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys):
-    import fake_experiment
-
-    assert main(["run", "fake", "--device", "cpu", "--results", str(tmp_path)]) == 0
-    with pytest.MonkeyPatch.context() as patch:
-        from dataclasses import replace
-
-        patch.setattr(fake_experiment, "EXPERIMENT", replace(fake_experiment.EXPERIMENT, revision=2))
-        assert main(["compare", "fake", "--results", str(tmp_path)]) == 2
-        assert "there are 5 of other profiles or an earlier revision" in capsys.readouterr().err
-
-
 # Bad usage
 
 
@@ -234,26 +217,20 @@ def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys):
     ("arguments", "words"),
     [
         (["run", "fake", "--profile", "huge"], "invalid choice: 'huge'"),
-        (["run", "fake", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["run", "fake", "--prof", "short"], "unrecognized arguments"),
         (["run"], "the following arguments are required: NAME"),
-        (["--verbose"], "the following arguments are required: VERB"),
     ],
 )
 def test_what_the_parser_refuses_is_one_line_too(fake, tmp_path, capsys, arguments, words):
-    results = ["--results", str(tmp_path)] if len(arguments) > 1 else []
-    device = ["--device", "cpu"] if "run" in arguments and "--device" not in arguments else []
     try:
-        status = main([*arguments, *results, *device])
+        status = main([*arguments, "--results", str(tmp_path)])
     except SystemExit as error:
         status = error.code
     captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
+    assert (status, captured.out) == (2, "")
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert words in captured.err
-    assert not (tmp_path / "fake.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -274,9 +251,7 @@ def test_torch_is_asked_for_a_device_unless_it_is_built_for_none(
 @pytest.mark.parametrize(
     ("options", "found", "message"),
     [
-        (["--gpus", "4"], 1, "--gpus 4: torch sees one GPU here"),
         (["--gpus", "4"], 2, "--gpus 4: torch sees 2 here; give --gpus 2"),
-        (["--gpus", "1"], 8, "--gpus 1: a pipeline over GPUs has two stages or more"),
         (["--gpus", "2", "--device", "cpu"], 2, "--gpus 2 and --device cpu exclude each other"),
     ],
 )
@@ -322,17 +297,9 @@ def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, ca
 
 
 def test_help_and_list_start_without_anything_heavy(tmp_path):
-    helped = """
-for verb in ("", *VERBS):
-    try:
-        main([*verb.split(), "--help"])
-    except SystemExit as error:
-        assert error.code == 0
-"""
-    code = NO_TORCH.replace("import main\n", "import VERBS, main\n").replace("sys.exit(main())", helped)
-    status, out, err = finish(start(code=code))
-    assert (status, err) == (0, "")
-    assert re.findall(r"^usage: gpipe-bench ([a-z-]+) ", out, re.M) == list(VERBS)
+    for words in (["--help"], ["plan", "--help"]):
+        status, out, err = finish(start(*words, code=NO_TORCH))
+        assert (status, err) == (0, "")
     status, out, err = finish(start("list", "--results", tmp_path, code=NO_TORCH))
     assert (status, err) == (0, "")
     assert "fake: Parameters of Table 1 (v5 Table 1)" in out
@@ -347,12 +314,6 @@ def test_list_knows_how_long_it_took_here(tmp_path):
     assert (smoke["expected_s"], smoke["on_record"]) == (6.0, 0)
     assert 8.0 <= short["expected_s"] < 10.0
     assert short["on_record"] == 1
-    (kept,) = Store(tmp_path).load("fake").records
-    for step, changes in ((2, {"revision": 0}), (3, {"options": {**kept.options, "seed": 7}})):
-        Store(tmp_path).append(replace(kept, case={**kept.case, "step": step}, **changes))
-    _, out, _ = call("list", "--results", tmp_path, "--json")
-    fake = next(entry for entry in lines(out) if entry["name"] == "fake")
-    assert fake["profiles"][1]["on_record"] == 1, "run would reuse neither"
 
 
 def test_every_experiment_lists_its_cases_without_torch():
@@ -378,7 +339,6 @@ for name in {list(EXPERIMENTS)!r}:
 @pytest.mark.parametrize(
     "variables",
     [
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
         {"NO_COLOR": "1", "TERM": "dumb"},
     ],

@@ -184,11 +184,6 @@ def sums(self, wanted, target):
     return self.count * len(wanted) / len(target)
 
 
-@mistake("weight", "summed loss")
-def averages_over_one_replica(self, wanted, target):
-    return len(wanted) / len(target) / len(self.stages)
-
-
 @mistake("weight", "ragged mini-batch")
 def equal_weights(self, wanted, target):
     return 1 / self.count
@@ -365,15 +360,6 @@ def same_masks(self, *arguments):
 def keeps_batches(self, *arguments):
     self.kept.append(arguments[:2])
     return Staged.step(self, *arguments)
-
-
-@mistake("step", "memory over steps")
-def keeps_graphs(self, batch, target, loss_fn):
-    def kept(*values):
-        self.kept.append(loss_fn(*values))
-        return self.kept[-1]
-
-    return Staged.step(self, batch, target, kept)
 
 
 @mistake("forward", "memory over steps", said="activations or graphs of two steps are kept")

@@ -107,8 +107,8 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
         ("", ["pip", "guard", *BESIDE, *LAST]),
         ("pip", ["pip"]),
         ("guard", ["pip", "guard"]),
-        *((each, ["pip", "guard", *BESIDE]) for each in BESIDE),
-        *((each, ["pip", "guard", *BESIDE, *LAST[: place + 1]]) for place, each in enumerate(LAST)),
+        ("lint", ["pip", "guard", *BESIDE]),
+        (LAST[0], ["pip", "guard", *BESIDE, LAST[0]]),
     ],
 )
 def test_what_ci_runs_ends_with_what_fails_and_shows_what_lint_said(

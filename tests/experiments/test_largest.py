@@ -15,7 +15,6 @@ from gpipe_bench.experiments.paper.largest import (
     Setting,
     fits,
     largest,
-    last_that,
     place,
     place_anyhow,
 )
@@ -24,9 +23,7 @@ from gpipe_bench.experiments.paper.profiles import (
     Reading,
     Relabel,
     amoebanet,
-    padded,
     profiled,
-    tiled,
 )
 from gpipe_bench.experiments.paper.profiles import transformer as relabelled
 from gpipe_bench.experiments.paper.stages import (
@@ -118,12 +115,6 @@ def test_the_paper_s_sizes_are_exact() -> None:
     }  # fmt: skip
 
 
-def test_a_cap_that_nothing_fits_is_named() -> None:
-    setting = dataclasses.replace(transformer(PIPELINES[1]), cap_gib=0.25)
-    with pytest.raises(ValueError, match=r"accelerator\(s\) with mini-batch 32: the smallest"):
-        largest(setting)
-
-
 def with_settings(**changes: Any) -> Combination:
     """Plain settings, with some changes."""
     plain = {
@@ -177,21 +168,6 @@ def test_each_setting_does_what_it_says() -> None:
 # ------------------------------------------------------------------ the search
 
 
-@pytest.mark.parametrize("guess", [0, 1, 7, 40, 41, 42, 500])
-def test_the_last_that_holds_is_found_from_any_guess(guess: int) -> None:
-    asked: list[int] = []
-
-    def holds(number: int) -> bool:
-        asked.append(number)
-        return number <= 41
-
-    assert last_that(holds, 1, guess) == 41
-    assert min(asked) >= 1
-    assert len(asked) <= 18, "steps grow"
-    assert last_that(lambda number: number <= 41, 42, guess) is None
-    assert last_that(lambda number: number <= 41, 41, guess) == 41
-
-
 def block(width: int, examples: int) -> LayerProfile:
     layer = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
     inputs = Boundary.of(torch.empty(examples, width, 5, 7, requires_grad=True))
@@ -208,18 +184,6 @@ def fields(profile: LayerProfile) -> list[object]:
 def test_a_relabelled_profile_is_that_of_the_other_size() -> None:
     relabel = Relabel((Label(61, 61, 12), Label(43, 43, 6)))
     assert fields(relabel.profile(block(61, 43))) == fields(block(12, 6))
-
-
-def test_a_tiled_profile_is_larger_and_parameters_are_not() -> None:
-    dense = block(61, 43)
-    padding = tiled(dense)
-    assert padding.parameter_sizes == dense.parameter_sizes
-    assert padding.inputs.tensors[0].shape == padded(dense.inputs.tensors[0].shape)
-    for before, after in ((dense.free, padding.free), (dense.first, padding.first)):
-        assert all(a <= b for a, b in zip(before.sizes, after.sizes, strict=True))
-    assert stage_bytes([padding]).saved_bytes > stage_bytes([dense]).saved_bytes
-    whole = block(128, 8)
-    assert stage_bytes([tiled(whole)]).saved_bytes == stage_bytes([whole]).saved_bytes
 
 
 def check_equal(made: ModelProfile, direct: ModelProfile) -> None:

@@ -18,7 +18,7 @@ from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.experiments.paper.timed.side_by_side import Found
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind, Link, gpipe
 from gpipe_bench.pipeline.plan.simulate import replay as laid_out
@@ -130,32 +130,3 @@ def test_layers_are_timed_one_after_another_wherever_their_memory_is(device: str
     assert all(set(each) == {Kind.F, Kind.R, Kind.B} and min(each.values()) > 0 for each in found)
     assert {p.device.type for layer in model for p in layer.parameters()} == {device}
     assert all(p.grad is None for layer in model for p in layer.parameters())
-
-
-def test_what_a_micro_batch_is_worth_by_its_size() -> None:
-    def of_size(examples: int, ms: float) -> Record:
-        metrics = [
-            Metric(name=name, value=value, unit=unit, provenance="measured")
-            for name, value, unit in (
-                ("seconds of all layers", ms * examples, "ms"), ("seconds of an example", ms, "ms"),
-                ("peak memory", 2**31, "bytes"),
-            )
-        ]  # fmt: skip
-        metrics += [
-            Metric(name="balance", key={"K": k}, value=0.9, unit="ratio", provenance="measured")
-            for k in layers.STAGES
-        ]
-        case = {"part": layers.PART, "model": "amoebanet", "examples": examples}
-        return record(case=case, metrics=tuple(metrics), details={"title": "A model"})
-
-    case = layers.cases("amoebanet")[-1].key
-    lost = record(case=case, status="out_of_memory", reason="no room", metrics=(), details={})
-    text = layers.text([lost, of_size(4, 10.0), of_size(1, 20.0)])
-    rows = [line.split() for line in text.splitlines() if line[:2].strip().isdigit()]
-    assert rows[0][:5] == ["1", "20.0", "20.00", "0.50", "2.0"]
-    assert rows[1][:4] == ["4", "40.0", "10.00", "1.00"]
-    assert rows[2] == ["64", "out", "of", "memory"]
-    assert layers.text([]) == ""
-    made = layers.run(SMOKE, 2, "cpu")
-    assert {metric.name for metric in made.metrics} >= {"seconds of an example", "balance", "control"}
-    assert set(made.details["layers_ms"]) == {"F", "R", "B"}

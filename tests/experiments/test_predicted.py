@@ -18,11 +18,9 @@ from gpipe_bench.experiments.paper.predicted.sizes import (
     num_bytes,
     of_the_paper,
     product_flops,
-    tiled_elements,
 )
 from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
 from gpipe_bench.experiments.paper.predictions import COLUMNS, EXPERIMENT, SCRIPTS
-from gpipe_bench.experiments.paper.profiles import EXAMPLES
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record
@@ -75,16 +73,6 @@ def test_operations_and_memory_scaled_from_one_prime_number_of_examples_are_thos
         for each, of_loss in ((layers, loss), (full.profiles("float32", examples)[:-1], loss))
     )
     assert scaled == [wanted]
-
-
-def test_tiles_by_hand() -> None:
-    # 4 images, 40 channels: 8 x 128 one way, 128 x 40 the other
-    assert tiled_elements((4, 40, 14, 14), "images") == 196 * 8 * 128
-    assert tiled_elements((256, 8, 1, 1), "images") == 256 * 8
-    assert tiled_elements((2, 3, 16, 100), "sequences") == 6 * 16 * 128
-    assert tiled_elements((100,), "images") == 100
-    assert num_bytes(((70, 40), 4, True), 4, "bfloat16") == 4 * 70 * 40, "parameters stay float32"
-    assert num_bytes(((EXAMPLES, 40), 4, True), 4, "bfloat16") == 2 * 4 * 40
 
 
 def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_nothing() -> None:
@@ -156,10 +144,6 @@ def with_every_skip_passed_on(*balance: int) -> list[int]:
     cut = [range(start, stop) for start, stop in pairwise(ends)]
     found = pipeline_memory(layers, loss, cut, gpipe(len(cut), 8, "except_last"), "sgd")
     return [each.peak for each in found]
-
-
-def test_where_every_skip_goes_to_the_next_stage_nothing_is_special() -> None:
-    assert list(peaks(DOWN, BOTTOM + UP)) == with_every_skip_passed_on(DOWN, BOTTOM + UP)
 
 
 def test_a_stage_between_holds_nothing_of_the_skips_that_pass_it() -> None:

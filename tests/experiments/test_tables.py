@@ -9,7 +9,7 @@ import pytest
 from made_up_steps import TINY, cuts, found, job_of, steps, value
 from records import record
 
-from gpipe_bench.experiments.paper import figure3, table2, table4
+from gpipe_bench.experiments.paper import figure3, table4
 from gpipe_bench.experiments.paper.links import (
     PCIE,
     Estimate,
@@ -25,12 +25,12 @@ from gpipe_bench.experiments.paper.table3 import EXPERIMENT
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.fitted import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.paper.timed.replay import slowdowns
-from gpipe_bench.experiments.paper.timed.results import Steps, results
+from gpipe_bench.experiments.paper.timed.results import Steps
 from gpipe_bench.experiments.paper.timed.workloads import TABLE3, Configuration
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.record import SCHEMA, Metric, Record
+from gpipe_bench.harness.record import SCHEMA, Record
 from gpipe_bench.harness.verdict import Comparison
 from gpipe_bench.pipeline import Timeline
 
@@ -83,37 +83,11 @@ def test_the_largest_models_with_any_number_of_micro_batches_are_context(transfo
             assert sum(placement["layers_per_stage"]) == placement["num_layers"] + 2
 
 
-def test_full_on_a_cpu_skips_the_device_with_its_reason() -> None:
-    case = next(c for c in TABLE1.cases(RunOptions(profile="full")) if c.key["part"] == "device")
-    outcome = TABLE1.run(case, RunOptions(profile="full", device="cpu"))
-    assert outcome.status == "skipped"
-    assert "CUDA" in outcome.reason
-
-
 def test_a_fitted_mini_batch_is_the_largest_under_the_cap():
     size, peak = fitted_microbatch(TINY, 2, 4, 200_000)
     assert peak <= 200_000 < peak_bytes(TINY, 2, 4, 2 * size)
     with pytest.raises(ValueError, match="micro-batches of one example needs 77,956"):
         fitted_microbatch(TINY, 2, 4, 1_000)
-
-
-def table2_record(model="transformer", batch="fitted", profile="short", *errors):
-    """Of even stages, and by how much the replays erred of steps that also ran for real."""
-    job = job_of(*(Configuration(k, m, 32) for k in (2, 4, 8) for m in (1, 4, 32)))
-    each = [
-        steps(num_stages=k, num_microbatches=m, unit_s=1.0 / (k * m))  # the same work in every cell
-        for k, m, *_ in job.configurations
-    ]
-    metrics, details = results(job, [found(*each)])
-    metrics += [
-        Metric(name="replay error", key={"M": 100 + n}, value=error, unit="ratio", provenance="measured")
-        for n, error in enumerate(errors)
-    ]
-    details["layers_ms"] = {str(size): [1.0] * 8 for size in (1, 8, 32)}
-    return record(
-        experiment="table2", case={"model": model, "batch": batch}, profile=profile,
-        metrics=tuple(metrics), details=json.loads(json.dumps(details)),
-    )  # fmt: skip
 
 
 def run_with(experiment, each, monkeypatch):
@@ -144,29 +118,6 @@ def test_the_breakdown_adds_up_in_every_record(monkeypatch, tmp_path):
     assert ("breakdown-v5", "bubble", "share of the step") in judged
     assert table4.tables([made]).count("100.0") >= 3
     assert len(draw(table4.EXPERIMENT, [made], tmp_path)) == 4
-
-
-def test_a_sentence_is_about_steps_as_timed_and_other_cuts_stand_in_its_note():
-    """Three quarters of the work in one of two stages, where both have the half: two thirds of the speed."""
-    made = table2_record(batch="fixed")
-    cuts(uneven=(range(6), range(6, 8))).add_to(made.details)
-    by_cut = made.details["cells"]["K=2 M=32"]["by_cut"]
-    assert [*by_cut] == ["measured seconds", "operations, least variance", "uneven"]
-    even, uneven = (by_cut[name]["steps_per_s"] for name in ("measured seconds", "uneven"))
-    assert uneven / even == pytest.approx(33 / (32 * 1.5 + 1), rel=0.02)
-    assert "uneven" not in made.details["cells"]["K=8 M=32"]["by_cut"], "it has two stages alone"
-    errors = table2_record("transformer", "fixed", "short", 0.0, 0.1, -0.1)
-    made = replace(made, metrics=errors.metrics)
-    sentences = {c.row: c for c in table2.cells([made]) if c.table == "claims-text"}
-    gain, bubble = sentences["more micro-batches, more throughput"], sentences["bubble at M >= 4K"]
-    assert (gain.note.count("K=2"), gain.spread.combinations) == (2, 0)
-    assert ("K=8 M=32" in bubble.note, "by 1 rules (computed)" in bubble.note) == (True, True)
-    without = replace(made, details={**made.details, "cells": {
-        name: {key: of for key, of in facts.items() if key not in ("by_cut", "even_speed_up")}
-        for name, facts in made.details["cells"].items()
-    }})  # fmt: skip
-    assert "computed" not in "".join(c.note for c in table2.cells([without]))
-    assert "K=8 M=32" in table2.tables([without])
 
 
 def test_naive_and_pipeline_are_told_apart(monkeypatch, tmp_path):

@@ -25,7 +25,6 @@ from gpipe_bench.experiments.paper.timed.replay import (
     balanced,
     hidden_from,
     lay_out,
-    same_share,
     slowdowns,
     take_apart,
 )
@@ -33,7 +32,7 @@ from gpipe_bench.experiments.paper.timed.results import check_ran, results
 from gpipe_bench.experiments.paper.timed.steps import work
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.pipeline import LINKS, Event, Kind, Link, Timeline, gpipe, launch, replay
+from gpipe_bench.pipeline import Event, Kind, Link, Timeline, gpipe, launch, replay
 
 
 def test_real_steps_are_counted_and_timed():
@@ -131,8 +130,6 @@ def test_a_configuration_that_runs_out_of_memory_leaves_the_others_their_numbers
     assert [cell["out_of_memory"] for cell in details["cells"].values()] == [first.out_of_memory, "", ""]
 
 
-PCIE = LINKS["pcie3-host"]
-
 # Steps laid out
 
 
@@ -192,17 +189,6 @@ def test_messages_are_hidden_from_the_found_bandwidth_on(num_stages, unit_s, num
     assert swept == sorted(swept)  # a faster link is never worse
     assert swept[-1] <= 1
     assert hidden_from(one, latency_s=100.0 * unit_s) is None  # latency alone may be too much
-
-
-@settings(max_examples=25)
-@given(st.floats(0.01, 1000), st.floats(0.01, 1000), st.integers(2, 4))
-def test_a_slowed_link_keeps_the_share_of_the_messages(slower, larger, num_stages):
-    """Actions `slower` times as long and messages `larger` times as large: the same step, slowed down."""
-    one, many = (1e6,) * (num_stages - 1), (1e6 * larger,) * (num_stages - 1)
-    original = timed(num_stages, 6, activation_bytes=one, gradient_bytes=one)
-    scaled = timed(num_stages, 6, unit_s=0.01 * slower, activation_bytes=many, gradient_bytes=many)
-    step_s = lay_out(scaled, same_share(PCIE, slower, larger)).makespan_s
-    assert step_s == pytest.approx(lay_out(original, PCIE).makespan_s * slower)
 
 
 # Numbers

@@ -103,22 +103,6 @@ def test_every_table_is_computed_and_judged_by_the_errors_on_record(name: str) -
     )
 
 
-def test_what_is_computed_and_what_ran_here_stand_side_by_side() -> None:
-    """Each cell once, with ours over the paper's of both; sentences are left to the comparison."""
-    records = Store(RECORDS).load("table2").records
-    entries = load("table2").cells(records)
-    lines = reproduced.text(entries).splitlines()
-    (ran,) = of_case(records, "done", batch="fitted", model="amoebanet")
-    here = ran.metric("normalised throughput", K=8, M=32).value
-    of_cell = [line.split() for line in lines if line.startswith("M=32, K=8")]
-    assert [each[2] for each in of_cell] == ["3.48", "6.3"]
-    assert of_cell[0][-2:] == [f"{here:.3g}", f"{here / 3.48:.2f}"]
-    assert sum(line.startswith("run here, not judged: median") for line in lines) == 2
-    assert not any("micro-batches" in line for line in lines)
-    covered = {each.place for each in entries if reproduced.covers(judge(None, each))}
-    assert {place[0] for place in covered} == {"table2-amoebanet", "table2-transformer", "claims-text"}
-
-
 def test_a_table_computed_now_is_the_one_on_record() -> None:
     (record,) = of_case(Store(RECORDS).load("table3").records, part=reproduced.PART, model="transformer")
     again = table3("transformer")

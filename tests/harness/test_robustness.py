@@ -11,11 +11,9 @@ import sys
 import time
 
 import pytest
-from command_line import START, Gate, call, lines, run_fake, start, surroundings
+from command_line import START, Gate, lines, run_fake, start, surroundings
 from fake_experiment import steps
-from records import record
 
-from gpipe_bench.harness.record import SCHEMA, encode
 from gpipe_bench.harness.store import Store
 
 
@@ -218,7 +216,7 @@ def test_a_full_disk_behind_standard_output_is_one_line(tmp_path, arguments):
 
 @pytest.mark.parametrize(
     ("closed", "option"),
-    [(">&-", ""), ("2>&-", "--json"), ("<&- >&- 2>&-", ""), ("<&- >&- 2>&-", "--json")],
+    [("2>&-", "--json"), ("<&- >&- 2>&-", "--json")],
 )
 def test_closed_standard_streams_harm_neither_run_nor_records(tmp_path, closed, option):
     script = f'"$0" -c "$1" run fake --device cpu --results "$2" {option} {closed}'
@@ -235,41 +233,6 @@ def test_closed_standard_streams_harm_neither_run_nor_records(tmp_path, closed, 
 
 
 # Strange lines
-
-
-def damage(path):
-    """Damages lines 2 and 4 of five, in different ways, and adds others; the numbers of the bad lines."""
-    one, two, three, four, five = path.read_bytes().splitlines()
-    newer = four.replace(b'"schema":%d' % SCHEMA, b'"schema":%d' % (SCHEMA + 1))
-    path.write_bytes(
-        b"\r\n".join([
-            b"", one, two[: len(two) // 2], three, newer,
-            b"\x00\xff\x1b[2J",
-            '{"schema":1}'.encode("utf-16"), encode(record(1, experiment="other")), b"{}", five,
-        ])
-    )  # fmt: skip
-    return [number for number in range(3, 10) if number != 4]
-
-
-def test_damaged_lines_are_named_by_every_verb_and_the_rest_is_used(tmp_path):
-    run_fake(tmp_path)
-    path = tmp_path / "fake.jsonl"
-    bad = damage(path)
-    for verb in (["compare", "fake"], ["compare", "fake", "--machines", tmp_path, tmp_path / "copy"]):
-        (tmp_path / "copy").mkdir(exist_ok=True)
-        (tmp_path / "copy" / "fake.jsonl").write_bytes(path.read_bytes())
-        status, out, err = call(*verb, "--results", tmp_path)
-        assert status == 0, err
-        for number in bad[:5]:
-            assert f"warning: {path}:{number}: " in err
-        assert f"{path}: {len(bad) - 5} more lines can't be read" in err
-        assert "\x1b" not in err
-    status, out, err = run_fake(tmp_path, "--json", FAKE_LOG=str(tmp_path / "log"))
-    assert status == 0
-    assert steps(tmp_path / "log") == [2, 4]
-    assert [each["case"]["step"] for each in lines(out)] == [1, 2, 3, 4, 5]
-    for number, words in zip(bad, ["not a complete line", "newer version"], strict=False):
-        assert any(f":{number}: " in line and words in line for line in err.splitlines())
 
 
 # Clocks

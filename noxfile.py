@@ -174,18 +174,6 @@ def guard(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", tags=["dev"], default=False)
-def bench(session: nox.Session) -> None:
-    """Micro-benchmarks; also into results/local/bench.json, or -- --benchmark-json FILE."""
-    command = ["-m", "pytest", "tests/benchmarks", "--benchmark-enable", "--benchmark-only"]
-    command += ["--benchmark-columns=min,median,iqr,rounds,iterations", "--benchmark-sort=name"]
-    if not any(argument.startswith("--benchmark-json") for argument in session.posargs):
-        local = ROOT / "results" / "local"
-        local.mkdir(parents=True, exist_ok=True)
-        command.append(f"--benchmark-json={local / 'bench.json'}")
-    run_python(session, *command)
-
-
-@nox.session(venv_backend="none", tags=["dev"], default=False)
 def machine(session: nox.Session) -> None:
     """What this machine can run."""
     run_python(session, "-m", "experiments", "list", "--machine")

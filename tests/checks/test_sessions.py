@@ -17,7 +17,7 @@ from gpipe_bench.experiments import registry
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-PYTEST = ["tests", "checks", "bench"]
+PYTEST = ["tests", "checks"]
 BESIDE = ["tests", "checks", "lint"]  # the last beside the two before
 LAST = ["smoke", "docs"]  # one after the other
 LISTED = re.findall(r"^\| `nox -s ([\w-]+)` \|", PAGE, re.MULTILINE)
@@ -77,7 +77,6 @@ def test_every_session_of_the_page_runs_its_command(sessions: list[str], argumen
         assert [words[:2] for words in ran] == [
             ["pytest", "--version"],
             ["pytest", "tests/checks"],
-            ["pytest", "tests/benchmarks"],
         ]
     else:
         assert {tuple(words[:3]) for words in ran} >= {

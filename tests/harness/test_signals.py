@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -106,6 +107,21 @@ def test_a_run_ends_with_all_that_it_launched(tmp_path, arrived, descendants, to
     assert "the comparison" not in out
     assert kept(results) == [(1, "done")]
     assert nobody_is_left(family)
+
+
+@pytest.mark.alone
+def test_it_takes_no_longer_than_two_seconds(tmp_path, arrived, descendants):
+    """As docs/commands.md promises, of a machine with a core to spare."""
+    process = command(
+        "run", "fake", "--device", "cpu", "--results", tmp_path, code=RANKS, FAKE_ARRIVED=str(arrived.path)
+    )
+    arrived()
+    family, start_s = descendants(process), time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    ending_of(process)
+    assert nobody_is_left(family)
+    is_loaded = os.getloadavg()[0] >= (os.cpu_count() or 1)
+    assert time.monotonic() - start_s < (300 if is_loaded else 2)
 
 
 @pytest.mark.parametrize(("number", "status"), ENDINGS)

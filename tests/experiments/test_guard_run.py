@@ -1,11 +1,11 @@
-"""The guard as a whole: real processes of real and of broken trees, and the command around them."""
+"""The guard as a whole: exact counters, real processes of real and of broken trees, and the command."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +18,22 @@ import yaml
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import parser
+from gpipe_bench.experiments.commands.guard import COUNTERS
 from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
 from gpipe_bench.experiments.guard.arms import Arm, Subject, WorkerError, arms_of
-from gpipe_bench.experiments.guard.counters import encode
+from gpipe_bench.experiments.guard.counters import (
+    CASES,
+    content,
+    counters,
+    differences,
+    encode,
+    load,
+)
 from gpipe_bench.experiments.guard.own import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard, measure
 from gpipe_bench.experiments.guard.trees import Base
 from gpipe_bench.harness.guard import Change, Judgement
+from gpipe_bench.pipeline.stage.layers import LayerRunner
 
 ROOT = Path(__file__).parents[2]
 NONE = Change(0.0, -0.01, 0.01)
@@ -104,8 +113,7 @@ def test_a_revision_that_forgot_to_recompute_is_not_timed(copied: Path) -> None:
 # One run and what it amounts to
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> list[str]:
-    """Replaces measuring by a script, benchmark -> verdicts of its runs; what was measured, in order."""
+def test_a_regression_is_measured_again_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     @contextmanager
@@ -115,21 +123,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch, verdicts: Mapping[str, str]) -> li
 
     def judged(arms: None, finding: Finding, *_: Any, **options: Any) -> Judgement:
         order.append(finding.benchmark)
-        verdict = verdicts[finding.benchmark].split()[len(finding.runs)]
-        return replace(SAME, verdict=verdict)  # type: ignore[arg-type]
+        return SLOWER if finding.benchmark == "transformer" else SAME
 
     monkeypatch.setattr("gpipe_bench.experiments.guard.run.arms_of", no_arms)
     monkeypatch.setattr("gpipe_bench.experiments.guard.run.measure", judged)
-    return order
-
-
-def guarded(*names: str, **options: Any) -> list[Finding]:
-    return guard(own(), ROOT, names, 1, **options)
-
-
-def test_a_regression_is_measured_again_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = scripted(monkeypatch, {"transformer": "regression regression", "tiny-layers": "same"})
-    findings = guarded("transformer", "tiny-layers")
+    findings = guard(own(), ROOT, ("transformer", "tiny-layers"), 1)
     assert order == ["start", "transformer", "tiny-layers", "start", "transformer"]
     assert [finding.confirmed for finding in findings] == [True, False]
 
@@ -206,24 +204,18 @@ def test_a_win_fails_until_it_is_committed(fake: Path, capsys: pytest.CaptureFix
 
 
 @pytest.fixture
-def found(fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Finding | WorkerError]:
-    """What timing finds, against a made-up base; an error is raised."""
-    result: list[Finding | WorkerError] = []
+def found(fake: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Finding]:
+    """What timing finds, against a made-up base."""
+    result: list[Finding] = []
 
     @contextmanager
     def base(root: Path, ref: str) -> Iterator[Base]:
         yield Base(ref, "b" * 40, tmp_path / "base")
 
-    def run(*arguments: Any, **options: Any) -> list[Any]:
-        for each in result:
-            if isinstance(each, WorkerError):
-                raise each
-        return result
-
     monkeypatch.setattr(verb, "base_tree", base)
     monkeypatch.setattr(verb, "merge_base", lambda root, ref: "")
     monkeypatch.setattr(verb, "own_subject", lambda arguments: own())
-    monkeypatch.setattr(verb, "guard", run)
+    monkeypatch.setattr(verb, "guard", lambda *arguments, **options: result)
     return result
 
 
@@ -267,13 +259,10 @@ def test_what_could_not_be_told_has_not_passed(
     assert status == (DONE if said == "guard: passed" else VERDICT_FAILED)
 
 
-@pytest.mark.parametrize(
-    "result", [[WorkerError("base: no such layer")], [Finding("transformer", failed="base: no such layer")]]
-)
 def test_where_nothing_can_be_timed_nothing_has_passed(
-    found: list, capsys: pytest.CaptureFixture[str], tmp_path: Path, result: list
+    found: list, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found += result
+    found.append(Finding("transformer", failed="base: no such layer"))
     summary = tmp_path / "summary.md"
     assert cli.main(["guard", "--base", "main", "--markdown", str(summary)]) == CASE_FAILED
     out, err = capsys.readouterr()
@@ -285,7 +274,7 @@ def test_where_nothing_can_be_timed_nothing_has_passed(
 # The workflow
 
 
-def test_commands_of_the_workflow_and_of_the_documentation_are_accepted() -> None:
+def test_commands_of_the_workflow_are_accepted() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "guard.yml").read_text())
     steps = workflow["jobs"]["guard"]["steps"]
     assert steps[0]["with"]["fetch-depth"] == 0
@@ -295,3 +284,68 @@ def test_commands_of_the_workflow_and_of_the_documentation_are_accepted() -> Non
     for command in commands:
         given = parser().parse_args(["guard", *shlex.split(command.replace(" -- ", " "))])
         assert given.verb == "guard"
+
+
+SMALL = CASES[0]
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict:
+    return content()
+
+
+def changes(before: dict, now: dict) -> list[str]:
+    return differences({"counters": before}, {"counters": now, "benchmarks": []})
+
+
+def test_the_committed_numbers_are_what_the_code_does(counted: dict) -> None:
+    assert differences(load(COUNTERS), counted) == [], "see docs/guard.md, --update"
+    assert COUNTERS.read_text(encoding="utf-8") == encode(counted)
+
+
+def test_the_numbers_are_those_of_the_algebra(counted: dict) -> None:
+    """K = 4, M = 8: (M + K - 1) rounds of F and B, and recomputations that hide in no gap but the last."""
+    plain = counted["counters"]["transformer-lm gpipe K=4 M=8 never"]
+    again = counted["counters"]["transformer-lm gpipe K=4 M=8 always"]
+    kept = counted["counters"]["transformer-lm gpipe K=4 M=8 except_last"]
+    assert plain["makespan in slots"] == 3 * (8 + 4 - 1)
+    assert plain["bubble"] == "3/11"
+    assert again["graphs alive, per stage"] == "1 1 1 1"
+    assert plain["graphs alive, per stage"] == "8 8 8 8"
+    assert plain["messages forward"] == plain["messages backward"] == 3 * 8
+    # (N, T, d) of float32 for each of the 3 boundaries.
+    assert plain["bytes forward"] == 3 * 16 * 8 * 16 * 4
+    # A forward is a third of forward and backward here: recomputing all of them adds a third.
+    assert 3 * again["flops"] == 4 * plain["flops"]
+    assert 24 * kept["flops"] == 31 * plain["flops"]
+    one = counted["counters"]["transformer-lm 1f1b K=4 M=8 never"]
+    assert one["graphs alive, per stage"] == "4 3 2 1"
+
+
+def test_a_second_recomputation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, once = counters(SMALL), LayerRunner.run
+
+    def twice(self: LayerRunner, m: int, value: object, *, recording: bool) -> object:
+        if not recording:  # a recomputation
+            once(self, m, value, recording=False)
+        return once(self, m, value, recording=recording)
+
+    monkeypatch.setattr(LayerRunner, "run", twice)
+    (line,) = changes({"case": before}, {"case": counters(SMALL)})
+    assert line.startswith(f"case: flops {before['flops']} -> ")
+    assert line.endswith("(+25.000%)")
+
+
+def test_missing_and_new_entries_are_differences() -> None:
+    expected = {"gone": {"x": 1}, "both": {"x": 1, "lost": 2}}
+    counted = {"both": {"x": 1, "fresh": 3}, "new": {"x": 1}}
+    assert differences(
+        {"counters": expected, "benchmarks": ["a", "b"]}, {"counters": counted, "benchmarks": ["b", "c"]}
+    ) == [
+        "gone: missing, but in the file",
+        "new: new, not in the file",
+        "both: lost: missing, but in the file",
+        "both: fresh: new, not in the file",
+        "benchmark a: missing, but in the file",
+        "benchmark c: new, not in the file",
+    ]

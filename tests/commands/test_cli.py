@@ -210,6 +210,16 @@ def test_whoever_has_no_records_is_shown_those_of_the_project_in_a_screen(name, 
         assert len(call("compare", name, "--full")[1]) > len(out)
 
 
+def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys, monkeypatch):
+    import fake_experiment
+
+    assert main(["run", "fake", "--device", "cpu", "--results", str(tmp_path)]) == 0
+    newer = replace(fake_experiment.EXPERIMENT, revision=2)
+    monkeypatch.setattr(fake_experiment, "EXPERIMENT", newer)
+    assert main(["compare", "fake", "--results", str(tmp_path)]) == 2
+    assert "there are 5 of other profiles or an earlier revision" in capsys.readouterr().err
+
+
 # Bad usage
 
 

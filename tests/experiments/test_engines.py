@@ -206,7 +206,7 @@ def conformance(folder: Path, *options: str, typed: str = "") -> subprocess.Comp
 
 def test_chosen_cases_are_tests_in_pytests_own_report(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    asked = ["--engine", "planted_engines:Sums", "-k", "summed or returned", "--junitxml", str(report)]
+    asked = ["--engine", "planted_engines:sums", "-k", "summed or returned", "--junitxml", str(report)]
     done = conformance(tmp_path, *asked)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed, 2 skipped" in done.stdout

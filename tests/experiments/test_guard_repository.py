@@ -18,14 +18,6 @@ from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, benchm
 from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
 
-USES_PACKAGE = """
-import sys
-{before}
-import their_package
-
-BENCHMARKS = {{"work": lambda: their_package.work}}
-"""
-
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
@@ -104,25 +96,17 @@ def test_a_function_that_can_not_be_timed_says_so(
 # Where modules come from
 
 
-@pytest.mark.parametrize(
-    ("place", "before"),
-    [
-        ("theirs/python", ""),  # as an editable installation finds it
-        ("elsewhere/site-packages", ""),
-    ],
-)
+@pytest.mark.parametrize("place", ["theirs/python", "elsewhere/site-packages"])
 def test_a_module_that_is_not_the_arms_own_is_refused_by_name(
-    theirs: Path, start: Callable[..., Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    place: str, before: str,
-) -> None:  # fmt: skip
-    """It would be the same in all arms, and "same" a lie."""
+    theirs: Path, start: Callable[..., Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As an editable installation finds it: it would be the same in all arms, and "same" a lie."""
     base, folder = tmp_path / "base", tmp_path / place
     for each in (base / "python", theirs / "python", folder):
         write(each / "their_package" / "__init__.py", "def work(): return 1")
-    before = before.format(place=str(folder))
-    if not before:
-        monkeypatch.setenv("PYTHONPATH", str(folder))
-    write(theirs / "benchmarks.py", USES_PACKAGE.format(before=before))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    text = "import their_package\nBENCHMARKS = {'work': lambda: their_package.work}"
+    write(theirs / "benchmarks.py", text)
     with pytest.raises(WorkerError, match=f"module their_package comes from {folder}/.*not from {base}"):
         start(base).build("work")
 

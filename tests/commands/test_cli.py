@@ -80,20 +80,6 @@ def test_assert_fails_on_deviations_after_printing(tmp_path):
     assert run_fake(tmp_path)[0] == 0
 
 
-def test_results_that_can_not_be_written_are_printed(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    status, out, err = run_fake(tmp_path / "file", "--only", "step=1", "--only", "step=2")
-    assert status == 3
-    records = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    assert [record["case"]["step"] for record in records] == [1, 2]
-    assert "here: 2 follow\n" in out
-    assert "fake.jsonl: Not a directory; choose another folder with --results" in err
-    assert "error: 2 results could not be written" in err
-    assert "Traceback" not in err
-    status, out, _ = run_fake(tmp_path / "file", "--only", "step=1", "--json")
-    assert (status, len(lines(out))) == (3, 1)
-
-
 # Interrupted, killed, at the same time
 
 
@@ -194,20 +180,6 @@ def test_messages_name_the_program_as_it_was_started(tmp_path, monkeypatch, star
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(sys, "argv", [started.format(here=tmp_path)])
     assert program() == typed
-
-
-@pytest.mark.parametrize("name", ["table3", "schedules", "consistency", "plan"])
-def test_whoever_has_no_records_is_shown_those_of_the_project_in_a_screen(name, tmp_path, monkeypatch):
-    """A hundred columns wide; `--full` is as wide as it is."""
-    monkeypatch.chdir(tmp_path)
-    status, out, _ = call("compare", name)
-    assert status == 0
-    assert f"records that came with the project (cpu-2-cores); yours: gpipe-bench run {name}\n" in out
-    assert [line for line in out.splitlines() if len(line) > 100] == []
-    assert len(out.splitlines()) < 120
-    assert "records that came with the project" in call("compare", name, "--json")[2]
-    if f"gpipe-bench compare {name} --full" in out:
-        assert len(call("compare", name, "--full")[1]) > len(out)
 
 
 def test_records_of_an_earlier_revision_are_left_out(tmp_path, fake, capsys, monkeypatch):

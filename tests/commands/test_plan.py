@@ -141,20 +141,6 @@ def test_the_script_of_a_plan_without_a_pipeline_runs(tmp_path: Path, dimension:
     assert losses == pytest.approx(wanted, abs=2e-6)
 
 
-def test_what_does_not_fit_says_the_smallest_peak_and_what_would_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = ("--accelerators", 2, "--pp", 2, "--optimizer", "adam")
-    status, out, err = plan(capsys, *options, "--memory-gib", "2e-5", "--reserve-gib", 0)
-    *progress, err = err.strip().splitlines()
-    assert (status, out) == (2, "")
-    assert all(line.startswith(("ways", "layers")) for line in progress)
-    assert "planning_models:tied does not fit: the smallest peak is 0.00 GiB, on stage " in err
-    assert re.search(r"with pp 2, [\w-]+, 8 micro-batches and ", err)
-    assert "What would do: " in err
-    assert "--optimizer sgd" in err or "--accelerators" in err or "--memory-gib" in err
-
-
 def test_a_typing_error_needs_no_torch() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", NO_TORCH, *ASKED, "--accelerators", "2", "--device-type", "h1000"],

@@ -26,7 +26,6 @@ from gpipe_bench.experiments.report.build import (
     sources,
     table_infos,
 )
-from gpipe_bench.experiments.report.facts import facts_of
 from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper
@@ -287,35 +286,8 @@ def test_the_figures_of_the_reference_records_can_be_drawn_again(name, tmp_path,
 
 # The first screen
 
-WRITTEN_FOR = {
-    "the algorithm does": (
-        ("consistency", "distance to the sequential mean", "pipeline-8"),
-        "here",
-        "agrees",
-    ),
-    "AmoebaNet differs": (("table2-amoebanet", "M=32", "K=8"), "as published", "differs"),
-    "memory is no test": (
-        ("table1-amoebanet", "peak activation memory", "pipeline-8"),
-        "as published",
-        "no test",
-    ),
-}
-"""The answers that the words of results/answer.toml stand for; with others they need new words."""
 
-
-def test_the_words_are_those_of_the_answers_on_record(page):
-    at = {(cell.place, cell.question): answer(cell) for cell in page.cells if cell.source == "paper"}
-    for what, (place, question, word) in WRITTEN_FOR.items():
-        assert at[place, question] == word, f"{what}: write results/answer.toml anew"
-    known = facts_of({"consistency": Store(MACHINE).load("consistency").records})
-    done, of = known["same_runs"].split(" of ")
-    assert done == of, "from one seed they all end with the same weights"
-    same = [r.case for r in Store(MACHINE).load("consistency").records if r.case["part"] == "same seed"]
-    assert {case["model"] for case in same} == {"images", "text"}, "two networks"
-    assert {case["num_stages"] for case in same} == {2, 4, 8}, "against one stage"
-
-
-def test_every_number_of_the_first_screen_is_of_a_record(page, tmp_path):
+def test_every_number_of_the_first_screen_is_of_a_record(page):
     """What the file spells out is no number of ours, and what it leaves to the records is there."""
     text = PATH.read_text(encoding="utf-8")
     assert len(" ".join(page.first.paragraphs).split()) <= 120
@@ -334,14 +306,6 @@ def test_every_number_of_the_first_screen_is_of_a_record(page, tmp_path):
             assert printed & {number, f"{number}x"}, number
     for each in ("{computed_faster}", "{error.bytes}", "{same_runs}"):
         assert each in text
-    place = ("claims-text", "Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32")
-    (ours,) = [c for c in page.cells if (c.place, c.question) == (place, "as published")]
-    (record,) = [
-        r for r in Store(MACHINE).load("table2").records
-        if r.case == {"part": "reproduction", "model": "transformer"}
-    ]  # fmt: skip
-    assert ours.ours in [metric.value for metric in record.metrics]
-    assert f"{ours.ours:.2f} times as fast" in shown
     counts = Counter(
         cell.answer
         for name in reproduced.SECONDS

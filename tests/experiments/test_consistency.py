@@ -267,15 +267,6 @@ def test_records_under_another_protocol_are_not_judged(
     assert {key["protocol"] for key in keys} == {other.digest} != {PROTOCOL.digest}
 
 
-def test_runs_on_several_data_sets_are_not_mixed() -> None:
-    mine = {"seed": 0, "data": "/mine"}
-    both = [*baselines(BASE[:5]), *baselines(options=mine)[5:], *own(2, 0.98)]
-    assert "several data sets" in found(both).reason
-    assert "other data than the sequential" in found([*baselines(), *own(2, 0.98, options=mine)]).reason
-    split = {"seed": 7, "data": None}
-    assert "by another seed" in found([*baselines(options=split), *own(2, 0.98, options=split)]).reason
-
-
 def test_unequal_spreads_are_said_and_what_they_leave_open() -> None:
     """The frozen test takes them to be alike; Welch's interval does not."""
     narrow, wide = (0.979, 0.981) * 3, (0.970, 0.990) * 3
@@ -309,6 +300,3 @@ def test_the_papers_size_needs_data_of_ones_own(model: str, option: str) -> None
     outcome = EXPERIMENT.run(case, options)
     assert outcome.status == "skipped"
     assert option in outcome.reason
-
-
-# Wrong input

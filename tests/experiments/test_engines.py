@@ -103,9 +103,6 @@ def test_the_users_engine_is_found_in_the_working_directory_and_pinned_to_its_co
     assert pinned("users_own:Outer.Engine") != first
 
 
-# Setups
-
-
 # What engines do, in this process
 
 

@@ -237,6 +237,3 @@ def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the
     answers = cells([replace(found, case={"part": "trained", "table": "claims-text"})])
     assert {answer.question for answer in answers} == {"here"}
     assert [each.verdict for each in compare(answers, whole=())] == ["identity", "identity"]
-
-
-# The experiment

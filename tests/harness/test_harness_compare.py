@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from records import metric, record
 from scipy.stats import bootstrap
 
-from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import (
@@ -23,7 +22,6 @@ from gpipe_bench.harness.record import (
 )
 from gpipe_bench.harness.report.grid import Grid, fill, within
 from gpipe_bench.harness.report.table import tables_of, text_table
-from gpipe_bench.harness.store import Store
 from gpipe_bench.harness.verdict import Result
 
 TABLE = "table1-transformer"
@@ -117,19 +115,6 @@ COLUMNS = ["", "ours|theirs"]
 GRID = Grid(title="A title", columns=COLUMNS, lines=[["K=2", 1.5], ["a|b\nc", 12]], notes=["a note"])
 
 
-def test_text_has_title_lines_and_notes():
-    assert GRID.text().splitlines() == [
-        "A title",
-        "",
-        "     ours|theirs",
-        "---  -------------",
-        "K=2  1.5",
-        "a|b  12",
-        "c",
-        "a note",
-    ]
-
-
 def test_markdown_keeps_each_line_on_one_and_escapes_pipes():
     assert GRID.markdown().splitlines() == [
         "**A title**",
@@ -185,13 +170,6 @@ def test_a_row_for_each_quantity_and_one_for_a_record_without() -> None:
     grid = Grid(columns=["K", *table.columns], lines=list(table.itertuples()))
     assert [line.split() for line in grid.text().splitlines()[2:]] == [["2", "s", "-"], ["4", "-", "s"]]
     assert frame([]).empty
-
-
-def test_every_reference_record_fits() -> None:
-    for path in (REFERENCE / "cpu-2-cores").glob("*.jsonl"):
-        records = Store(path.parent).load(path.stem).records
-        found = frame(records)
-        assert len(found.dropna(subset=["metric"])) == sum(len(each.metrics) for each in records)
 
 
 def test_a_key_named_like_a_column_is_refused() -> None:

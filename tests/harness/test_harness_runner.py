@@ -13,7 +13,7 @@ import fake_experiment
 import psutil
 import pytest
 from command_line import START, Gate, start
-from fake_experiment import processes, steps
+from fake_experiment import steps
 from records import record
 
 from gpipe_bench.harness import environment
@@ -170,21 +170,6 @@ def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatc
     assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
     assert {record.status for record in result.records} == {"done"}
     assert (result.ran, result.reused, result.interrupted) == (5, 0, False)
-
-
-def test_cases_of_a_group_run_in_turn_in_one_process_and_the_longest_first(store, log, tmp_path, monkeypatch):
-    """Steps 1, 3 and 5 are a group, longer than 2 and 4; the records stay in the order of the cases. Step 2
-    does not end before step 1 has begun, so step 4 shows whether the group was begun first.
-    """
-    os.mkfifo(tmp_path / "meeting")
-    monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
-    result = beside(store, 2, experiment=dataclasses.replace(UNTIMED, cases=fake_experiment.grouped_cases))
-    ran = steps(log)
-    assert [step for step in ran if step % 2] == [1, 3, 5]
-    assert ran.index(1) < ran.index(4), "the group is begun before what is shorter"
-    assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
-    process = processes(log)
-    assert process[1] == process[3] == process[5]
 
 
 def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):

@@ -232,9 +232,6 @@ def test_closed_standard_streams_harm_neither_run_nor_records(tmp_path, closed, 
         assert [each["case"]["step"] for each in lines(done.stdout.decode())] == [1, 2, 3, 4, 5]
 
 
-# Strange lines
-
-
 # Clocks
 
 
@@ -245,6 +242,3 @@ def zone(request):
         time.tzset()
         yield request.param
     time.tzset()
-
-
-# Terminals and locales

@@ -18,8 +18,6 @@ from gpipe_bench.experiments import registry
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 PYTEST = ["tests", "checks"]
-BESIDE = ["tests", "checks", "lint"]  # the last beside the two before
-LAST = ["smoke", "docs"]  # one after the other
 LISTED = re.findall(r"^\| `nox -s ([\w-]+)` \|", PAGE, re.MULTILINE)
 
 
@@ -98,32 +96,3 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
     oldest = min(row["torch"] for row in rows if "torch" in row)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]
-
-
-@pytest.mark.parametrize(
-    ("broken", "ran"),
-    [
-        ("", ["pip", "guard", *BESIDE, *LAST]),
-        ("pip", ["pip"]),
-        ("guard", ["pip", "guard"]),
-        ("lint", ["pip", "guard", *BESIDE]),
-        (LAST[0], ["pip", "guard", *BESIDE, LAST[0]]),
-    ],
-)
-def test_what_ci_runs_ends_with_what_fails_and_shows_what_lint_said(
-    tmp_path: Path, broken: str, ran: list[str]
-) -> None:
-    """With commands that only say their last word, of which one fails."""
-    for name in ("python", "nox"):
-        program = tmp_path / name
-        program.write_text(
-            f'#!/bin/sh\necho "$2" | tee -a {tmp_path}/ran\n[ "$2" != "{broken}" ]\n'  # -m pip, -s tests
-        )
-        program.chmod(0o755)
-    process = subprocess.run(
-        ["bash", ".ci/run"], cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CI": "true"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (process.returncode == 0) == (broken == "")
-    assert sorted((tmp_path / "ran").read_text().split()) == sorted(ran), "lint runs beside two others"
-    assert sorted(process.stdout.split()) == sorted(ran)

@@ -92,19 +92,6 @@ def test_the_rate_warms_up_and_falls_as_a_staircase() -> None:
     assert rates[0] == pytest.approx(0.5 * 48**-0.5 * 20**-1.5)
 
 
-def test_weight_decay_reaches_convolution_and_dense_weights_alone() -> None:
-    task = image_task()
-    model = task.build()
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    decayed, others = task.optimizer(model.named_parameters()).param_groups
-    assert (decayed["weight_decay"], others["weight_decay"]) == (DIGITS.weight_decay, 0.0) == (1e-3, 0.0)
-    assert {p.dim() for p in decayed["params"]} == {2, 4}
-    assert {p.dim() for p in others["params"]} == {1}
-    norms = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    assert norms <= {names[p] for p in others["params"]}
-    assert len(decayed["params"]) + len(others["params"]) == len(names)
-
-
 # Data
 
 

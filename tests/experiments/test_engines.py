@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,24 +13,17 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.checks import (
     gradient_error,
     named_parameters,
-    reference,
     verify,
 )
 from gpipe_bench.experiments.engines.setup import Setup, pinned, resolve
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = "own_engine:FillDrain"
-AMOEBANET: dict[str, Any] = {
-    "num_layers": 3, "num_filters": 8, "image_size": 32, "num_classes": 10, "dropout": 0.0, "aux_head": False,
-}  # fmt: skip
 CPU = torch.device("cpu")
 mse = nn.functional.mse_loss
 
@@ -125,53 +117,6 @@ def test_engines_in_one_process_do_what_the_setup_says(name: str, remat: str) ->
     assert all(parameter.grad is None for parameter in named_parameters(setup).values())
     loss = engine.step(*data(), mse)
     assert float(loss) == pytest.approx(mse(nn.Sequential(*setup.layers)(data()[0]), data()[1]).item())
-
-
-# ... and in processes
-
-
-def _check_all(names: tuple[str, ...]) -> dict[str, Any]:
-    """In a process of two: what every engine did, and what it refused."""
-    torch.manual_seed(0)
-    layers = list(MODELS["amoebanet-d"](**AMOEBANET))  # tuples cross the boundary
-    batch, target = example_batch("amoebanet-d", 8, **AMOEBANET)
-    loss = loss_fn("amoebanet-d", **AMOEBANET)
-    base = Setup(layers, (range(0, 4), range(4, len(layers))), 4, "never", CPU, dist.group.WORLD)
-    found: dict[str, Any] = {}
-    for remat in ("never", "except_last"):
-        setup = replace(base, remat=remat)
-        expected = reference(setup, batch, target, loss)
-        for name in names:
-            engine = resolve(name)(setup)
-            found[f"{name} {remat}"] = verify(name, engine, setup, batch, target, loss, expected)
-    refusals: dict[str, Callable[[], Any]] = {
-        "torchgpipe": lambda: resolve("torchgpipe")(base),
-        "torch-1f1b, M < K": lambda: resolve("torch-1f1b")(replace(base, num_microbatches=1)),
-        "torch-gpipe, M does not divide N": lambda: resolve("torch-gpipe")(base).step(
-            batch[:7], target[:7], loss
-        ),
-        "three stages": lambda: replace(base, partition=(range(0, 1), range(1, 2), range(2, len(layers)))),
-    }
-    for what, call in refusals.items():
-        with pytest.raises(ValueError) as error:  # noqa: PT011  # the messages are checked outside
-            call()
-        found[what] = str(error.value)
-    return found
-
-
-@pytest.mark.usefixtures("examples_folder")
-def test_engines_in_processes_do_what_the_setup_says() -> None:
-    names = ("ours", "torch-gpipe", "torch-1f1b", EXAMPLE)
-    for found in launch(_check_all, 2, names, device="cpu"):
-        for name in names:
-            plain, again = found[f"{name} never"], found[f"{name} except_last"]
-            assert (plain["forwards"], plain["backwards"], plain["examples"]) == (4, 4, 2)
-            assert again["forwards"] == (8 if name.startswith("torch") else 7)
-            assert max(plain["gradient error"], again["gradient error"]) < 1e-4
-        assert "M=1 with K=2; raise M or use torch-gpipe" in found["torch-1f1b, M < K"]
-        assert "7 examples do not divide into M=4" in found["torch-gpipe, M does not divide N"]
-        assert "2 processes but the partition 3 stages" in found["three stages"]
-        assert "cannot use a process group" in found["torchgpipe"] or "not installed" in found["torchgpipe"]
 
 
 # Engines that do something else

@@ -12,7 +12,7 @@ from records import record
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper import computed
-from gpipe_bench.experiments.paper.computed import Computed, Size, cells, outcome
+from gpipe_bench.experiments.paper.computed import Computed, cells, outcome
 from gpipe_bench.experiments.paper.predicted.sizes import (
     FullSize,
     num_bytes,
@@ -175,14 +175,6 @@ def kept(table: str, answers: list[Computed]) -> Record:
     return record(experiment="computed", case=case, metrics=found.metrics, details=found.details)
 
 
-def words(table: str, answers: list[Computed]) -> dict[tuple[str, str], str]:
-    """Verdicts by row and column."""
-    part = "trained" if table == "claims-text" else "as published"
-    of_part = replace(kept(table, answers), case={"part": part, "table": table})
-    found = compare(cells([of_part]), whole=())
-    return {(c.row, c.column): c.verdict for c in found}
-
-
 # The stride control
 
 
@@ -198,30 +190,6 @@ def test_a_moved_stride_keeps_nearly_four_times_as_much(monkeypatch: pytest.Monk
     assert 3 < ratios["second reduction cell"] < ratios["last normal cell"] < 4.3
     assert moved["second reduction cell"].num_parameters == original.num_parameters
     assert computed.size(67, True, None).num_parameters > original.num_parameters
-
-
-def test_the_range_goes_over_everything_that_is_not_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Size:
-        seen.append((image_size, auxiliary_head, moved_stride))
-        if moved_stride is None:
-            return Size(100.0, 1000)
-        more = 10 * (moved_stride == "last normal cell") + image_size - 224 + 5 * auxiliary_head
-        return Size(360.0 + more, 1000 + more)
-
-    monkeypatch.setattr(computed, "size", size)
-    memory, parameters = computed.stride()
-    assert len(seen) == len(set(seen)) == 3 * 2 * 3
-    assert memory.spread is not None
-    assert memory.spread.combinations == 12
-    assert (memory.spread.low, memory.spread.high) == (3.6, pytest.approx(3.6 + 0.1 + 1.07 + 0.05))
-    assert memory.metric.value == pytest.approx(4.4), "299 pixels, the middle"
-    assert {part.what: (part.low, part.high) for part in memory.spread.parts} == {
-        "moved_stride": (4.4, 4.5), "image_size": (3.65, pytest.approx(4.72)), "auxiliary_head": (4.35, 4.4),
-    }  # fmt: skip
-    assert parameters.metric.value == pytest.approx(1.08)
-    assert set(words("control-stride", [memory, parameters]).values()) == {"reproduced"}
 
 
 # Small networks

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_bench.harness.compare import judge, printed, worded
+from gpipe_bench.harness.compare import judge, worded
 from gpipe_bench.harness.paper import PaperNumber
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.units import parse_printed
@@ -141,19 +140,6 @@ def test_words_admit_for_sure_what_every_reading_of_them_admits():
     constant = worded(cell, "within a factor", unknown(1.1, 1.38))
     assert (constant.low, constant.possible_low) == (1 / 1.1, 1 / 1.38)
     assert (constant.high, constant.possible_high, constant.open) == (1.1, 1.38, False)
-
-
-def test_about_is_as_near_as_the_word_may_mean_and_never_nearer_than_the_digit():
-    cell = paper("25%", "%")
-    found = worded(cell, "about", unknown(0.04, 0.1))
-    assert (found.low, found.high) == (24.0, 26.0)
-    assert (found.possible_low, found.possible_high) == (22.5, 27.5)
-    coarse = worded(paper("3", "ratio"), "about", unknown(0.04, 0.1))
-    assert (coarse.low, coarse.high) == (printed(paper("3", "ratio")).low, 3.5)
-    assert judge(cell, ours(27.0, "%", allowed=found)).verdict == "undecided"
-    assert judge(cell, ours(36.7, "%", allowed=found)).verdict == "above"
-    with pytest.raises(ValueError, match="how near has no range"):
-        worded(cell, "about", msgspec.structs.replace(unknown(0.04, 0.1), range=None, allowed=(1,)))
 
 
 def test_an_erratum_with_a_correction_is_judged_by_it_and_says_so():

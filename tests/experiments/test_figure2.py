@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from records import record
+from records import all_ran, record
 
 from gpipe_bench.experiments.beyond.traffic import Shape, traffic
 from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak
@@ -26,29 +26,10 @@ from gpipe_bench.experiments.paper.timed.side_by_side import (
 from gpipe_bench.experiments.registry import load as experiment
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record, decode, encode, from_samples
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Metric, decode, encode, from_samples
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.harness.store import Store
-
-
-def finished(**wanted: object) -> list[Record]:
-    """The records of the cases that have these values, run here."""
-    options = RunOptions(profile="short")
-    found = []
-    for case in EXPERIMENT.cases(options):
-        if all(case.key.get(name) == value for name, value in wanted.items()):
-            outcome = EXPERIMENT.run(case, options)
-            found.append(
-                record(
-                    experiment="figure2",
-                    case=case.key,
-                    metrics=outcome.metrics,
-                    details=outcome.details,
-                )
-            )
-    assert found
-    return found
 
 
 @given(st.sampled_from(sorted(VARIANTS)), st.integers(1, 7), st.integers(1, 12))
@@ -58,7 +39,7 @@ def test_the_replay_equals_the_closed_form(name: str, num_stages: int, num_micro
 
 
 def test_every_formula_of_the_paper_is_met() -> None:
-    records = [*finished(part="bubble"), *finished(part="formula")]
+    records = [*all_ran(EXPERIMENT, part="bubble"), *all_ran(EXPERIMENT, part="formula")]
     comparisons = compare(EXPERIMENT.cells(records), whole=("formulas",))
     verdicts = {(c.row, c.column): c.verdict for c in comparisons}
     rule = ("micro-batches per stage for a negligible bubble", "M / K")
@@ -118,7 +99,7 @@ def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
     found = {
         (cell.table, cell.row): cell.metric.value
         for cell in EXPERIMENT.cells(
-            finished(part="size", model="transformer-seq2seq", size="T(6, 8192, 16)")
+            all_ran(EXPERIMENT, part="size", model="transformer-seq2seq", size="T(6, 8192, 16)")
         )
         if cell.metric is not None
     }

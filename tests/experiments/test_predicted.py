@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from records import record
+from records import ran, record
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper import computed
@@ -22,7 +22,6 @@ from gpipe_bench.experiments.paper.predicted.sizes import (
 from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
 from gpipe_bench.experiments.paper.predictions import COLUMNS, EXPERIMENT, SCRIPTS
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
@@ -156,11 +155,7 @@ def test_a_stage_between_holds_nothing_of_the_skips_that_pass_it() -> None:
 
 def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> None:
     assert (tuple(UNETS), tuple(SETTINGS)) == (COLUMNS, SCRIPTS)
-    found = EXPERIMENT.run(Case({"part": "memory", "column": "pipeline-1"}), RunOptions(profile="short"))
-    kept = record(
-        experiment="predictions", profile="short", case={"part": "memory", "column": "pipeline-1"},
-        metrics=found.metrics, details=found.details,
-    )  # fmt: skip
+    kept = ran(EXPERIMENT, {"part": "memory", "column": "pipeline-1"})
     parameters, memory = compare(EXPERIMENT.cells([kept]))
     assert (parameters.ours, parameters.verdict) == (2_213_834_176, "reproduced")
     assert (memory.unit, memory.provenance, memory.source) == ("GiB", "modelled", "torchgpipe")

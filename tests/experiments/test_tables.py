@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from made_up_steps import TINY, cuts, found, job_of, steps, value
-from records import record
+from records import all_ran, record
 
 from gpipe_bench.experiments.paper import figure3, table4
 from gpipe_bench.experiments.paper.links import (
@@ -30,32 +30,14 @@ from gpipe_bench.experiments.paper.timed.workloads import TABLE3, Configuration
 from gpipe_bench.experiments.report.figures import draw
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
-from gpipe_bench.harness.record import SCHEMA, Record
-from gpipe_bench.harness.verdict import Comparison
+from gpipe_bench.harness.record import Record
 from gpipe_bench.pipeline import Timeline
-
-
-def record_of(case: Case) -> Record:
-    """What the real case leaves."""
-    options = RunOptions(device="cpu")
-    outcome = TABLE1.run(case, options)
-    return Record(
-        schema=SCHEMA, experiment="table1", profile="short", case=case.key, status=outcome.status,
-        reason=outcome.reason, metrics=outcome.metrics, details=outcome.details, environment={},
-        command="", started_at="", duration_s=0.0,
-    )  # fmt: skip
-
-
-def row(comparisons: list[Comparison], table: str, name: str) -> dict[str, Comparison]:
-    return {c.column: c for c in comparisons if (c.table, c.row) == (table, name)}
 
 
 @pytest.fixture(scope="module")
 def transformer() -> list[Record]:
     """The Transformer half at full size: it costs seconds."""
-    wanted = {"half": "transformer", "attention": "explicit", "precision": "float32"}
-    found = TABLE1.cases(RunOptions())
-    return [record_of(case) for case in found if wanted.items() <= case.key.items()]
+    return all_ran(TABLE1, half="transformer", attention="explicit", precision="float32")
 
 
 def test_parameters_are_exact_and_memory_is_twelve_bytes_each(transformer: list[Record]) -> None:
@@ -66,7 +48,8 @@ def test_parameters_are_exact_and_memory_is_twelve_bytes_each(transformer: list[
 
 
 def test_the_largest_models_with_any_number_of_micro_batches_are_context(transformer: list[Record]) -> None:
-    largest = row(compare(cells(transformer)), "table1-transformer", ANY_COUNT)
+    found = compare(cells(transformer))
+    largest = {c.column: c for c in found if (c.table, c.row) == ("table1-transformer", ANY_COUNT)}
     assert {c.verdict for c in largest.values()} == {"not comparable"}
     assert largest["naive-1"].ours is None
     counts = [c.ours for name, c in largest.items() if name != "naive-1"]

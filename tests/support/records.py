@@ -31,12 +31,15 @@ def ran(experiment: Experiment, key: dict[str, Scalar], profile: str = "short") 
     """A case that is run here, as it would be recorded."""
     found = experiment.run(Case(key), RunOptions(profile=profile))
     return record(
-        experiment=experiment.name,
-        profile=profile,
-        case=key,
-        metrics=found.metrics,
-        details=found.details,
-    )
+        experiment=experiment.name, profile=profile, case=key, status=found.status, reason=found.reason,
+        metrics=found.metrics, details=found.details,
+    )  # fmt: skip
+
+
+def all_ran(experiment: Experiment, **wanted: Scalar) -> list[Record]:
+    """Those of the short profile that have these values."""
+    keys = [case.key for case in experiment.cases(RunOptions())]
+    return [ran(experiment, key) for key in keys if wanted.items() <= key.items()]
 
 
 def metric(value: float | int | None = 1.5, **changes: Any) -> Metric:

@@ -1,12 +1,13 @@
-"""`schedule`: the picture, what follows from it, files there and back, and refusals."""
+"""The verb schedule, and that no output is wider than 100 columns."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
-from command_line import NO_TORCH, call, finish, start
+from command_line import call
 
 
 def test_a_picture_with_its_length_bubble_and_activations() -> None:
@@ -73,32 +74,6 @@ def test_several_stages_per_worker(tmp_path: Path) -> None:
     assert facts["workers"][3]["stages"] == [3, 4]
 
 
-def test_loops_of_more_stages_and_recomputation() -> None:
-    asked = (
-        "interleaved",
-        "--workers",
-        2,
-        "--stages-per-worker",
-        3,
-        "--microbatches",
-        4,
-        "--remat",
-        "always",
-    )
-    status, out, _ = call("schedule", *asked)
-    assert status == 0
-    assert out.startswith("interleaved: 6 stages on 2 workers, 4 micro-batches, remat always, valid")
-    assert out.count("4R3") == 1
-    assert out.index("4R3") < out.index("4B3")
-
-
-def test_a_schedule_is_drawn_where_torch_is_missing() -> None:
-    asked = ("schedule", "naive", "--workers", 2, "--microbatches", 1)
-    status, out, _ = finish(start(*asked, code=NO_TORCH))
-    assert status == 0
-    assert "stage 1 | .  F0 B0 B0" in out
-
-
 def test_a_file_is_judged(tmp_path: Path) -> None:
     path = tmp_path / "theirs.csv"
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -113,3 +88,22 @@ def test_a_file_is_judged(tmp_path: Path) -> None:
     assert call("schedule", "--from", path) == (1, f"{path} cannot be executed: {why}\n", "")
     status, out, _ = call("schedule", "--from", path, "--json")
     assert (status, json.loads(out)["why"]) == (1, why)
+
+
+PLAN = "--accelerators 4 --memory-gib 24 --batch-size 64 --device-type a10"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "list", "list --models", "compare table1", "compare table2",
+        "schedule gpipe --workers 8 --microbatches 32", "schedule zb-v --workers 8 --microbatches 24",
+        "plan gpt2 --bytes --accelerators 2 --memory-gib 8",
+        f"plan gpt2 --num-layers 4 {PLAN} --num-microbatches 32",
+    ],
+)  # fmt: skip
+def test_no_output_is_wider_than_a_hundred_columns(line: str) -> None:
+    status, out, err = call(*shlex.split(line))
+    assert status == 0, err
+    script = out.partition("the script that trains so")[0]  # a file, whose lines are as long as they are
+    assert [each for each in script.splitlines() if len(each) > 100] == []

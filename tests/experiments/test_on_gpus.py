@@ -15,11 +15,10 @@ from records import record
 
 from gpipe_bench.experiments.paper import on_gpus, table2
 from gpipe_bench.experiments.paper.timed import layers
-from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.side_by_side import Found
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record
+from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.rounds import Usage
 from gpipe_bench.pipeline import Kind, Link, gpipe
 from gpipe_bench.pipeline.plan.simulate import replay as laid_out
@@ -106,25 +105,6 @@ def test_a_row_for_each_k_and_m_beside_the_paper_and_torchs() -> None:
     )
 
 
-def test_an_engine_that_fails_beside_ours_does_not_take_ours_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    def launch(call: Any, count: int, job: on_gpus.Job, rounds: int, device: str) -> Any:
-        asked.append(job.engines)
-        if len(job.engines) > 1:
-            raise RuntimeError("process 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 41 GiB.")
-        return [process(job, 0.01)] * count
-
-    monkeypatch.setattr(timed_steps, "run_processes", launch)
-    monkeypatch.setattr("gpipe_bench.pipeline.devices.count", lambda kind: 2)
-    key = {"part": on_gpus.PART, "model": "transformer", "K": 2, "M": 1}
-    outcome = on_gpus.pipeline(SMOKE, key, "ours", "full", "cuda")
-    assert asked == [("ours", "torch-gpipe"), ("ours",)]
-    assert outcome.details["refused"]["ScheduleGPipe"].startswith("beside ours: process 1: OutOfMemoryError")
-    skipped = on_gpus.pipeline(SMOKE, {**key, "K": 4}, "ours", "full", "cuda")
-    assert (skipped.status, skipped.reason) == ("skipped", "needs 4 GPUs; torch sees 2")
-
-
 def test_every_number_of_stages_up_to_the_gpus_is_a_case_of_its_own() -> None:
     def parts(**options: Any) -> list[tuple[Any, ...]]:
         found = table2.EXPERIMENT.cases(RunOptions(profile="full", **options))
@@ -150,50 +130,3 @@ def test_layers_are_timed_one_after_another_wherever_their_memory_is(device: str
     assert all(set(each) == {Kind.F, Kind.R, Kind.B} and min(each.values()) > 0 for each in found)
     assert {p.device.type for layer in model for p in layer.parameters()} == {device}
     assert all(p.grad is None for layer in model for p in layer.parameters())
-
-
-def test_accelerators_time_layers_alone_and_leave_out_what_is_not_recomputed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def alone(model: Any, loss: Any, batch: Any, target: Any, device: Any) -> list[dict[Kind, float]]:
-        asked.append(len(batch))
-        return [{Kind.F: 1.0, Kind.R: 2.0, Kind.B: 4.0}] * len(model)
-
-    monkeypatch.setattr(timed_steps, "alone", alone)
-    monkeypatch.setattr(timed_steps.devices, "is_accelerator", lambda device: True)
-    model, example = list(SMOKE.build()), SMOKE.example(8)
-    for remat, seconds in (("always", 7.0), ("never", 5.0)):
-        found = timed_steps.layer_seconds(model, 4, SMOKE.loss(), *example, remat=remat)
-        assert found == (seconds,) * len(model)
-    assert asked == [2, 2]  # one micro-batch of four
-
-
-def test_what_a_micro_batch_is_worth_by_its_size() -> None:
-    def of_size(examples: int, ms: float) -> Record:
-        metrics = [
-            Metric(name=name, value=value, unit=unit, provenance="measured")
-            for name, value, unit in (
-                ("seconds of all layers", ms * examples, "ms"), ("seconds of an example", ms, "ms"),
-                ("peak memory", 2**31, "bytes"),
-            )
-        ]  # fmt: skip
-        metrics += [
-            Metric(name="balance", key={"K": k}, value=0.9, unit="ratio", provenance="measured")
-            for k in layers.STAGES
-        ]
-        case = {"part": layers.PART, "model": "amoebanet", "examples": examples}
-        return record(case=case, metrics=tuple(metrics), details={"title": "A model"})
-
-    case = layers.cases("amoebanet")[-1].key
-    lost = record(case=case, status="out_of_memory", reason="no room", metrics=(), details={})
-    text = layers.text([lost, of_size(4, 10.0), of_size(1, 20.0)])
-    rows = [line.split() for line in text.splitlines() if line[:2].strip().isdigit()]
-    assert rows[0][:5] == ["1", "20.0", "20.00", "0.50", "2.0"]
-    assert rows[1][:4] == ["4", "40.0", "10.00", "1.00"]
-    assert rows[2] == ["64", "out", "of", "memory"]
-    assert layers.text([]) == ""
-    made = layers.run(SMOKE, 2, "cpu")
-    assert {metric.name for metric in made.metrics} >= {"seconds of an example", "balance", "control"}
-    assert set(made.details["layers_ms"]) == {"F", "R", "B"}

@@ -2,8 +2,8 @@
 that and more than it then computes; for the tests alone. What is forked, and what does it as a user does:
 
 - the processes of `launch`, but where a test uses `spawning`: test_distributed.py, and tests/smoke.py
-- the process that keeps an engine apart: the pages' `check-engine` (tests/documented.py)
-- a script, and the ranks of torchrun (`Script`, `torchrun`): the pages' `python` and `torchrun`, likewise
+- the process that keeps an engine apart: their_repository's engine (tests/checks/test_packaging.py)
+- a script, and the ranks of torchrun (`Script`, `torchrun`): the README's training in tests/checks
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ def measure(name: str, profile: str, size: int, numbers_of_stages: Sequence[int]
     """
     import torch
 
+    from gpipe_bench.experiments.paper.timed.layers import layer_seconds
     from gpipe_bench.experiments.paper.timed.results import samples_of
-    from gpipe_bench.experiments.paper.timed.steps import layer_seconds
     from gpipe_bench.harness.rounds import turns
     from gpipe_bench.pipeline import Pipeline
     from gpipe_bench.planner.timing import settle, time_step

@@ -49,11 +49,6 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
     )
     verb.add_argument(
-        "--gpus", type=int, metavar="N",
-        help="only pipelines over several GPUs, one for each stage, with every number of stages up to N, "
-        "beside torch's; where an experiment has them (table2)",
-    )  # fmt: skip
-    verb.add_argument(
         "--engine", metavar="NAME",
         help="the engine under test, by its name or as module:attribute, where an experiment runs one",
     )  # fmt: skip
@@ -134,25 +129,12 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
         if not (key and equals):
             raise ValueError(f"--only {text!r} is not KEY=VALUE")
         only[key] = (*only.get(key, ()), value)
-    try:
-        device = _device("cuda" if arguments.gpus is not None else arguments.device, experiment)
-    except ValueError as error:
-        if arguments.gpus is None:
-            raise
-        raise ValueError(
-            f"--gpus {arguments.gpus}: torch sees no CUDA device here; leave the option out, and stages take "
-            "turns on the processor"
-        ) from error
-    gpus = _gpus(arguments, experiment, device)
-    if arguments.gpus is not None:
-        from gpipe_bench.experiments.paper.on_gpus import PART
-
-        only.setdefault("part", (PART,))
+    device = _device(arguments.device, experiment)
     # Models that are scaled to two cores keep a GPU waiting for its host, and nothing else is timed.
     profile = arguments.profile or ("full" if device == "cuda" else "short")
     return replace(
         usual_options(experiment, profile, device, arguments.engine),
-        only=only, gpus=gpus, fresh=arguments.fresh, **own,
+        only=only, fresh=arguments.fresh, **own,
     )  # fmt: skip
 
 
@@ -173,33 +155,6 @@ def _device(asked: str, experiment: Experiment) -> str:
             "--device cuda: torch sees no CUDA device here; use --device cpu, or see `list --machine`"
         )
     return "cpu"
-
-
-def _gpus(arguments: argparse.Namespace, experiment: Experiment, device: str) -> int:
-    """GPUs that a pipeline of the experiment may take: as many as are asked for, else all."""
-    asked = arguments.gpus
-    if asked is not None:
-        if "gpus" not in experiment.takes:
-            raise ValueError(
-                f"--gpus {asked}: {experiment.name} runs no pipeline over several GPUs; leave the option out"
-            )
-        if arguments.device == "cpu":
-            raise ValueError(f"--gpus {asked} and --device cpu exclude each other; leave one out")
-        if asked < 2:
-            raise ValueError(f"--gpus {asked}: a pipeline over GPUs has two stages or more; give 2 or more")
-    if device != "cuda" or "gpus" not in experiment.takes:
-        return 0
-    import torch
-
-    found = torch.cuda.device_count()
-    if asked is not None and found < asked:
-        raise ValueError(
-            f"--gpus {asked}: torch sees {found} here; give --gpus {found}, or make more of them visible "
-            "(CUDA_VISIBLE_DEVICES)" if found > 1 else
-            f"--gpus {asked}: torch sees one GPU here; without --gpus stages take turns on it and are laid "
-            "out on several"
-        )  # fmt: skip
-    return found if asked is None else asked
 
 
 def _engine(asked: str | None, experiment: Experiment) -> str | None:

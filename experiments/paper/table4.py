@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 from gpipe_bench.experiments.drawing import gantt_plot, picture
 from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
-    CUTS_ESTIMATE_S,
     PROFILES,
     VERSION1,
     Configuration,
@@ -57,7 +56,7 @@ SETUP = (
 
 def cases(options: RunOptions) -> list[Case]:
     estimate_s = ESTIMATE_S[options.profile]
-    steps = [Case({"model": name}, estimate_s + CUTS_ESTIMATE_S * (name in JUDGED)) for name in VERSION1]
+    steps = [Case({"model": name}, estimate_s) for name in VERSION1]
     others = real_cases(VERSION1, REAL_ESTIMATES_S, options)
     return steps + others + reproduced.cases("table4", options)
 
@@ -67,7 +66,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table4", case)
-    from gpipe_bench.experiments.paper.predicted.sizes import cuts_of_the_paper, paper_size
     from gpipe_bench.experiments.paper.timed.replay import take_apart
     from gpipe_bench.experiments.paper.timed.results import by_turn, joined, link_of, results
     from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
@@ -79,7 +77,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     examples, real = TIMED_MICROBATCHES * max(1, workload.batch_size // 2), num_devices(options.device)
     plan = tuple(
-        Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1, counts=COUNTS)
+        Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k <= real, counts=COUNTS)
         for k in (STAGES[:1] if options.profile == "smoke" else STAGES)
     )
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
@@ -99,9 +97,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
         for part in whole.shares:
             key, percent = {"part": part, **facts["key"]}, [100 * float(each[part]) for each in shares]
             metrics.append(from_samples(SHARE, percent, "%", key=key, provenance="replayed"))
-    if model in JUDGED:
-        paper = paper_size("figure3", model, options)
-        cuts_of_the_paper("breakdown-v5", workload, paper, STAGES).add_to(details)
     return Outcome(tuple(metrics), details)
 
 
@@ -175,11 +170,7 @@ def _sentence(
         return []
     k = choose(found, key=lambda each: found[each].value or 0.0)
     name = f"K={k} M={NUM_MICROBATCHES}"
-    again = claims.cut_again(
-        record, [name], [found[k]], lambda ratio: ratio,
-        lambda cut: number(k, {part: 100 * share for part, share in cut["shares"].items()}),
-    )  # fmt: skip
-    return claims.sentence(records, record, row, "ResNet-101", found[k], f"{what}: {name}{again}")
+    return claims.sentence(records, record, row, "ResNet-101", found[k], f"{what}: {name}")
 
 
 def _taken_apart(records: Sequence[Record]) -> DataFrame:

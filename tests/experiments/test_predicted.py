@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_bench.experiments.paper.predicted.sizes import (
     FullSize,
     num_bytes,
-    of_the_paper,
     product_flops,
     tiled_elements,
 )
@@ -129,8 +128,15 @@ def test_a_core_is_half_a_chip() -> None:
     assert (P100_16.flops_per_s, P100_16.bytes_per_s) == (9.3e12, 732e9)
 
 
+SMALL = FullSize(
+    "transformer-lm",
+    {"num_layers": 10, "attention": "explicit", "d_model": 32, "ffn_dim": 128, "num_heads": 2, "seq_len": 16,
+     "vocab_size": 500},
+)  # fmt: skip
+
+
 def test_cuts_follow_the_rule() -> None:
-    full = of_the_paper("table2", "transformer", quick=True)
+    full = SMALL
     assert full.cut("layers", "cumulative share", 13) is None, "a stage would be empty"
     with pytest.raises(ValueError, match="a layer: use operations, parameters, layers"):
         full.cut("minutes", "least variance", 2)
@@ -143,7 +149,7 @@ def test_cuts_follow_the_rule() -> None:
 
 def test_a_step_is_laid_out_with_what_its_layers_take() -> None:
     """Set-up and updates at the speed of memory, messages at that of the link, recomputation as a forward."""
-    full, cut = of_the_paper("table2", "transformer", quick=True), (range(6), range(6, 12))
+    full, cut = SMALL, (range(6), range(6, 12))
     link = Link("a link", 1e-6, 1e10)
     step = full.step(TPU_V2, "float32", cut, 9, 4, share_of_peak=0.5, link=link)
     layers = full.seconds(TPU_V2, "float32", 3, (0.5,))  # micro-batches of 2.25 examples hold 3

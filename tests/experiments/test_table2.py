@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from made_up_steps import TINY, cuts, found, job_of, steps
+from made_up_steps import TINY, found, job_of, steps
 from records import record
 
 from gpipe_bench.experiments.paper import figure3, table2, table4
-from gpipe_bench.experiments.paper.predicted import sizes
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.fitted import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.paper.timed.results import results
@@ -59,7 +58,6 @@ def test_records_without_a_finished_case_make_an_empty_table():
 def run_with(experiment, each, monkeypatch):
     """The record of ResNet-101 whose processes found these steps."""
     monkeypatch.setattr(timed_steps, "measure", lambda job: [found(*each)])
-    monkeypatch.setattr(sizes, "cuts_of_the_paper", lambda *_: cuts(uneven=(range(6), range(6, 8))))
     outcome = experiment.run(Case({"model": "resnet101"}), RunOptions(profile="short", device="cpu"))
     return record(
         experiment=experiment.EXPERIMENT.name, case={"model": "resnet101"}, metrics=outcome.metrics,
@@ -86,27 +84,34 @@ def test_the_breakdown_adds_up_in_every_record(monkeypatch, tmp_path):
     assert len(draw(table4.EXPERIMENT, [made], tmp_path)) == 4
 
 
-def test_a_sentence_is_about_steps_as_timed_and_other_cuts_stand_in_its_note():
-    """Three quarters of the work in one of two stages, where both have the half: two thirds of the speed."""
-    made = table2_record(batch="fixed")
-    cuts(uneven=(range(6), range(6, 8))).add_to(made.details)
-    by_cut = made.details["cells"]["K=2 M=32"]["by_cut"]
-    assert [*by_cut] == ["measured seconds", "operations, least variance", "uneven"]
-    even, uneven = (by_cut[name]["steps_per_s"] for name in ("measured seconds", "uneven"))
-    assert uneven / even == pytest.approx(33 / (32 * 1.5 + 1), rel=0.02)
-    assert "uneven" not in made.details["cells"]["K=8 M=32"]["by_cut"], "it has two stages alone"
-    errors = table2_record("transformer", "fixed", "short", 0.0, 0.1, -0.1)
-    made = replace(made, metrics=errors.metrics)
+def test_a_sentence_is_about_steps_as_timed():
+    made = table2_record("transformer", "fixed", "short", 0.0, 0.1, -0.1)
     sentences = {c.row: c for c in table2.cells([made]) if c.table == "claims-text"}
     gain, bubble = sentences["more micro-batches, more throughput"], sentences["bubble at M >= 4K"]
     assert (gain.note.count("K=2"), gain.spread.combinations) == (2, 0)
-    assert ("K=8 M=32" in bubble.note, "by 1 rules (computed)" in bubble.note) == (True, True)
-    without = replace(made, details={**made.details, "cells": {
-        name: {key: of for key, of in facts.items() if key not in ("by_cut", "even_speed_up")}
-        for name, facts in made.details["cells"].items()
-    }})  # fmt: skip
-    assert "computed" not in "".join(c.note for c in table2.cells([without]))
-    assert "K=8 M=32" in table2.tables([without])
+    assert "K=8 M=32" in bubble.note
+    assert "K=8 M=32" in table2.tables([made])
+
+
+def test_columns_that_ran_for_real_stand_beside_the_papers():
+    """On two devices the steps tell the replay's error alone."""
+
+    def of(*counts):
+        plan = [Configuration(k, m, 32, runs_for_real=True) for k in counts for m in (1, 4)]
+        each = [
+            steps(
+                num_stages=c.num_stages, num_microbatches=c.num_microbatches, real_s=(1 / c.num_stages,) * 2
+            )
+            for c in plan
+        ]
+        metrics, details = results(job_of(*plan), [found(*each)])
+        case = {"part": "replay error", "model": "transformer"}
+        return record(experiment="table2", case=case, metrics=tuple(metrics), details=details)
+
+    column = [each for each in table2.cells([of(2, 4)]) if each.column == "K=4"]
+    assert [each.metric.value for each in column] == [2.0, 2.0]
+    assert "as many devices as stages" in table2.tables([of(2, 4)])
+    assert table2.cells([of(2)]) == []
 
 
 def test_naive_and_pipeline_are_told_apart(monkeypatch, tmp_path):

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from made_up_steps import job_of
+from made_up_steps import TINY, job_of
 from torch import nn
 
+from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.results import results
 from gpipe_bench.experiments.paper.timed.steps import attempt, measure, work
 from gpipe_bench.experiments.paper.timed.workloads import TABLE2, Configuration
-from gpipe_bench.pipeline import launch
+from gpipe_bench.pipeline import Kind, launch
 
 SMOKE = TABLE2["transformer"]["smoke"]
 
@@ -158,3 +159,27 @@ def test_all_processes_give_up_together(monkeypatch):
 def test_the_first_failure_of_a_process_is_the_message():
     with pytest.raises(RuntimeError, match="process 0: ZeroDivisionError: integer division or"):
         timed_steps.run_processes(work, 1, job_of(Configuration(2, 0, 4)))
+
+
+def test_layers_are_timed_one_after_another() -> None:
+    model, (batch, target) = list(TINY.build()), TINY.example(2)
+    found = layers.alone(model, TINY.loss(), batch, target, torch.device("cpu"), repeats=2)
+    assert len(found) == len(model)
+    assert all(set(each) == {Kind.F, Kind.R, Kind.B} and min(each.values()) > 0 for each in found)
+    assert all(p.grad is None for layer in model for p in layer.parameters())
+
+
+def test_accelerators_time_layers_alone_and_leave_out_what_is_not_recomputed(monkeypatch):
+    asked = []
+
+    def alone(model: Any, loss: Any, batch: Any, target: Any, device: Any) -> list[dict[Kind, float]]:
+        asked.append(len(batch))
+        return [{Kind.F: 1.0, Kind.R: 2.0, Kind.B: 4.0}] * len(model)
+
+    monkeypatch.setattr(layers, "alone", alone)
+    monkeypatch.setattr(layers.devices, "is_accelerator", lambda device: True)
+    model, example = list(TINY.build()), TINY.example(8)
+    for remat, seconds in (("always", 7.0), ("never", 5.0)):
+        found = layers.layer_seconds(model, 4, TINY.loss(), *example, remat=remat)
+        assert found == (seconds,) * len(model)
+    assert asked == [2, 2]  # one micro-batch of four

@@ -1,8 +1,7 @@
 """Our replayed numbers beside the paper's: sentences to be judged, what their words admit, and the text.
 
 "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number that it is
-about and by what its words admit (results/unknowns.toml). What the paper cut its models by is not
-known: a sentence is judged over all of these cuts. What is said of "the same model" is judged at one
+about and by what its words admit (results/unknowns.toml). What is said of "the same model" is judged at one
 mini-batch.
 
 Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
@@ -15,7 +14,6 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
@@ -32,7 +30,6 @@ FEWEST_ERRORS = 3
 NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
 )
-CUT_BY = "partition_cost", "partition_rule"
 Moves = Literal["as the step grows", "either way"]
 """How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
 the step may move either way."""
@@ -84,15 +81,15 @@ def least(
     pairs: Iterable[tuple[str, str, str]],
     speed: Callable[[Record, str], Metric | None],
     quotient: Callable[[float, float], float],
-) -> tuple[str, list[str], Metric] | None:
-    """The pair of a model's configurations with the least quotient of speeds, and the quotient."""
+) -> tuple[str, Metric] | None:
+    """The model of the pair of configurations with the least quotient of speeds, and the quotient."""
     found = [
-        (model, names, metric)
+        (model, metric)
         for model, *names in pairs
         if model in of
         if (metric := derived(" over ".join(names), quotient, *(speed(of[model], name) for name in names)))
     ]
-    return min(found, key=lambda each: each[2].value or 0.0, default=None)
+    return min(found, key=lambda each: each[1].value or 0.0, default=None)
 
 
 def entry(
@@ -160,43 +157,6 @@ def sentence(
     if metric is None:
         return []
     return [entry(records, record, (SENTENCES, row, column), metric, note, **more)]
-
-
-def cut_again(
-    record: Record,
-    names: Sequence[str],
-    of: Sequence[Metric | None],
-    formula: Callable[..., float],
-    number: Callable[[Mapping[str, Any]], float] = itemgetter("steps_per_s"),
-) -> str:
-    """A number as it would be after stages are cut again on paper, as the paper may have cut its own: it is
-    computed, stands in a note and widens nothing. Empty where the record does not say.
-
-    Args:
-        record: whose configurations these are
-        names: of the configurations
-        of: the number of each, as it was measured
-        formula: of these numbers
-        number: such a number from what a configuration gives under a cut (`by_cut`); by default its speed
-    """
-    cuts = [record.details["cells"][name].get("by_cut") for name in names]
-    values = [float(each.value) for each in of if each is not None and each.value is not None]
-    if None in cuts or len(values) < len(cuts):
-        return ""
-    (as_measured, *_), *_ = cuts
-    moved = [
-        formula(
-            *(
-                value * (number(cut[setting]) / number(cut[as_measured]))
-                for value, cut in zip(values, cuts, strict=True)
-            )
-        )
-        for setting in cuts[0]
-        if setting != as_measured and all(setting in cut for cut in cuts)
-    ]
-    if not moved:
-        return ""
-    return f"; cut again on paper by {len(moved)} rules (computed): {min(moved):.3g} to {max(moved):.3g}"
 
 
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:

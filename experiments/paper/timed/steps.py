@@ -4,8 +4,8 @@ As many processes as there are devices to measure on take the steps of all confi
 there and back within each, so that the numbers of one round can be set against each other on a machine that
 does other things too. All stages of a configuration run in each process, at the same time in every process: a
 stage's action times are those it has beside busy neighbours, which is how it would run in a pipeline. A
-configuration with as many stages as processes is also run for real, one stage per process, and that is what
-the replay must reproduce.
+configuration that has a process for each of its stages is also run for real, one stage per process, and that
+is what the replay must reproduce: two stages on a CPU, every number of stages up to that of the GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
-from gpipe_bench.experiments.paper.timed.layers import alone
+from gpipe_bench.experiments.paper.timed.layers import layer_seconds
 from gpipe_bench.experiments.paper.timed.replay import TimedActions
 from gpipe_bench.experiments.paper.timed.results import Found, Steps, check_ran, results, samples_of
 from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
@@ -30,20 +30,19 @@ from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.harness.workers import memory_error
-from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.stage.trees import flatten, split
+from gpipe_bench.pipeline.stage.trees import split
 from gpipe_bench.planner.timing import CPU, boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
 ALONE, SHARED = "all stages in one process", "one stage per process"
-REAL_STAGES = 2
+REAL_STAGES = (2, 4, 8)
 REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
 """Rounds of steps that run for real: two turns each, there and back, of two steps."""
 PINGS = 20
@@ -65,18 +64,19 @@ def measure(job: Job) -> list[Found]:
 def run_real(
     workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
 ) -> Outcome:
-    """Takes the steps, with each of `counts` micro-batches.
+    """Takes the steps, with each of `counts` micro-batches and every number of stages there are devices for.
 
     Without `microbatch_size` all have the workload's mini-batch. Skipped where there is one device alone.
     """
-    if num_devices(options.device) < REAL_STAGES:
-        return Outcome(
-            status="skipped", reason=f"two stages need {REAL_STAGES} devices or cores of their own"
-        )
+    stages = [k for k in REAL_STAGES if k <= num_devices(options.device)]
+    if not stages:
+        return Outcome(status="skipped", reason="two stages need 2 devices or cores of their own")
     counts = counts[:2] if options.profile == "smoke" else counts
     sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
     plan = tuple(
-        Configuration(REAL_STAGES, m, size, runs_for_real=True) for m, size in zip(counts, sizes, strict=True)
+        Configuration(k, m, size, runs_for_real=True)
+        for k in stages
+        for m, size in zip(counts, sizes, strict=True)
     )
     job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
     metrics, details = results(job, measure(job))
@@ -84,8 +84,8 @@ def run_real(
 
 
 def num_devices(device: str) -> int:
-    """Processes that time side by side: one per device, two cores of a CPU, at most two."""
-    return min(devices.count("cuda") if device == "cuda" else usable_cores(), 2)
+    """Processes that time side by side: one per GPU, at most eight, or two cores of a CPU."""
+    return min(devices.count("cuda"), max(REAL_STAGES)) if device == "cuda" else min(usable_cores(), 2)
 
 
 def run_processes(
@@ -219,10 +219,15 @@ class TimedConfiguration:
         self._program = gpipe(len(stages), num_microbatches, remat)
         self._boundary_bytes = sent_bytes(training.layers, stages, split(self._batch, num_microbatches)[0])
         self.found = Steps(stages)
-        groups = {ALONE: None} | ({SHARED: dist.group.WORLD} if configuration.runs_for_real else {})
-        self._engines: dict[str, Engine] = {}
+        self._num_stages, self._engines = len(stages), dict[str, Engine | None]()
+        groups: dict[str, Any] = {ALONE: None}
+        if configuration.runs_for_real:
+            groups[SHARED] = group_of(len(stages))
         reasons = []
         for where, group in groups.items():
+            if where == SHARED and dist.get_rank() >= len(stages):
+                self._engines[where] = None  # waits for the others
+                continue
             setup = Setup(training.layers, stages, num_microbatches, remat, training.device, group)
             try:
                 self._engines[where] = resolve(training.job.engine)(setup)
@@ -252,7 +257,7 @@ class TimedConfiguration:
 
     def _take_alone(self, keep: bool) -> None:
         found = self.found
-        step_s, timeline = self._step(self._engines[ALONE])
+        step_s, timeline = self._step(ALONE)
         update_s = tuple(self._training.update_s(span) for span in found.partition)
         if keep:
             found.in_process_s.append(step_s)
@@ -265,8 +270,10 @@ class TimedConfiguration:
             found.why = f"engine {engine} keeps no timeline, so its steps cannot be laid out"
 
     def _take_shared(self, keep: bool) -> None:
-        step_s, timeline = self._step(self._engines[SHARED])
+        step_s, timeline = self._step(SHARED)
         stage = dist.get_rank()
+        if stage >= self._num_stages:
+            return
         step_s += self._training.update_s(self.found.partition[stage])
         if timeline is not None:
             check_ran(timeline, self._program, stage)
@@ -274,9 +281,9 @@ class TimedConfiguration:
             self.found.real_s.append(step_s)
             self.found.real_timeline = timeline
 
-    def _step(self, engine: Engine) -> tuple[float, Timeline | None]:
-        training = self._training
-        step = partial(engine.step, self._batch, self._target, training.loss)
+    def _step(self, where: str) -> tuple[float, Timeline | None]:
+        training, engine = self._training, self._engines[where]
+        step = None if engine is None else partial(engine.step, self._batch, self._target, training.loss)
         step_s = time_step(step, training.layers, device=training.device)
         return step_s, getattr(engine, "timeline", None)
 
@@ -294,6 +301,13 @@ class TimedConfiguration:
             setup_s,
             *self._boundary_bytes,
         )
+
+
+def group_of(num_stages: int) -> Any:
+    """The group of the first so many processes; all must call."""
+    if num_stages == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(list(range(num_stages)))
 
 
 def sent_bytes(
@@ -324,46 +338,6 @@ def attempt(call: Callable[[], object]) -> str:
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(found) if text)
-
-
-def layer_seconds(
-    layers: Sequence[nn.Module],
-    num_microbatches: int,
-    compute_loss: Callable[..., Tensor],
-    batch: Any,
-    target: Any,
-    remat: str,
-) -> tuple[float, ...]:
-    """Seconds of every layer, by which processes cut a model into stages: forward, backward and, as `remat`
-    says, recomputation of one micro-batch. On processors the layers are stages of their own in a pipeline of
-    single layers; an accelerator, whose memory that would fill, takes one layer after another.
-
-    Each process finds its own, but all must cut at the same places, since a stage's neighbour is in another
-    process; so the mean over processes counts, and all must call.
-    """
-    device = flatten(batch)[0][0].device
-    found = [0.0] * len(layers)
-    if devices.is_accelerator(device):
-        first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
-        for layer, seconds in enumerate(alone(layers, compute_loss, first, wanted, device)):
-            found[layer] = sum(s for kind, s in seconds.items() if kind is not Kind.R or remat != "never")
-    else:
-        pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat=remat)
-        for _ in range(2):  # the first warms up
-            time_step(partial(pipeline.step, batch, target, compute_loss), layers)
-        clear(layers)
-        for (stage, _), samples in samples_of([pipeline.timeline]).items():
-            found[stage] += median(samples)
-    return mean_over_processes(found)
-
-
-def mean_over_processes(found: Sequence[float]) -> tuple[float, ...]:
-    """Means of numbers that every process has found; all processes must call."""
-    seconds = torch.tensor(found, dtype=torch.float64)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(seconds)
-        seconds /= dist.get_world_size()
-    return tuple(seconds.tolist())
 
 
 # Link between the processes of a pipeline: between the GPUs of a machine it may be NVLink, a switch or the

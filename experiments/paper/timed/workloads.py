@@ -150,10 +150,6 @@ class Job(NamedTuple):
         return {**self.workload.facts(), "engine": self.engine, "rounds": self.rounds}
 
 
-CUTS_ESTIMATE_S = 8.0
-"""More of a case that also cuts the paper's size as the paper may have."""
-
-
 def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:
     """One case per model, whose steps say how far the replay errs; `estimates_s` are of the short profile on
     two cores.

@@ -179,5 +179,5 @@ def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
 
 
 def scaled(title: str, scale: str) -> str:
-    """The title above a picture of one model."""
-    return f"{title}\nscaled: {scale}" if scale else title
+    """The title above a picture of one model, whose numbers from here are of a smaller one."""
+    return f"{title}\nhere: {scale}" if scale else title

@@ -23,7 +23,14 @@ from gpipe_bench.experiments.paper.timed.replay import (
     lay_out,
     same_share,
 )
-from gpipe_bench.experiments.paper.timed.results import Found, by_turn, conditions_of, joined, normalised
+from gpipe_bench.experiments.paper.timed.results import (
+    Found,
+    Rates,
+    by_turn,
+    conditions_of,
+    joined,
+    normalised,
+)
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
 from gpipe_bench.harness.record import Metric, from_samples
 from gpipe_bench.harness.unknowns import load_unknowns, points
@@ -64,7 +71,7 @@ def replayed(
     for name, link in {"PCIe": PCIE, SAME_SHARE: slowed, "free link": FREE}.items():
         batch_size, steps_s = NUM_MICROBATCHES * plan[0].microbatch_size, _steps_s(rounds, link)
         rates = {k: [batch_size / step_s for step_s in several] for k, several in steps_s.items()}
-        keyed = [({"link": name, "K": k}, each) for k, each in rates.items()]
+        keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
         metrics += normalised("throughput", keyed, rates.get(base), "replayed")
     stages = {}
     steps_s = _steps_s(rounds, slowed)

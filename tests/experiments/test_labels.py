@@ -14,9 +14,7 @@ from gpipe_bench.experiments.paper.profiles import (
     Reading,
     Relabel,
     amoebanet,
-    padded,
     profiled,
-    tiled,
     transformer,
 )
 from gpipe_bench.pipeline import Boundary, Profiler
@@ -41,27 +39,6 @@ def fields(profile: LayerProfile) -> list[object]:
 def test_a_relabelled_profile_is_that_of_the_other_size() -> None:
     relabel = Relabel((Label(61, 61, 12), Label(43, 43, 6)))
     assert fields(relabel.profile(block(61, 43))) == fields(block(12, 6))
-
-
-def test_tiles_pad_the_two_dimensions_that_cost_least() -> None:
-    assert padded((8, 128)) == (8, 128)
-    assert padded((128, 8)) == (128, 8)
-    assert padded((3, 100)) == (8, 128)
-    assert padded((7, 100, 130)) == (7, 128, 136), "104 x 256 and, of the first two, 8 x 128 x 130 cost more"
-    assert padded((5,)) == (128,)
-    assert padded(()) == ()
-
-
-def test_a_tiled_profile_is_larger_and_parameters_are_not() -> None:
-    dense = block(61, 43)
-    padding = tiled(dense)
-    assert padding.parameter_sizes == dense.parameter_sizes
-    assert padding.inputs.tensors[0].shape == padded(dense.inputs.tensors[0].shape)
-    for before, after in ((dense.free, padding.free), (dense.first, padding.first)):
-        assert all(a <= b for a, b in zip(before.sizes, after.sizes, strict=True))
-    assert stage_bytes([padding]).saved_bytes > stage_bytes([dense]).saved_bytes
-    whole = block(128, 8)
-    assert stage_bytes([tiled(whole)]).saved_bytes == stage_bytes([whole]).saved_bytes
 
 
 def check_equal(made: ModelProfile, direct: ModelProfile) -> None:

@@ -22,8 +22,8 @@ from gpipe_bench.models.paper import Column, column
 def with_settings(**changes: Any) -> Combination:
     """Plain settings, with some changes."""
     plain = {
-        "activation_format": "float32", "gradient_copies": 0, "boundary_tensors": "inputs", "partition_cost": "operations",
-        "partition_rule": "least variance", "num_microbatches": 4,
+        "activation_format": "float32", "gradient_copies": 0, "boundary_tensors": "inputs",
+        "partition_cost": "operations", "partition_rule": "least variance", "num_microbatches": 4,
     }  # fmt: skip
     assert set(changes) <= set(plain)
     return {**plain, **changes}

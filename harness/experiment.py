@@ -28,7 +28,6 @@ class RunOptions:
         engine: the engine under test, for experiments that run one
         seed: of whatever is random
         data: path of the user's own images, for experiments that train on some
-        text: path of the user's own text, likewise
         fresh: run again what is on record
         only: a key of the cases -> the wanted values, as typed
     """
@@ -38,7 +37,6 @@ class RunOptions:
     engine: str | None = None
     seed: int = 0
     data: str | None = None
-    text: str | None = None
     fresh: bool = False
     only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -34,8 +34,6 @@ from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs
 from gpipe_bench.pipeline.plan.names import suggestion
 
-OWN_DATA = ("data", "text")
-
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
@@ -53,7 +51,6 @@ def options(verb: argparse.ArgumentParser) -> None:
         help="the engine under test, by its name or as module:attribute, where an experiment runs one",
     )  # fmt: skip
     verb.add_argument("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
-    verb.add_argument("--text", type=Path, metavar="PATH", help="your own text, likewise")
     verb.add_argument(
         "--only", action="append", default=[], metavar="KEY=VALUE",
         help="only the cases with this value, such as half=transformer; the same key again adds a value, "
@@ -116,13 +113,12 @@ def usual_options(
 def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
     """All that the options say. Paths of the user's own data are absolute."""
     own: dict[str, Any] = {}
-    for name in OWN_DATA:
-        path = getattr(arguments, name)
-        if path is not None and name not in experiment.options:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} {path}: {experiment.name} takes no data; leave the option out")
-        if path is not None:
-            own[name] = str(path.resolve())
+    if arguments.data is not None:
+        if "data" not in experiment.options:
+            raise ValueError(
+                f"--data {arguments.data}: {experiment.name} takes no data; leave the option out"
+            )
+        own["data"] = str(arguments.data.resolve())
     only: dict[str, tuple[str, ...]] = {}
     for text in arguments.only:
         key, equals, value = text.partition("=")

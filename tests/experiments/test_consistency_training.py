@@ -47,7 +47,7 @@ IMAGES = replace(DIGITS, num_filters=8, stem_filters=8, image_size=9, num_epochs
 
 
 def text_task() -> TextTask:
-    task = TextTask(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+    task = TextTask(TEXT, topics()[:60_000], 0)
     task.evaluate_every = 2
     return task
 
@@ -164,7 +164,7 @@ def test_the_tokenizer_knows_only_the_training_text() -> None:
     letters = [chr(0x4E00 + i) for i in range(20)]
     words = "the quick brown fox jumps over the lazy dog and runs away from it again "
     text = "\n\n".join(f"{letter} {words * 30}{i}" for i, letter in enumerate(letters))
-    task = TextTask(replace(TEXT, vocab_size=100), text, 0, "the text")
+    task = TextTask(replace(TEXT, vocab_size=100), text, 0)
     unknown = [letter for letter in letters if task.pieces.unk_id() in task.pieces.encode(letter)]
     assert len(unknown) == 2
     assert not (task.train_tokens == task.pieces.unk_id()).any()
@@ -234,7 +234,7 @@ class _Still(TextTask):
 
 
 def test_paired_runs_begin_with_the_same_weights_and_see_other_data() -> None:
-    task = _Still(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+    task = _Still(TEXT, topics()[:60_000], 0)
     seeds = {"one": (5, 7), "paired": (6, 7), "other": (5, 8)}
     ends = {
         name: train(task, Setting(seed=seed, initial_seed=initial)) for name, (seed, initial) in seeds.items()
@@ -350,7 +350,7 @@ def test_running_statistics_move_on_while_mini_batches_are_in_flight() -> None:
 
 
 def test_every_stage_keeps_as_many_versions_as_it_is_stale() -> None:
-    task = TextTask(replace(TEXT, num_steps=12), topics()[:60_000], 0, "text")
+    task = TextTask(replace(TEXT, num_steps=12), topics()[:60_000], 0)
     found = train_asynchronously(task, 4, 0, stash=True)
     assert found.staleness == (3, 2, 1, 0)
     assert found.versions == (4, 3, 2, 1)

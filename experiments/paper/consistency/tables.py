@@ -315,7 +315,7 @@ def _draw_scores(axes: Axes, records: Sequence[Record], model: str) -> None:
     names, values = zip(*flat, strict=True)
     axes.axhspan(scale * (found.mean - reach), scale * (found.mean + reach), color="0.9", zorder=0)
     axes.axhline(scale * found.mean, color="0.4", linewidth=1)
-    seaborn.swarmplot(x=names, y=values, hue=names, ax=axes, palette="deep", legend=False)
+    seaborn.swarmplot(x=names, y=values, color="0.35", ax=axes)
     for place, scores in enumerate(groups.values()):
         axes.hlines(scale * statistics.fmean(scores), place - 0.3, place + 0.3, color="black", linewidth=1.5)
     unit = " (%)" if model == "images" else ""

@@ -115,9 +115,8 @@ def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
     own: dict[str, Any] = {}
     if arguments.data is not None:
         if "data" not in experiment.options:
-            raise ValueError(
-                f"--data {arguments.data}: {experiment.name} takes no data; leave the option out"
-            )
+            taken = f"--data {arguments.data}: {experiment.name} takes no data"
+            raise ValueError(f"{taken}; leave the option out")
         own["data"] = str(arguments.data.resolve())
     only: dict[str, tuple[str, ...]] = {}
     for text in arguments.only:

@@ -3,7 +3,7 @@
 The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
 `models/official/amoeba_net`): the paper's consistency experiment trains AmoebaNet-D (2, 128) for 35 epochs;
 its first version counts the normal cells of one stack, so that is (6, 128) here. The text recipe is Lingvo's
-for its one-billion-word GPipe model, scaled down. Scaled-down variants change sizes and lengths and nothing else.
+for its one-billion-word GPipe model, scaled down. Scaling changes sizes and lengths and nothing else.
 
 Profile and options choose a `Subject`: a recipe, and the user's data or ours. It is a description instead of
 the task itself, because it travels to the processes of a run, each of which loads its data alone, and because
@@ -171,9 +171,8 @@ def image_layout(path: str) -> str:
         raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
     layouts = [parts for parts in PARTS if all((root / part).is_dir() for part in parts)]
     parts = layouts[0] if layouts else (".",)
-    first, *others = [
-        sorted(each.name for each in (root / part).iterdir() if each.is_dir()) for part in parts
-    ]
+    folders = [[each.name for each in (root / part).iterdir() if each.is_dir()] for part in parts]
+    first, *others = map(sorted, folders)
     if len(first) < 2 or any(classes != first for classes in others):
         raise ValueError(
             f"--data {path}: {' and '.join(parts)} must hold the same two or more folders of images, one per "

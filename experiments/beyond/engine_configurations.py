@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.side_by_side import Sign
+from gpipe_bench.experiments.beyond.side_by_side import Sign
 from gpipe_bench.harness.record import Scalar
 
 KNOWN = "all"  # the engines that are always there; others are added to them
 ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
 GLOO, BARE = "ours over gloo", "bare layers"
 ALONE, ALL_CORES = "sequential", "sequential on every core"
-_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.paper.timed.engine_turns"
+_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.beyond.engine_turns"
 FACTORIES = {
     ALWAYS: "ours", GLOO: f"{_KNOWN}:OverNetwork", BARE: f"{_TURNS}:Bare", ALONE: f"{_TURNS}:PlainAlone",
     ALL_CORES: f"{_TURNS}:Plain", "zb-h1": f"{_KNOWN}:OursZBH1",

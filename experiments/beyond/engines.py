@@ -44,7 +44,7 @@ from gpipe_bench.experiments.beyond.engine_configurations import (
     Configuration,
     configuration_of,
 )
-from gpipe_bench.experiments.paper.timed.side_by_side import (
+from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
     is_faster,
     lacks_gpus,
@@ -61,8 +61,8 @@ from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
+    from gpipe_bench.experiments.beyond.engine_turns import Job
     from gpipe_bench.experiments.engines.isolated import Fault
-    from gpipe_bench.experiments.paper.timed.engine_turns import Job
 
 START_S = 8.0  # until all processes are up and the engines checked
 MIN_ACTION_MS = 5.0
@@ -90,7 +90,7 @@ def job_of(chosen: Configuration, extra: str | None) -> Job:
     """Settings of a case's processes. The user's engines are named without the digests of their files, and
     take turns where models are real.
     """
-    from gpipe_bench.experiments.paper.timed.engine_turns import Job
+    from gpipe_bench.experiments.beyond.engine_turns import Job
 
     work = WORKLOADS[chosen.workload]
     engines = {}
@@ -112,8 +112,8 @@ def job_of(chosen: Configuration, extra: str | None) -> Job:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.beyond.engine_turns import fault_in, taken, without
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
-    from gpipe_bench.experiments.paper.timed.engine_turns import fault_in, taken, without
 
     chosen = configuration_of(case.key)
     assert chosen is not None, "cases are made of configurations"
@@ -150,7 +150,7 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
     """Outcome of a case from what its processes found. With `faulty` engines the case has failed and has the
     numbers of the others.
     """
-    from gpipe_bench.experiments.paper.timed.engine_turns import details_of
+    from gpipe_bench.experiments.beyond.engine_turns import details_of
 
     details = details_of(job, found)
     metrics = [

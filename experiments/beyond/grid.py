@@ -28,7 +28,7 @@ from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.side_by_side import lacks_gpus
+from gpipe_bench.experiments.beyond.side_by_side import lacks_gpus
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Provenance, Record, from_samples, of_case
 from gpipe_bench.harness.report.grid import numbers_text

@@ -117,7 +117,7 @@ MODULES = {
     "table1": "gpipe_bench.experiments.paper.table1.experiment",
     "consistency": "gpipe_bench.experiments.paper.consistency.experiment",
 }
-TURNS = "gpipe_bench.experiments.paper.timed.engine_turns"
+TURNS = "gpipe_bench.experiments.beyond.engine_turns"
 BEGIN = "gpipe_bench.harness.runner:Reporter.begin"
 FINISHED = "gpipe_bench.harness.runner:Reporter.finished"
 APPEND = "gpipe_bench.harness.store:Store.append"

@@ -27,11 +27,11 @@ from gpipe_bench.experiments.beyond.engine_configurations import (
     SPEED,
     configuration_of,
 )
+from gpipe_bench.experiments.beyond.engine_turns import Job, work
 from gpipe_bench.experiments.beyond.engines import EXPERIMENT, job_of, numbers, own_engines, tables
+from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
-from gpipe_bench.experiments.paper.timed.engine_turns import Job, work
-from gpipe_bench.experiments.paper.timed.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.paper.timed.steps import run_processes
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.build import build

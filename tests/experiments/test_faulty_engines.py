@@ -12,11 +12,11 @@ from command_line import call, lines
 from engines_checked import PAGE, rewritten
 from planted_engines import BREAK_LATER, OVER_PROCESSES, PLANTED, RIGHT
 
+from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.experiments.beyond.engine_configurations import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
 from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, in_place, settled
 from gpipe_bench.experiments.engines.isolated import IsolatedError, fault_of, place_of, run_isolated
-from gpipe_bench.experiments.paper.timed import engine_turns
 
 ROOT = Path(__file__).parents[2]
 SCENE = """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from records import record
 
-from gpipe_bench.experiments.paper.timed.side_by_side import (
+from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
     is_faster,
     measured,

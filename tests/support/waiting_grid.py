@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from gpipe_bench.experiments.paper.timed import engine_turns
+from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.pipeline import Kind, Schedule, Timeline, named, replay
 from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.plan.links import Bucket
@@ -95,8 +95,8 @@ def wait(case: Waits) -> tuple[float, Timeline]:
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
+    from gpipe_bench.experiments.beyond.engine_turns import Waiting
     from gpipe_bench.experiments.beyond.grid import timed_steps
-    from gpipe_bench.experiments.paper.timed.engine_turns import Waiting
     from gpipe_bench.pipeline import Pipeline
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))

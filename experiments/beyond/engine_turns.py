@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
 from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.engines.known import Ours
@@ -32,7 +33,6 @@ from gpipe_bench.experiments.engines.setup import (
 )
 from gpipe_bench.experiments.paper.timed.layers import layer_seconds
 from gpipe_bench.experiments.paper.timed.results import samples_of
-from gpipe_bench.experiments.paper.timed.side_by_side import Found, take_turns
 from gpipe_bench.experiments.paper.timed.steps import run_processes
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices

@@ -15,8 +15,8 @@ from statistics import mean
 from typing import Any
 
 from gpipe_bench.experiments.paper.predicted.sizes import FullSize
-from gpipe_bench.experiments.paper.table3 import NUM_MICROBATCHES, SAME_SHARE
 from gpipe_bench.experiments.paper.timed.replay import (
+    SAME_SHARE,
     TimedActions,
     balanced,
     hidden_from,
@@ -31,7 +31,7 @@ from gpipe_bench.experiments.paper.timed.results import (
     joined,
     normalised,
 )
-from gpipe_bench.experiments.paper.timed.workloads import Configuration
+from gpipe_bench.experiments.paper.timed.workloads import NUM_MICROBATCHES, Configuration
 from gpipe_bench.harness.record import Metric, from_samples
 from gpipe_bench.harness.unknowns import load_unknowns, points
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
@@ -46,13 +46,14 @@ Rounds = Mapping[int, Sequence[TimedActions]]
 
 
 def replayed(
-    plan: Sequence[Configuration], found: Sequence[Found], paper: FullSize, examples: int
+    plan: Sequence[Configuration], found: Sequence[Found], paper: FullSize, batch_size: int
 ) -> tuple[list[Metric], dict[str, Any]]:
     """Actions of this machine over PCIe as it is, over PCIe slowed down as much as they are, and over a free
     link: throughput, relative to the first K where there are such steps, how much of what even stages would
-    give a step over the slowed link reaches, and how fast a link must be. `examples` are those of a
-    micro-batch of the paper's model.
+    give a step over the slowed link reaches, and how fast a link must be. `batch_size` is the mini-batch
+    of the paper's model.
     """
+    examples = batch_size // NUM_MICROBATCHES
     rounds = {
         configuration.num_stages: [replace(each, num_microbatches=NUM_MICROBATCHES) for each in timed]
         for index, configuration in enumerate(plan)
@@ -67,10 +68,10 @@ def replayed(
         raise MemoryError(next(iter(out_of_memory.values())))
     low, middle, high = map(float, points(load_unknowns().find("table3-amoebanet", "share_of_peak")))
     slowed, base = _slowed(rounds, paper, examples, middle), plan[0].num_stages
-    metrics: list[Metric] = []
+    metrics, ours = list[Metric](), NUM_MICROBATCHES * plan[0].microbatch_size
     for name, link in {"PCIe": PCIE, SAME_SHARE: slowed, "free link": FREE}.items():
-        batch_size, steps_s = NUM_MICROBATCHES * plan[0].microbatch_size, _steps_s(rounds, link)
-        rates = {k: [batch_size / step_s for step_s in several] for k, several in steps_s.items()}
+        steps_s = _steps_s(rounds, link)
+        rates = {k: [ours / step_s for step_s in several] for k, several in steps_s.items()}
         keyed: Rates = [({"link": name, "K": k}, each) for k, each in rates.items()]
         metrics += normalised("throughput", keyed, rates.get(base), "replayed")
     stages = {}
@@ -97,7 +98,7 @@ def replayed(
             "mean_forward_ms": 1e3 * forward_s,
         }  # fmt: skip
     return metrics, {
-        "batch_size": NUM_MICROBATCHES * plan[0].microbatch_size,
+        "batch_size": ours,
         "assumption": (
             f"a P100's programs are taken to run at {middle:.0%} of its arithmetic, {low:.0%} to {high:.0%} "
             "as the range, and no faster than its memory allows"

@@ -21,8 +21,21 @@ from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper.timed import claims, views
-from gpipe_bench.experiments.paper.timed.replay import HIDDEN, TimedActions, hidden_from, slowdowns
-from gpipe_bench.experiments.paper.timed.workloads import PROFILES, TABLE3, Configuration, Job, real_cases
+from gpipe_bench.experiments.paper.timed.replay import (
+    HIDDEN,
+    SAME_SHARE,
+    TimedActions,
+    hidden_from,
+    slowdowns,
+)
+from gpipe_bench.experiments.paper.timed.workloads import (
+    NUM_MICROBATCHES,
+    PROFILES,
+    TABLE3,
+    Configuration,
+    Job,
+    real_cases,
+)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, frame, interval_name, of_case
 from gpipe_bench.harness.report import reproduced
@@ -34,8 +47,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STAGES = (2, 4, 8)
-NUM_MICROBATCHES = 32
-SAME_SHARE = "PCIe, same share"  # the link
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # in the sentences
 TIMED_MICROBATCHES = 8  # that really run; the step is laid out with 32
@@ -72,7 +83,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     )
     job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
     theirs = FullSize(paper.model, dict(paper.options))
-    metrics, details = replayed(plan, measure(job), theirs, paper.batch_size // NUM_MICROBATCHES)
+    metrics, details = replayed(plan, measure(job), theirs, paper.batch_size)
     facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
     return Outcome(tuple(metrics), {**facts, **details})
 

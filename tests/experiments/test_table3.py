@@ -35,7 +35,7 @@ def steps_record(profile="short", without=()):
         unit_s = 10 * 0.5e-3 / 0.374 * 8 / k
         turn = timed(k, 8, unit_s=unit_s, activation_bytes=bytes_sent, gradient_bytes=bytes_sent)
         each.append(Steps(out_of_memory="no room") if k in without else Steps(turns=[turn] * 3))
-    metrics, details = replayed(job.configurations, [found(*each)] * 2, Paper("a model", {}), 4)
+    metrics, details = replayed(job.configurations, [found(*each)] * 2, Paper("a model", {}), 128)
     return record(
         experiment="table3", profile=profile, case={"part": "steps", "model": "amoebanet"},
         metrics=tuple(metrics), details={**job.facts(), "timed_microbatches": 8, **details},

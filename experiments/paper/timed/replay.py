@@ -171,6 +171,10 @@ def hidden_from(timed: TimedActions, latency_s: float = 0.0) -> float | None:
     return math.exp(high)
 
 
+SAME_SHARE = "PCIe, same share"
+"""What results call PCIe slowed down by `same_share`."""
+
+
 def same_share(link: Link, slower: float, larger: float) -> Link:
     """The link over which messages take the share of the time that they take over `link`, for a model whose
     actions take `slower` times as long and whose messages are `larger` times as large.

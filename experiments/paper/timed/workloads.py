@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 
 SEED = 1811
+NUM_MICROBATCHES = 32  # of Table 3
 Layers = TypeVar("Layers", bound="nn.Module")
 PROFILES = {
     "smoke": "tiny models",

@@ -161,6 +161,14 @@ def test_the_first_failure_of_a_process_is_the_message():
         timed_steps.run_processes(work, 1, job_of(Configuration(2, 0, 4)))
 
 
+@pytest.mark.processes
+def test_a_link_between_processes_is_measured():
+    one, other = timed_steps.run_processes(timed_steps.measured_link, 2, torch.device("cpu"))
+    assert one == other
+    assert 0 < one.latency_s < 0.1
+    assert 1e7 < one.bandwidth_bytes_per_s < 1e12
+
+
 def test_layers_are_timed_one_after_another() -> None:
     model, (batch, target) = list(TINY.build()), TINY.example(2)
     found = layers.alone(model, TINY.loss(), batch, target, torch.device("cpu"), repeats=2)

@@ -7,7 +7,7 @@ stronger, from the same seed not one bit of any weight different. Beside it what
 (micro-batches under batch normalization) and what an asynchronous pipeline does.
 
     python -m experiments run consistency
-    python -m experiments run consistency --profile full --device cuda --data /data/imagenet
+    python -m experiments run consistency --profile full --device cuda --data /data/imagenet/train
 
 Every case is one training.
 """
@@ -20,7 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.consistency.judging import cells, load_protocol
-from gpipe_bench.experiments.paper.consistency.recipes import Subject, image_layout, subject_of
+from gpipe_bench.experiments.paper.consistency.recipes import Subject, check_folders, subject_of
 from gpipe_bench.experiments.paper.consistency.tables import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
@@ -39,7 +39,8 @@ def cases(options: RunOptions) -> list[Case]:
 
     Raises ValueError for data that is missing or can't be trained on, before anything is run.
     """
-    _check_data(options)
+    if options.data is not None:
+        check_folders(options.data)
     smoke = options.profile == "smoke"
     found = [case for model in MODELS for case in _training_cases(model, options)]
     found += [case for model in MODELS for case in _asynchronous_cases(model, smoke=smoke)]
@@ -102,11 +103,6 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
         found += [case(most, stash, 1 / most) for stash in (True, False)]
         found.append(case(1, True, 1 / most))
     return found
-
-
-def _check_data(options: RunOptions) -> None:
-    if options.data is not None:
-        image_layout(options.data)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

@@ -157,25 +157,14 @@ def subject_of(model: str, options: RunOptions) -> Subject:
     return Subject(model, images, data=options.data, split_seed=options.seed, limit=limit)
 
 
-PARTS = (("train", "val"), ("train", "test"))
-"""Folders of training and held-out images, as ImageNet and others are laid out."""
-
-
-def image_layout(path: str) -> str:
-    """`"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be split).
-
-    Raises ValueError for a path that is none of these, or with fewer than two classes.
-    """
+def check_folders(path: str) -> None:
+    """Raises ValueError for a path that does not hold a folder for each of two classes or more."""
     root = Path(path)
     if not root.is_dir():
         raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
-    layouts = [parts for parts in PARTS if all((root / part).is_dir() for part in parts)]
-    parts = layouts[0] if layouts else (".",)
-    folders = [[each.name for each in (root / part).iterdir() if each.is_dir()] for part in parts]
-    first, *others = map(sorted, folders)
-    if len(first) < 2 or any(classes != first for classes in others):
+    classes = sorted(each.name for each in root.iterdir() if each.is_dir())
+    if len(classes) < 2:
+        found = f"one class ({classes[0]})" if classes else "no class"
         raise ValueError(
-            f"--data {path}: {' and '.join(parts)} must hold the same two or more folders of images, one per "
-            f"class; {parts[0]} has {', '.join(first[:5]) or 'none'}"
+            f"--data {path}: it holds {found}; give a folder with at least two folders of images"
         )
-    return "/".join(parts) if layouts else "classes"

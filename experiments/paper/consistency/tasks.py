@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from gpipe_bench.experiments.paper.consistency.recipes import (
     ImageRecipe,
     Subject,
     TextRecipe,
-    image_layout,
 )
 from gpipe_bench.models import MODELS
 from gpipe_bench.models.tasks import class_loss
@@ -253,24 +251,16 @@ def digits(image_size: int, split_seed: int) -> Images:
 
 
 def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit: int | None) -> Images:
-    """A folder per class, or ImageNet's layout of two such folders, at `path`, decoded when needed.
-
-    `limit` caps the number of examples, training and held out together. Raises ValueError where
-    `image_layout` does.
+    """A folder per class at `path`, decoded when needed. `limit` caps the number of examples, training and
+    held out together.
     """
-    layout, root = image_layout(path), Path(path)
     import_torchvision()
     from torchvision.datasets import ImageFolder
 
-    names = ["."] if layout == "classes" else layout.split("/")
-    parts: list[Any] = [ImageFolder(str(root / name)) for name in names]
-    sources = [sample for part in parts for sample in part.samples]
-    if layout == "classes":
-        train, held_out = split(len(sources), split_seed, limit)
-    else:
-        train, held_out = _of_parts(len(parts[0]), len(parts[1]), split_seed, limit)
-    load = partial(_decoded, sources, _transforms(image_size, augment=augment))
-    return Images(load, train, held_out, [target for _, target in sources], len(parts[0].classes))
+    folder = ImageFolder(path)
+    load = partial(_decoded, folder.samples, _transforms(image_size, augment=augment))
+    train, held_out = split(len(folder), split_seed, limit)
+    return Images(load, train, held_out, folder.targets, len(folder.classes))
 
 
 def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Tensor]]:
@@ -296,18 +286,6 @@ def _decoded(
     except OSError as error:
         raise ValueError(f"{path} can't be read as an image; remove or replace it") from error
     return transforms[is_training](image), target
-
-
-def _of_parts(
-    num_train: int, num_held_out: int, split_seed: int, limit: int | None
-) -> tuple[list[int], list[int]]:
-    """Indices for training and held out, of data that are split; held-out ones come behind."""
-    train, held_out = list(range(num_train)), list(range(num_train, num_train + num_held_out))
-    if limit is not None:
-        train = split(num_train, split_seed)[0][: round(limit * (1 - HELD_OUT_IMAGES))]
-        order = torch.randperm(num_held_out, generator=derived(split_seed, 3)).tolist()
-        held_out = [held_out[i] for i in order[: round(limit * HELD_OUT_IMAGES)]]
-    return train, held_out
 
 
 # Text. Tokenizer, unigram model and training examples come from the training part alone.

@@ -14,7 +14,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, from_samples, interval_name
@@ -92,43 +92,6 @@ def least(
     return min(found, key=lambda each: each[1].value or 0.0, default=None)
 
 
-def entry(
-    records: Sequence[Record],
-    record: Record,
-    place: tuple[str, str, str],
-    metric: Metric | None,
-    note: str,
-    *,
-    moves: Moves = "either way",
-    more: Sequence[tuple[str, float, float]] = (),
-    settings: int = 0,
-    not_comparable: str = "",
-    context: str = "",
-) -> Result:
-    """A replayed number with its range, beside a number or a sentence of the paper.
-
-    Args:
-        records: of the experiment, which tell the error of the replay
-        record: that the number comes from
-        place: table, row and column
-        metric: the number
-        note: what it is
-        moves: how it moves when a step takes longer than it was laid out
-        more: what else moves it, each with the smallest and the largest factor
-        settings: how many settings of what the paper leaves open these factors are over
-        not_comparable: why the number can't decide it
-        context: why it is not judged
-    """
-    spread = replayed_spread(metric, next_error(records, record.case["model"]), moves, more, settings)
-    if record.profile == "smoke" or not not_comparable:
-        not_comparable = SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN
-    table, row, column = place
-    return Result(
-        table=table, row=row, column=column, metric=metric, spread=spread, record=record,
-        note=note, not_comparable=not_comparable, context=context,
-    )  # fmt: skip
-
-
 def beside(
     records: Sequence[Record],
     record: Record,
@@ -136,27 +99,36 @@ def beside(
     metric: Metric | None,
     note: str,
     moves: Moves = "either way",
-    more: Sequence[tuple[str, float, float]] = (),
 ) -> Result:
     """A cell that small models ran: it stands beside the paper's and is not judged."""
-    return entry(records, record, place, metric, note, moves=moves, more=more, context=NOT_JUDGED)
+    return _entry(records, record, place, metric, note, moves, NOT_JUDGED)
 
 
 def sentence(
-    records: Sequence[Record],
-    record: Record,
-    row: str,
-    column: str,
-    metric: Metric | None,
-    note: str,
-    **more: Any,
+    records: Sequence[Record], record: Record, row: str, column: str, metric: Metric | None, note: str
 ) -> list[Result]:
-    """The entry of a sentence of the text, none where the records do not have what it is about. `more` is
-    `entry`'s.
-    """
+    """The entry of a sentence of the text, none where the records do not have what it is about."""
     if metric is None:
         return []
-    return [entry(records, record, (SENTENCES, row, column), metric, note, **more)]
+    return [_entry(records, record, (SENTENCES, row, column), metric, note, "either way")]
+
+
+def _entry(
+    records: Sequence[Record],
+    record: Record,
+    place: tuple[str, str, str],
+    metric: Metric | None,
+    note: str,
+    moves: Moves,
+    context: str = "",
+) -> Result:
+    """A replayed number of a record with its range, by the replay's error in all records."""
+    spread = replayed_spread(metric, next_error(records, record.case["model"]), moves)
+    table, row, column = place
+    return Result(
+        table=table, row=row, column=column, metric=metric, spread=spread, record=record, note=note,
+        not_comparable=SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN, context=context,
+    )  # fmt: skip
 
 
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:
@@ -195,23 +167,9 @@ def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
-def replayed_spread(
-    metric: Metric | None,
-    error: tuple[float, float] | None,
-    moves: Moves,
-    more: Sequence[tuple[str, float, float]] = (),
-    settings: int = 0,
-) -> Spread | None:
-    """The range of a replayed number: its interval, the error of the replay, and further factors.
-
-    Args:
-        metric: the replayed number
-        error: of `next_error`
-        moves: how it moves when a step takes longer than it was laid out
-        more: what else moves it, each with the smallest and the largest factor
-        settings: over how many settings of what is not known
-
-    None where there is no number or where the error is not known.
+def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, moves: Moves) -> Spread | None:
+    """The range of a replayed number: its interval and the error of the replay (`next_error`). None where
+    there is no number or where the error is not known.
     """
     if metric is None or metric.value is None or error is None:
         return None
@@ -219,11 +177,11 @@ def replayed_spread(
     low = value if metric.low is None else metric.low
     high = value if metric.high is None else metric.high
     reach = max(map(abs, error))
-    least, most = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
-    factors = [("error of the replay", math.exp(least), math.exp(most)), *more]
-    parts = [Part(what=interval_name(len(metric.samples)), low=low, high=high)]
-    for what, smallest, largest in factors:
-        moved = sorted((value * smallest, value * largest))  # a difference may lie below zero
-        parts.append(Part(what=what, low=moved[0], high=moved[1]))
-        low, high = min(low * smallest, low * largest), max(high * smallest, high * largest)
-    return Spread(low=low, high=high, parts=tuple(parts), combinations=settings)
+    ends = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
+    least, most = map(math.exp, ends)
+    moved = sorted((value * least, value * most))  # a difference may lie below zero
+    parts = (
+        Part(what=interval_name(len(metric.samples)), low=low, high=high),
+        Part(what="error of the replay", low=moved[0], high=moved[1]),
+    )
+    return Spread(low=min(low * least, low * most), high=max(high * least, high * most), parts=parts)

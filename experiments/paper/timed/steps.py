@@ -18,8 +18,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
 from gpipe_bench.experiments.paper.timed.layers import layer_seconds
@@ -37,7 +37,7 @@ from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.stage.trees import split
-from gpipe_bench.planner.timing import CPU, boundary_bytes, copy_bandwidth, settle, time_step
+from gpipe_bench.planner.timing import boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
@@ -45,9 +45,8 @@ ALONE, SHARED = "all stages in one process", "one stage per process"
 REAL_STAGES = (2, 4, 8)
 REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
 """Rounds of steps that run for real: two turns each, there and back, of two steps."""
-PINGS = 20
 BULK_BYTES = 2**26  # of a transfer that measures the bandwidth: half a millisecond over NVLink
-TRANSFERS = 5
+TRIPS = 11
 
 
 def measure(job: Job) -> list[Found]:
@@ -340,58 +339,36 @@ def attempt(call: Callable[[], object]) -> str:
     return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(found) if text)
 
 
-# Link between the processes of a pipeline: between the GPUs of a machine it may be NVLink, a switch or the
-# host's memory, which differ by a factor of thirty, and nothing else says which.
-
-
 def measured_link(device: torch.device) -> Link:
-    """The slowest of the links between neighbouring ranks of the default group. All ranks must call."""
-    latencies_s, bandwidths = [], []
-    for rank in range(dist.get_world_size() - 1):
-        pair = rank, rank + 1
-        bandwidth(pair, BULK_BYTES, device)  # connects, and warms up
-        latencies_s.append(latency_s(pair, device))
-        bandwidths.append(median([bandwidth(pair, BULK_BYTES, device) for _ in range(TRANSFERS)]))
-    each = ", ".join(f"{one / 1e9:.1f} GB/s" for one in bandwidths)
+    """The slowest of the links between neighbouring ranks of the default group; all ranks must call.
+
+    Between the GPUs of a machine it may be NVLink, a switch or the host's memory, which differ by a factor of
+    thirty, and nothing else says which. A message of four bytes tells the latency, a large one the bandwidth.
+    """
+    found = torch.tensor([(_one_way_s(rank, 4, device), _one_way_s(rank, BULK_BYTES, device))
+                          for rank in range(dist.get_world_size() - 1)])  # fmt: skip
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    each = ", ".join(f"{BULK_BYTES / seconds / 1e9:.1f} GB/s" for _, seconds in found.tolist())
+    latency_s, bulk_s = found.amax(0).tolist()
     return Link(
-        "between neighbours", max(latencies_s), min(bandwidths),
+        "between neighbours", latency_s, BULK_BYTES / bulk_s,
         source=f"measured between neighbouring ranks over {dist.get_backend()}, one at a time: {each}",
     )  # fmt: skip
 
 
-def bandwidth(pair: tuple[int, int], num_bytes: int, device: torch.device = CPU) -> float:
-    """Bytes per second of one transfer between two ranks, the slower direction; all ranks must call."""
-    bulk, answer = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (num_bytes, 4))
-    found = []
-    for source, target in (pair, pair[::-1]):
-        dist.barrier()
+def _one_way_s(rank: int, num_bytes: int, device: torch.device) -> float:
+    """Seconds one way of a message between a rank and the next, the median of several round trips, of which
+    the first warms up; 0 on other ranks. All ranks must call.
+    """
+    ball, found = torch.zeros(num_bytes, dtype=torch.uint8, device=device), list[float]()
+    dist.barrier()
+    for _ in range(TRIPS if dist.get_rank() in (rank, rank + 1) else 0):
         start_s = perf_counter()
-        _pass(bulk, source, target)
-        _pass(answer, target, source)  # says that it has arrived
-        devices.synchronize(device)
-        found.append(num_bytes / (perf_counter() - start_s) if dist.get_rank() in pair else torch.inf)
-    slowest = torch.tensor(found)
-    dist.all_reduce(slowest, dist.ReduceOp.MIN)
-    return float(slowest.min())
-
-
-def latency_s(pair: tuple[int, int], device: torch.device = CPU) -> float:
-    """Seconds one way of a message of four bytes, the median of several round trips; all ranks must call."""
-    ball = torch.zeros(4, dtype=torch.uint8, device=device)
-    found = []
-    for _ in range(PINGS):
-        start_s = perf_counter()
-        _pass(ball, *pair)
-        _pass(ball, *pair[::-1])
+        for source, target in ((rank, rank + 1), (rank + 1, rank)):
+            if dist.get_rank() == source:
+                dist.send(ball, target)
+            else:
+                dist.recv(ball, source)
         devices.synchronize(device)
         found.append((perf_counter() - start_s) / 2)
-    latency = torch.tensor([median(found)])
-    dist.broadcast(latency, src=pair[0])
-    return float(latency)
-
-
-def _pass(tensor: Tensor, source: int, target: int) -> None:
-    if dist.get_rank() == source:
-        dist.send(tensor, target)
-    elif dist.get_rank() == target:
-        dist.recv(tensor, source)
+    return median(found[1:]) if found else 0.0

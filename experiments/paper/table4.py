@@ -27,7 +27,7 @@ from gpipe_bench.experiments.paper.timed.workloads import (
 )
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Metric, Record, from_samples
+from gpipe_bench.harness.record import Record, from_samples
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
@@ -41,7 +41,7 @@ NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
 TIMED_MICROBATCHES = 4  # that really run
 COUNTS = NUM_MICROBATCHES, TIMED_MICROBATCHES  # that are laid out
 STAGES = (2, 4, 8)
-JUDGED = ("resnet101",)  # of the sentences
+JUDGED = "resnet101"  # of the sentences
 SHARE = "share of the step"
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
@@ -100,35 +100,44 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return Outcome(tuple(metrics), details)
 
 
+Number = Callable[[int, Mapping[str, float]], float]
+
+
 def cells(records: Sequence[Record]) -> list[Result]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
-    record = claims.by_model(claims.of_steps(records), JUDGED).get(JUDGED[0])
+    record = claims.by_model(claims.of_steps(records), [JUDGED]).get(JUDGED)
     if record is None:
         return reproduced.answers(records)
-    shares: dict[int, dict[str, Metric]] = {}
-    for metric in record.metrics:
-        if metric.name == SHARE and metric.key["K"] in (2, 4):
-            shares.setdefault(int(str(metric.key["K"])), {})[str(metric.key["part"])] = metric
     scale = record.details["scale"] or "at the full size"
     note = f"Run here: {scale}, M = {NUM_MICROBATCHES}, exact cut by seconds."
+    found = [each for each in record.metrics if each.name == SHARE]
+    shares = {k: {str(each.key["part"]): each for each in found if each.key["K"] == k} for k in (2, 4)}
     cells = [
-        *((("breakdown-v5", part, SHARE), each) for part, each in shares.get(2, {}).items()),
-        *(
-            (("breakdown-v1", "load imbalance", f"K={k}"), of["load imbalance"])
-            for k, of in shares.items()
-            if k == 4
-        ),
+        (("breakdown-v5", part, SHARE), each) for part, each in shares[2].items() if part != "communication"
     ]
-    found = [
+    if shares[4]:
+        cells.append((("breakdown-v1", "load imbalance", "K=4"), shares[4]["load imbalance"]))
+    results = [
         claims.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
         for place, metric in cells
-        if place[1] != "communication"
     ]
     for choose, number, row, what in SENTENCES:
-        found += _sentence(records, record, shares, choose, number, row, what)
-    return [*found, *reproduced.answers(records)]
+        ratios = {
+            k: ratio
+            for k, of in shares.items()
+            if of and (ratio := claims.derived(row, partial(_of_parts, number, k, tuple(of)), *of.values()))
+        }
+        if ratios:
+            k = choose(ratios, key=lambda each: ratios[each].value or 0.0)
+            what = f"{what}: K={k} M={NUM_MICROBATCHES}"
+            results += claims.sentence(records, record, row, "ResNet-101", ratios[k], what)
+    return [*results, *reproduced.answers(records)]
+
+
+def _of_parts(number: Number, num_stages: int, parts: Sequence[str], *shares: float) -> float:
+    return number(num_stages, dict(zip(parts, shares, strict=True)))
 
 
 def _over_the_formula(num_stages: int, shares: Mapping[str, float]) -> float:
@@ -142,7 +151,6 @@ def _over_the_next(_: int, shares: Mapping[str, float]) -> float:
     return shares["recompute"] / max(shares[part] for part in others)
 
 
-Number = Callable[[int, Mapping[str, float]], float]
 SENTENCES: tuple[tuple[Any, Number, str, str], ...] = (
     (
         max, _over_the_formula, "bubble observed over (K-1)/(M+K-1)",
@@ -153,24 +161,6 @@ SENTENCES: tuple[tuple[Any, Number, str, str], ...] = (
 """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
 4.2, says both of two and of four stages. Which of both numbers of stages a sentence is judged by, its number,
 its row, and what the number is."""
-
-
-def _sentence(
-    records: Sequence[Record], record: Record, shares: Mapping[int, Mapping[str, Metric]],
-    choose: Any, number: Number, row: str, what: str,
-) -> list[Result]:  # fmt: skip
-    found = {}
-    for k, of in shares.items():
-        ratio = claims.derived(
-            row, lambda *given, k=k, of=of: number(k, dict(zip(of, given, strict=True))), *of.values()
-        )
-        if ratio is not None:
-            found[k] = ratio
-    if not found:
-        return []
-    k = choose(found, key=lambda each: found[each].value or 0.0)
-    name = f"K={k} M={NUM_MICROBATCHES}"
-    return claims.sentence(records, record, row, "ResNet-101", found[k], f"{what}: {name}")
 
 
 def _taken_apart(records: Sequence[Record]) -> DataFrame:

@@ -41,7 +41,6 @@ from gpipe_bench.harness.record import Record, frame, interval_name, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
-from gpipe_bench.pipeline.plan.links import LINKS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +53,6 @@ ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
 REAL_MICROBATCHES = (2, 8, 32)
 REAL_ESTIMATES_S = (75.0, 75.0)  # of AmoebaNet-D and Transformer
-SHOWN_LINKS = ("ethernet-10g", "pcie3-host", "infiniband-hdr", "nvlink2")
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -216,14 +214,6 @@ def _drawn(laid_out: Mapping[str, Record]) -> Figure:
             x=[*dots.values()], y=[slowdowns(steps[k], [1e9 * least])[0] for k, least in dots.items()],
             hue=[str(k) for k in dots], palette="viridis", legend=False, zorder=3, ax=axes,
         )  # fmt: skip
-        for link in SHOWN_LINKS:
-            speed = LINKS[link].bandwidth_bytes_per_s / 1e9
-            if low < speed < high:
-                axes.axvline(speed, color="0.55", linewidth=0.8, linestyle=":")
-                axes.annotate(
-                    link, (speed, 0.02), (-2, 0), textcoords="offset points", rotation=90, fontsize=7,
-                    color="0.35", ha="right", zorder=1.5, bbox={"fc": "w", "ec": "none", "pad": 0.5},
-                )  # fmt: skip
         axes.grid(visible=False, axis="x")
         axes.set(
             xscale="log", ylim=(0, 1.05), xlim=(low, high), xlabel="bandwidth of the link, GB/s per direction"

@@ -56,14 +56,12 @@ class Step(NamedTuple):
 STEPS = (
     Step("tests", 4, 8, "pytest -m gpu -p no:cacheprovider -q",
          "the tests marked gpu: gradients, bits, masks, waits, NCCL, memory and timelines"),
-    Step("pipelines", 4, 38, "table2 --gpus {gpus}",
-         "Table 2 for real: every K up to the number of GPUs, beside torch's ScheduleGPipe", gpus=2),
+    Step("pipelines", 9, 75, "table2 --only 'part=replay error'",
+         "Table 2 for real: every K up to the number of GPUs, beside the same steps laid out", gpus=2),
     Step("baseline", 1, 16, "table1 --only part=device --only column=naive-1 --only column=pipeline-1",
          "Table 1's models with and without GPipe under 8 and 16 GiB, of which its factors are made"),
     Step("recomputation", 1, 18, "figure3 --only part=recomputation",
          "what re-materialization costs ResNet-101; the paper's 0.80"),
-    Step("layers", 2, 8, "table2 --only 'part=layer seconds'",
-         "how efficient micro-batches of 1 to 64 images are, on which Table 2 turns"),
     Step("largest", 2, 16, "table1 --only 'part=largest on a GPU'",
          "Table 1: whether the modelled largest models fit, and a layer more does not"),
     Step("table2-transformer", 9, 75, "table2 --only model=transformer --only batch=fitted",
@@ -138,7 +136,7 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: b
         else:
             begun = True
             print(f"== {step.name}: {step.gives}", flush=True)
-            code = _one(command(step, len(torch["gpus"]), state / "records"), end_s)
+            code = _one(command(step, state / "records"), end_s)
             if code is None:
                 print(f"== {step.name}: the time is over; the next call goes on", flush=True)
                 break
@@ -155,13 +153,12 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: b
     return status
 
 
-def command(step: Step, gpus: int, records: Path) -> list[str]:
+def command(step: Step, records: Path) -> list[str]:
     """The command line of a step."""
-    words = [word.format(gpus=gpus) for word in shlex.split(step.arguments)]
+    words = shlex.split(step.arguments)
     if words[0] == "pytest":
         return [sys.executable, "-m", *words]
-    device = [] if "--gpus" in words else ["--device", "cuda"]
-    return [sys.executable, "-m", "experiments", "run", *words, *device, "--results", str(records)]
+    return [sys.executable, "-m", "experiments", "run", *words, "--device", "cuda", "--results", str(records)]
 
 
 def _one(words: Sequence[str], end_s: float) -> int | None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.side_by_side import (
+from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
     is_faster,
     lacks_gpus,
@@ -43,14 +43,14 @@ from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
+    from gpipe_bench.experiments.beyond.engine_turns import Job
     from gpipe_bench.experiments.engines.isolated import Fault
-    from gpipe_bench.experiments.paper.timed.engine_turns import Job
 
 KNOWN = "all"  # the engines that are always there; others are added to them
 ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
 GLOO, BARE = "ours over gloo", "bare layers"
 ALONE, ALL_CORES = "sequential", "sequential on every core"
-_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.paper.timed.engine_turns"
+_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.beyond.engine_turns"
 FACTORIES = {
     ALWAYS: "ours", GLOO: f"{_KNOWN}:OverNetwork", BARE: f"{_TURNS}:Bare", ALONE: f"{_TURNS}:PlainAlone",
     ALL_CORES: f"{_TURNS}:Plain", "zb-h1": f"{_KNOWN}:OursZBH1",
@@ -227,7 +227,7 @@ def job_of(chosen: Configuration, extra: str | None) -> Job:
     """Settings of a case's processes. The user's engines are named without the digests of their files, and
     take turns where models are real.
     """
-    from gpipe_bench.experiments.paper.timed.engine_turns import Job
+    from gpipe_bench.experiments.beyond.engine_turns import Job
 
     work = WORKLOADS[chosen.workload]
     engines = {}
@@ -249,8 +249,8 @@ def job_of(chosen: Configuration, extra: str | None) -> Job:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.beyond.engine_turns import fault_in, taken, without
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
-    from gpipe_bench.experiments.paper.timed.engine_turns import fault_in, taken, without
 
     chosen = configuration_of(case.key)
     assert chosen is not None, "cases are made of configurations"
@@ -287,7 +287,7 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
     """Outcome of a case from what its processes found. With `faulty` engines the case has failed and has the
     numbers of the others.
     """
-    from gpipe_bench.experiments.paper.timed.engine_turns import details_of
+    from gpipe_bench.experiments.beyond.engine_turns import details_of
 
     details = details_of(job, found)
     metrics = [

@@ -229,23 +229,6 @@ def test_torch_is_asked_for_a_device_unless_it_is_built_for_none(
     assert made["profile"] == ("full" if device == "cuda" else "short")
 
 
-@pytest.mark.parametrize(
-    ("options", "found", "message"),
-    [
-        (["--gpus", "4"], 2, "--gpus 4: torch sees 2 here; give --gpus 2"),
-        (["--gpus", "2", "--device", "cpu"], 2, "--gpus 2 and --device cpu exclude each other"),
-    ],
-)
-def test_more_gpus_than_there_are_is_bad_usage(tmp_path, capsys, monkeypatch, options, found, message):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: found)
-    assert main(["run", "table2", *options, "--results", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
-    assert main(["run", "table3", "--gpus", "2", "--results", str(tmp_path)]) == 2
-    assert "table3 runs no pipeline over several GPUs" in capsys.readouterr().err
-
-
 def test_an_engine_is_one_of_the_experiments_or_the_users_own(fake, tmp_path, capsys, monkeypatch):
     import fake_experiment
 

@@ -127,7 +127,7 @@ MOMENTS: dict[str, tuple[list[str], Moment]] = {
     "processes that import torch": (run(*ENGINES), Moment("torch", INT, in_a_child=True)),
     # One waits for ever and the other one for it, inside an operation that no handler interrupts.
     "processes that wait for each other": (
-        run(*ENGINES), Moment(f"{EXPERIMENTS}.paper.timed.engine_turns:peak_bytes", TERM, in_a_child=True),
+        run(*ENGINES), Moment(f"{EXPERIMENTS}.beyond.engine_turns:peak_bytes", TERM, in_a_child=True),
     ),
     "cases beside each other": (
         run(*TABLE1), Moment(f"{EXPERIMENTS}.paper.largest:place_anyhow", INT, in_a_child=True),

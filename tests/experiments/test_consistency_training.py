@@ -41,7 +41,7 @@ IMAGES = replace(DIGITS, num_filters=8, stem_filters=8, image_size=9, num_epochs
 
 
 def text_task() -> TextTask:
-    task = TextTask(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+    task = TextTask(TEXT, topics()[:60_000], 0)
     task.evaluate_every = 2
     return task
 
@@ -110,13 +110,13 @@ def test_the_tokenizer_knows_only_the_training_text() -> None:
     letters = [chr(0x4E00 + i) for i in range(20)]
     words = "the quick brown fox jumps over the lazy dog and runs away from it again "
     text = "\n\n".join(f"{letter} {words * 30}{i}" for i, letter in enumerate(letters))
-    task = TextTask(replace(TEXT, vocab_size=100), text, 0, "the text")
+    task = TextTask(replace(TEXT, vocab_size=100), text, 0)
     unknown = [letter for letter in letters if task.pieces.unk_id() in task.pieces.encode(letter)]
     assert len(unknown) == 2
     assert not (task.train_tokens == task.pieces.unk_id()).any()
 
 
-def test_own_images_of_any_layout(tmp_path: Path) -> None:
+def test_images_of_ones_own(tmp_path: Path) -> None:
     from PIL import Image
 
     def fill(folder: Path, count: int) -> None:
@@ -126,19 +126,15 @@ def test_own_images_of_any_layout(tmp_path: Path) -> None:
 
     for name in ("a", "b"):
         fill(tmp_path / "flat" / name, 6)
-        fill(tmp_path / "parts" / "train" / name, 4)
-        fill(tmp_path / "parts" / "val" / name, 2)
     flat = own_images(str(tmp_path / "flat"), 9, True, 0, None)
     assert (len(flat.train), len(flat.held_out), flat.num_classes) == (10, 2, 2)
-    parts = own_images(str(tmp_path / "parts"), 9, True, 0, None)
-    assert (len(parts.train), len(parts.held_out)) == (8, 4)
-    images, classes = parts.batch(parts.train, 0)
-    assert images.shape == (8, 3, 9, 9)
+    images, classes = flat.batch(range(12), 0)
+    assert images.shape == (12, 3, 9, 9)
     assert images.abs().max() <= 1
-    assert classes.tolist() == [0] * 4 + [1] * 4
-    again, _ = parts.batch(parts.train, 0)
+    assert classes.tolist() == [0] * 6 + [1] * 6
+    again, _ = flat.batch(range(12), 0)
     assert torch.equal(images, again)
-    still, _ = parts.batch(parts.train, None)
+    still, _ = flat.batch(range(12), None)
     assert all(not torch.equal(one, other) for one, other in zip(images[1:4], still[1:4], strict=True))
     (tmp_path / "flat" / "a" / "0.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match="can't be read as an image;"):
@@ -174,7 +170,7 @@ class _Still(TextTask):
 
 
 def test_paired_runs_begin_with_the_same_weights_and_see_other_data() -> None:
-    task = _Still(TEXT, topics()[:60_000], 0, "the beginning of the topics")
+    task = _Still(TEXT, topics()[:60_000], 0)
     seeds = {"one": (5, 7), "paired": (6, 7), "other": (5, 8)}
     ends = {
         name: train(task, Setting(seed=seed, initial_seed=initial)) for name, (seed, initial) in seeds.items()

@@ -12,10 +12,10 @@ from command_line import call, lines
 from engines_checked import PAGE, rewritten
 from planted_engines import OVER_PROCESSES, PLANTED, RIGHT
 
+from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.experiments.beyond.engines import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
 from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, in_place, settled
-from gpipe_bench.experiments.paper.timed import engine_turns
 
 ROOT = Path(__file__).parents[2]
 SCENE = """

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from records import all_ran, record
 
-from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak
-from gpipe_bench.experiments.paper.figure2_shown import VARIANTS
-from gpipe_bench.experiments.paper.timed.side_by_side import (
+from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
     is_faster,
     measured,
@@ -22,6 +20,8 @@ from gpipe_bench.experiments.paper.timed.side_by_side import (
     steps_of,
     verdict,
 )
+from gpipe_bench.experiments.paper.figure2 import EXPERIMENT
+from gpipe_bench.experiments.paper.figure2_schedules import VARIANTS, peak_bytes
 from gpipe_bench.experiments.registry import load as experiment
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
@@ -57,7 +57,7 @@ def test_the_memory_model_follows_the_formula() -> None:
     """What it has beyond the formula's terms is transient: the gradients on their way and temporaries."""
     totals = []
     for num_stages in (1, 4, 8):
-        found = peak("transformer-lm", num_stages, 32)
+        found = peak_bytes(24, 0, 32, num_stages, 32)
         # The fullest moment is a later backward, when the first micro-batch to come back is gone.
         assert found["formula_boundary"] * 31 / 32 <= found["boundary"] <= found["formula_boundary"]
         assert found["activations"] <= found["formula_activations"]

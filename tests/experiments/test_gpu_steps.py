@@ -17,7 +17,6 @@ from records import record
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.cli import parser as cli_parser
 from gpipe_bench.experiments.gpu import DONE, FAILED, LACKING, NO_GPU, STEPS, Step, main
-from gpipe_bench.experiments.paper import on_gpus
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.experiment import RunOptions, select
 from gpipe_bench.harness.store import Store
@@ -143,18 +142,17 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path:
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         assert 0 < step.minutes <= 9
-        words = gpu.command(step, 8, tmp_path)
+        words = gpu.command(step, tmp_path)
         if "pytest" in words:
             continue
         options = cli_parser(["run"]).parse_args(words[3:])
-        gpus = 0 if options.gpus is None else options.gpus
         only: dict[str, tuple[str, ...]] = {}
         for text in options.only:
             key, _, value = text.partition("=")
             only[key] = (*only.get(key, ()), value)
         experiment = load(options.name)
-        cases = experiment.cases(RunOptions(profile="full", device="cuda", gpus=gpus))
-        assert select(cases, only | ({"part": (on_gpus.PART,)} if gpus else {}))
+        cases = experiment.cases(RunOptions(profile="full", device="cuda"))
+        assert select(cases, only)
         assert options.results == tmp_path
     memory = {step.name: step.memory_gib for step in STEPS}
     assert memory["baseline"] == max(half.cap_gib for half in HALVES.values())

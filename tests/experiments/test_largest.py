@@ -118,9 +118,8 @@ def test_the_paper_s_sizes_are_exact() -> None:
 def with_settings(**changes: Any) -> Combination:
     """Plain settings, with some changes."""
     plain = {
-        "activation_format": "float32", "gradient_copies": 0, "kept_by": "every operation",
-        "tensor_layout": "dense", "boundary_tensors": "inputs", "partition_cost": "operations",
-        "partition_rule": "least variance", "num_microbatches": 4,
+        "activation_format": "float32", "gradient_copies": 0, "boundary_tensors": "inputs",
+        "partition_cost": "operations", "partition_rule": "least variance", "num_microbatches": 4,
     }  # fmt: skip
     assert set(changes) <= set(plain)
     return {**plain, **changes}
@@ -159,7 +158,6 @@ def test_each_setting_does_what_it_says() -> None:
     assert total(with_settings(gradient_copies=2), where) - base == pytest.approx(2 * gradients, rel=0.1)
     assert total(with_settings(activation_format="bfloat16"), where) < 0.6 * base
     assert total(with_settings(num_microbatches=8), where) < 0.6 * base
-    assert total(with_settings(tensor_layout="tiled 8 x 128"), where) >= base
     # Each of the first seven stages keeps what it sends for every micro-batch of the mini-batch.
     sent = 7 * 32 * 1024 * 2048 * 4
     assert total(with_settings(boundary_tensors="inputs and outputs"), where) - base == sent

@@ -16,7 +16,6 @@ from gpipe_bench.experiments.paper.computed import Computed, cells, outcome
 from gpipe_bench.experiments.paper.predicted.sizes import (
     FullSize,
     num_bytes,
-    of_the_paper,
     product_flops,
 )
 from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
@@ -100,12 +99,19 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory_and_fused_ones_n
         full.seconds(arithmetic, "float32", 2, (0.0,))
 
 
+SMALL = FullSize(
+    "transformer-lm",
+    {"num_layers": 10, "attention": "explicit", "d_model": 32, "ffn_dim": 128, "num_heads": 2, "seq_len": 16,
+     "vocab_size": 500},
+)  # fmt: skip
+
+
 # Steps ------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_is_laid_out_with_what_its_layers_take() -> None:
     """Set-up and updates at the speed of memory, messages at that of the link, recomputation as a forward."""
-    full, cut = of_the_paper("table2", "transformer", quick=True), (range(6), range(6, 12))
+    full, cut = SMALL, (range(6), range(6, 12))
     link = Link("a link", 1e-6, 1e10)
     step = full.step(TPU_V2, "float32", cut, 9, 4, share_of_peak=0.5, link=link)
     layers = full.seconds(TPU_V2, "float32", 3, (0.5,))  # micro-batches of 2.25 examples hold 3

@@ -12,10 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up_steps import found, job_of, steps, timed, value
+from made_up_steps import TINY, found, job_of, steps, timed, value
 from scipy.stats import t
 from torch import nn
 
+from gpipe_bench.experiments.paper.timed import layers
+from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.claims import (
     prediction_interval,
     replayed_spread,
@@ -127,6 +129,38 @@ def test_a_configuration_that_runs_out_of_memory_leaves_the_others_their_numbers
     assert [cell["out_of_memory"] for cell in details["cells"].values()] == [first.out_of_memory, "", ""]
 
 
+@pytest.mark.processes
+def test_a_link_between_processes_is_measured():
+    one, other = timed_steps.run_processes(timed_steps.measured_link, 2, torch.device("cpu"))
+    assert one == other
+    assert 0 < one.latency_s < 0.1
+    assert 1e7 < one.bandwidth_bytes_per_s < 1e12
+
+
+def test_layers_are_timed_one_after_another() -> None:
+    model, (batch, target) = list(TINY.build()), TINY.example(2)
+    found = layers.alone(model, TINY.loss(), batch, target, torch.device("cpu"), repeats=2)
+    assert len(found) == len(model)
+    assert all(set(each) == {Kind.F, Kind.R, Kind.B} and min(each.values()) > 0 for each in found)
+    assert all(p.grad is None for layer in model for p in layer.parameters())
+
+
+def test_accelerators_time_layers_alone_and_leave_out_what_is_not_recomputed(monkeypatch):
+    asked = []
+
+    def alone(model: Any, loss: Any, batch: Any, target: Any, device: Any) -> list[dict[Kind, float]]:
+        asked.append(len(batch))
+        return [{Kind.F: 1.0, Kind.R: 2.0, Kind.B: 4.0}] * len(model)
+
+    monkeypatch.setattr(layers, "alone", alone)
+    monkeypatch.setattr(layers.devices, "is_accelerator", lambda device: True)
+    model, example = list(TINY.build()), TINY.example(8)
+    for remat, seconds in (("always", 7.0), ("never", 5.0)):
+        found = layers.layer_seconds(model, 4, TINY.loss(), *example, remat=remat)
+        assert found == (seconds,) * len(model)
+    assert asked == [2, 2]  # one micro-batch of four
+
+
 # Steps laid out
 
 
@@ -217,9 +251,9 @@ def test_a_replay_that_is_too_fast_lowers_the_throughput_and_not_the_other_way()
     throughput  |--x---|     |x|  as it was replayed
     """
     slower = (math.log(1.10), math.log(1.21))
-    rate = replayed_spread(replayed(2.0, 1.9, 2.1), slower, "as the step grows", [("share", 0.5, 1.0)])
-    assert (rate.low, rate.high) == pytest.approx((1.9 / 1.21 / 2, 2.1 / 1.10))
-    assert [part.what for part in rate.parts] == ["interval", "error of the replay", "share"]
+    rate = replayed_spread(replayed(2.0, 1.9, 2.1), slower, "as the step grows")
+    assert (rate.low, rate.high) == pytest.approx((1.9 / 1.21, 2.1 / 1.10))
+    assert [part.what for part in rate.parts] == ["interval", "error of the replay"]
     assert (rate.parts[1].low, rate.parts[1].high) == pytest.approx((2.0 / 1.21, 2.0 / 1.10))
     share = replayed_spread(replayed(2.0), slower, "either way")
     assert (share.low, share.high) == pytest.approx((2.0 / 1.21, 2.42))

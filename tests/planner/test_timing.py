@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.timed.side_by_side import take_turns
+from gpipe_bench.experiments.beyond.side_by_side import take_turns
 from gpipe_bench.harness.rounds import (
     Usage,
     against_itself,

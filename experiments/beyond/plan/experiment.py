@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.experiments.beyond.plan import published_steps, steps
 from gpipe_bench.experiments.beyond.plan.steps import MODELS
+from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
 from gpipe_bench.experiments.drawing import COLORS, picture
-from gpipe_bench.experiments.paper.timed.side_by_side import measured, trust_of
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid

@@ -20,7 +20,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.timed.side_by_side import Found, conditions_of, facts_of, void_of
+from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of, void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns

@@ -2,26 +2,24 @@
 
 All work on the very same layers and the same mini-batch, cut at the same places where they have as many
 stages, so that nothing but the engine differs. What an engine's own cost is measured against, the bare layers
-and the plain model, are also engines here: any factory by its name (`setup.resolve`). And there are stages
-and layers that wait instead of computing, so that what is left of a step is the schedule and the engine.
+and the plain model, are also engines here: any factory by its name (`setup.resolve`). And there are layers
+that wait instead of computing, so that what is left of a step is the schedule and the engine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from threading import Timer
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
 from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.engines.known import Ours
@@ -33,19 +31,14 @@ from gpipe_bench.experiments.engines.setup import (
     clear,
     placement_of,
 )
+from gpipe_bench.experiments.paper.timed.layers import layer_seconds
 from gpipe_bench.experiments.paper.timed.results import samples_of
-from gpipe_bench.experiments.paper.timed.side_by_side import Found, take_turns
-from gpipe_bench.experiments.paper.timed.steps import layer_seconds, run_processes
+from gpipe_bench.experiments.paper.timed.steps import run_processes
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
-from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.schedule import Kind
-from gpipe_bench.pipeline.plan.simulate import SLOTS
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.ranks.wire import Transit
-from gpipe_bench.pipeline.stage.stage import Stage
 
 WIDTH = 8  # of a layer that computes next to nothing
 PARTITION_MICROBATCHES = 4  # of the step that times single layers
@@ -367,41 +360,12 @@ class Bare(_MicroBatches):
             (loss_fn(self.model(inputs), wanted) / self.count).backward()  # type: ignore[no-untyped-call]
 
 
-# Stages and layers that wait. On two cores four workers cannot compute side by side, but they can wait side
-# by side. So every action of a stage takes a fixed time from its beginning, in which its tiny layers are
-# computed and the rest is slept. A step should then take what the replay of the same slots says; what it
-# takes more is the engine's. A waiting layer takes a fixed time forward and back, each gradient is there when
-# its layer's time is over, and a sum over replicas ends when a link that carries one after the other would
-# have carried it: so the replay says, too, what a step takes with and without an overlap of the sums with the
-# backward.
+# Layers that wait. On two cores four workers cannot compute side by side, but they can wait side by side. A
+# waiting layer takes a fixed time forward and back, each gradient is there when its layer's time is over. A
+# step should then take what the replay of the same slots says; what it takes more is the engine's.
 
 # A sleep ends up to so much later than asked for; the last bit is waited for awake.
 _LATE_S = 0.3e-3
-_METHODS = {
-    "forward": Kind.F, "recompute": Kind.R, "backward": Kind.B, "backward_inputs": Kind.I,
-    "backward_weights": Kind.W,
-}  # fmt: skip
-"""Methods of a stage, with the kind of action that each runs."""
-
-
-@contextmanager
-def waiting_stages(slot_s: float) -> Iterator[None]:
-    """Within it, each action of a stage takes `slot_s` for each of its slots."""
-    with ExitStack() as stack:
-        for name, kind in _METHODS.items():
-            slow = _slow(getattr(Stage, name), SLOTS[kind] * slot_s)
-            stack.enter_context(mock.patch.object(Stage, name, slow))
-        yield
-
-
-def _slow(method: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    def take(self: Any, *arguments: Any, **options: Any) -> Any:
-        end_s = time.perf_counter() + seconds
-        result = method(self, *arguments, **options)
-        wait_until(end_s)
-        return result
-
-    return take
 
 
 def wait_until(end_s: float) -> None:
@@ -444,38 +408,6 @@ class Waiting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = _Scaled.apply(x, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
         return found
-
-
-class _Late:
-    """A sum that is not over before the link has carried it."""
-
-    def __init__(self, work: Any, end_s: float) -> None:
-        self._work, self._end_s = work, end_s
-
-    def wait(self) -> object:
-        self._work.wait()
-        wait_until(self._end_s)
-        return True
-
-    def get_future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-        Timer(max(0.0, self._end_s - time.perf_counter()), partial(future.set_result, None)).start()
-        return future
-
-
-@contextmanager
-def slow_sums(seconds: Callable[[int], float]) -> Iterator[None]:
-    """Within it, a sum over replicas takes `seconds` of its bytes on a link that carries one at a time."""
-    free_s = 0.0
-    at_once = Collectives.sum
-
-    def late(self: Collectives, numbers: Tensor) -> Transit:
-        nonlocal free_s
-        free_s = max(free_s, time.perf_counter()) + seconds(numbers.nbytes)
-        return _Late(at_once(self, numbers), free_s)
-
-    with mock.patch.object(Collectives, "sum", late):
-        yield
 
 
 MADE_UP: dict[str, Callable[..., list[nn.Module]]] = {

@@ -11,10 +11,10 @@ The best one is also a script that trains with it, and settings for other engine
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from gpipe_bench.planner.accelerators import accelerator
@@ -197,7 +197,7 @@ def search_for(
             raise ValueError(_too_large(model, request, given))
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
-        few = list(takewhile(partial(_may_fit, model, request, space), sizes))
+        few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
             raise ValueError(_too_large(model, request, given))
         costs = costs_for(

@@ -21,7 +21,7 @@ from math import inf
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.planner.candidate import REMATS
-from gpipe_bench.planner.steps import LayerTimes, StageTimes
+from gpipe_bench.planner.steps import LayerTimes, StageTimes, recomputed
 
 NARROW = 2e-3
 """Relative precision to which the limit of seconds is narrowed down."""
@@ -49,6 +49,7 @@ def best_cut(
     fits: Fits | None = None,
     remats: Sequence[str] = REMATS,
     looks: int = 0,
+    below_s: float = inf,
 ) -> Cut | None:
     """The cut with the shortest step that was found, None where none fits.
 
@@ -59,6 +60,7 @@ def best_cut(
         fits: whether a worker has room; any has if not given.
         remats: what stages may recompute, what takes least first.
         looks: cuts to look at beyond the first.
+        below_s: what the step must take less than; where no cut can, that is found out before any is tried.
 
     Raises:
         ValueError: more stages than layers.
@@ -69,16 +71,25 @@ def best_cut(
             f"cannot cut {num_layers} layers into {schedule.num_stages} stages: use at most {num_layers}"
         )
 
+    count = schedule.num_microbatches
+
     @cache
-    def recomputed(worker: int, stages: tuple[range, ...]) -> str | None:
+    def least_remat(worker: int, stages: tuple[range, ...]) -> str | None:
         """Returns the least recomputation with which the stages fit."""
         every = ((each,) * len(stages) for each in remats)
         return next((each[0] for each in every if fits is None or fits(worker, stages, each)), None)
 
+    def busy_s(span: range, remat: str) -> float:
+        """Seconds that all micro-batches of a step keep a worker busy with a stage."""
+        takes, again = times.stage(span.start, span.stop, remat), recomputed(remat, count)
+        return count * takes.microbatch_s("never") + again * takes.again_s
+
     def look(stages: Partition) -> Cut | None:
+        if any(sum(busy_s(stages[stage], "never") for stage in mine) >= below_s for mine in homes):
+            return None
         remat = [""] * len(stages)
         for worker, mine in enumerate(homes):
-            found = recomputed(worker, tuple(stages[stage] for stage in mine))
+            found = least_remat(worker, tuple(stages[stage] for stage in mine))
             if found is None:
                 return None
             for stage in mine:
@@ -89,10 +100,31 @@ def best_cut(
 
     def stage_s(stage: int, start: int, stop: int) -> float:
         """Seconds of one micro-batch on a stage that is alone on its worker."""
-        remat = recomputed(stage, (range(start, stop),))
+        remat = least_remat(stage, (range(start, stop),))
         return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
 
+    def is_below() -> bool:
+        """Whether stages can be filled so that each worker, once the first micro-batch has come through the
+        stages before it, has time for all of them, and for the last one's way back through these.
+        """
+        start, before_s = 0, 0.0
+        for stage in range(schedule.num_stages):
+            low, high = start, num_layers - (schedule.num_stages - stage - 1)
+            while low < high:
+                stop = (low + high + 1) // 2
+                remat = least_remat(stage, (range(start, stop),))
+                fit = remat is not None and before_s + busy_s(range(start, stop), remat) < below_s
+                low, high = (stop, high) if fit else (low, stop - 1)
+            if low == start:
+                return False
+            takes = times.stage(start, low)
+            before_s += takes.forward_s + (0.0 if takes.inputs_s else takes.backward_s)
+            start = low
+        return start == num_layers
+
     alone = not schedule.placement
+    if alone and below_s < inf and not is_below():
+        return None
     first = list(_filled(stage_s, num_layers, schedule.num_stages)) if alone else []
     first += _even(times, schedule.num_stages)
     best = min(filter(None, map(look, dict.fromkeys(first))), key=lambda cut: cut.step_s, default=None)

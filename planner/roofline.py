@@ -127,11 +127,11 @@ def by_roofline(
         inputs, target = model.of_microbatch(size, read)
         precision = "float32" if read else request.precision
         with model.divided_over(tp, read) as divided:
-            copied = divided or partial(fake_copy, number_format=read)
+            copied, known = divided or partial(fake_copy, number_format=read), dict[object, Noted]()
             plain, selective = (
                 layers_noted(
                     model.recomputing(remat), model.loss_fn, inputs, target, precision, model.attention,
-                    copied=copied,
+                    copied=copied, known=known,
                 )
                 for remat in ("never", "selective")
             )  # fmt: skip
@@ -193,6 +193,7 @@ def layers_noted(
     *,
     later: bool = False,
     copied: Copy = fake_copy,
+    known: dict[object, Noted] | None = None,
 ) -> list[Noted]:
     """Operations of each layer of a model, those of the loss with the last; layers that are alike once.
 
@@ -202,8 +203,9 @@ def layers_noted(
         precision: of the activations
         attention: of the device, as `pipeline.memory.profile` has it
         later, copied: as `noted` says
+        known: what was noted of other layers of the same model, which is added to
     """
-    known: dict[object, Noted] = {}
+    known = {} if known is None else known
     found = []
     for layer in (*passed_on(list(layers)), None):
         if layer is None:

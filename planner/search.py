@@ -121,11 +121,12 @@ class Search:
             if about_s >= limit_s:
                 break
             group = of_each(way)
-            if group in best and about_s >= best[group].step_s:
+            below_s = min(limit_s, best[group].step_s if group in best else inf)
+            if about_s >= below_s:
                 continue
-            found = self.best_of(way)
+            found = self.best_of(way, below_s=below_s)
             tried += 1
-            if found is not None and (group not in best or found.step_s < best[group].step_s):
+            if found is not None and found.step_s < below_s:
                 best[group] = found
                 if kept is not None and len(best) >= kept:
                     limit_s = sorted(each.step_s for each in best.values())[kept - 1]
@@ -152,8 +153,8 @@ class Search:
             return once_s * count / workers
         return max(once_s * count / workers, once_s / (1 - (1 - 1 / count) ** workers))
 
-    def best_of(self, way: Way, looks: int = 0) -> Found | None:
-        """A good cut of a way that fits; None where none was found.
+    def best_of(self, way: Way, looks: int = 0, below_s: float = inf) -> Found | None:
+        """A good cut of a way that fits, whose step takes less than `below_s`; None where none was found.
 
         The cut is made with one receive ahead. What the transport holds beyond that is known of a whole cut
         only: where it is too much, the way is cut anew, and every worker has as much less room as the last
@@ -176,8 +177,9 @@ class Search:
                 fits=partial(_fits, room, caps),
                 remats=self.remats(way),
                 looks=looks,
+                below_s=below_s,
             )
-            if cut is None:
+            if cut is None or cut.step_s >= below_s:
                 break
             found = self.found(way, cut, room)
             if found.peak <= self.cap:

@@ -103,27 +103,17 @@ def best_cut(
         remat = least_remat(stage, (range(start, stop),))
         return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
 
-    def is_below() -> bool:
-        """Whether stages can be filled so that each worker, once the first micro-batch has come through the
-        stages before it, has time for all of them, and for the last one's way back through these.
+    def in_time(stage: int, start: int, stop: int) -> bool:
+        """Whether a worker, once the first micro-batch has come through the stages before its own, has time
+        for all of them, and for the last one's way back through these.
         """
-        start, before_s = 0, 0.0
-        for stage in range(schedule.num_stages):
-            low, high = start, num_layers - (schedule.num_stages - stage - 1)
-            while low < high:
-                stop = (low + high + 1) // 2
-                remat = least_remat(stage, (range(start, stop),))
-                fit = remat is not None and before_s + busy_s(range(start, stop), remat) < below_s
-                low, high = (stop, high) if fit else (low, stop - 1)
-            if low == start:
-                return False
-            takes = times.stage(start, low)
-            before_s += takes.forward_s + (0.0 if takes.inputs_s else takes.backward_s)
-            start = low
-        return start == num_layers
+        remat = least_remat(stage, (range(start, stop),))
+        if remat is None:
+            return False
+        return times.passed_s(start) + busy_s(range(start, stop), remat) < below_s
 
     alone = not schedule.placement
-    if alone and below_s < inf and not is_below():
+    if alone and below_s < inf and not _fill(in_time, num_layers, schedule.num_stages):
         return None
     first = list(_filled(stage_s, num_layers, schedule.num_stages)) if alone else []
     first += _even(times, schedule.num_stages)
@@ -157,6 +147,22 @@ def _even(times: LayerTimes, stages: int) -> Iterator[Partition]:
     yield partition([1.0] * len(layers), stages)
 
 
+def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: int) -> Partition | None:
+    """Stages of as many layers as each one takes, which are fewer the earlier it begins; None where the last
+    takes less than all that are left.
+    """
+    ends = [0]
+    for stage in range(num_stages):
+        low, high = ends[-1], num_layers - (num_stages - stage - 1)
+        while low < high:
+            stop = (low + high + 1) // 2
+            low, high = (stop, high) if takes(stage, ends[-1], stop) else (low, stop - 1)
+        if low == ends[-1]:
+            return None
+        ends.append(low)
+    return spans(ends) if ends[-1] == num_layers else None
+
+
 def _filled(
     stage_s: Callable[[int, int, int], float], num_layers: int, num_stages: int
 ) -> Iterator[Partition]:
@@ -165,16 +171,9 @@ def _filled(
     """
 
     def filled(limit_s: float) -> Partition | None:
-        ends = [0]
-        for stage in range(num_stages):
-            low, high = ends[-1], num_layers - (num_stages - stage - 1)
-            while low < high:
-                stop = (low + high + 1) // 2
-                low, high = (stop, high) if stage_s(stage, ends[-1], stop) <= limit_s else (low, stop - 1)
-            if low == ends[-1]:
-                return None
-            ends.append(low)
-        return spans(ends) if ends[-1] == num_layers else None
+        return _fill(
+            lambda stage, start, stop: stage_s(stage, start, stop) <= limit_s, num_layers, num_stages
+        )
 
     best = filled(_LONGEST_S)
     if best is None:

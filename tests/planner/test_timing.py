@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +25,7 @@ from gpipe_bench.harness.rounds import (
 from gpipe_bench.planner import Request, link_named, timing
 from gpipe_bench.planner.measured import measured, sizes_worth
 from gpipe_bench.planner.model import Subject
-from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, print_progress, probe
+from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, probe
 
 # Whose turn it is
 
@@ -126,18 +125,3 @@ def test_each_size_is_timed_in_every_way_as_often_as_there_are_rounds() -> None:
     fine = next(run for run in found.runs if run.way == "fine")
     assert {action.stage for action in fine.actions} == {layer for layer, _ in fine.update_s} == set(range(6))
     assert measured([found]).at(2).seconds("G", range(6)) > 0
-
-
-def test_no_round_begins_after_the_budget() -> None:
-    spent = probed(1, 2, rounds=3, budget_s=1e-3)
-    assert Counter(run.size for run in spent.runs) == {1: 4, 2: 4}, "one, of all sizes"
-
-
-def test_how_far_it_is_is_said_in_lines_or_over_one_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr("sys.stderr", out)
-    print_progress("round 2", 24.0, 60.0)
-    assert out.getvalue() == "timing layers: round 2, 24 s, at most 36 s to go\n"
-    out.isatty = lambda: True  # type: ignore[method-assign]
-    print_progress("round 3", 61.0, 60.0)
-    assert out.getvalue().endswith(f"\r{'timing layers: round 3, 61 s, at most 0 s to go':<70}")

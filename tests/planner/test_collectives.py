@@ -26,7 +26,6 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.plan.links import Bucket, Gather
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.planner.breakdown import COLLECTIVES, PARTS, Breakdown, breakdown
 from gpipe_bench.planner.collectives import (
     all_gather_s,
     all_reduce_s,
@@ -34,6 +33,7 @@ from gpipe_bench.planner.collectives import (
     pass_s,
     sharded,
 )
+from gpipe_bench.planner.predict import COLLECTIVES, PARTS, Breakdown, breakdown
 
 LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]
 RANKS = st.integers(1, 64)

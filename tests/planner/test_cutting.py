@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpipe_bench.pipeline import FREE, NAMED, Action, Kind, Link, Schedule, named, replay
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.planner.cuts import best_cut
+from gpipe_bench.planner.search import best_cut
 from gpipe_bench.planner.steps import LayerTimes, LongSteps, QuickSteps, StageTimes
 
 SLOW = Link("slow", 0.25, 4.0)

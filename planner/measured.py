@@ -48,7 +48,6 @@ def timed(
     *,
     sharded: bool = True,
     shown: bool = False,
-    started: Callable[..., list[Probed]] = launch,
 ) -> Costs:
     """Costs of a model at some of these micro-batch sizes, as this machine takes them.
 
@@ -58,7 +57,6 @@ def timed(
         rounds: of probes
         sharded: whether parameters may be divided
         shown: whether somebody is told how far it is
-        started: told what runs in how many processes, with what
 
     Raises:
         ValueError: one's own model without a loss, or in bfloat16, which are not timed; no rounds.
@@ -76,7 +74,7 @@ def timed(
     subject = _subject(model)
     profiles = partial(model.profile_of, precision=request.precision)
     job = ProbeJob(subject, tuple(few), rounds, request.optimizer, sharded=sharded, shown=shown)
-    costs = measured(started(_probe, processes, job), "this machine", profiles)
+    costs = measured(launch(_probe, processes, job), "this machine", profiles)
     costs = replace(costs, sizes={n: each.with_blocks(model.blocks) for n, each in costs.sizes.items()})
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
     more = {"processes": f"{processes} timed{less}"}

@@ -361,7 +361,7 @@ def best_cut(
         remat = [""] * len(stages)
         for worker, mine in enumerate(homes):
             found = least_remat(worker, tuple(stages[stage] for stage in mine))
-            if found is None:
+            if found is None or sum(busy_s(stages[stage], found) for stage in mine) >= below_s:
                 return None
             for stage in mine:
                 remat[stage] = found

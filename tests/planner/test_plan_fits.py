@@ -148,3 +148,20 @@ def test_more_of_anything_is_never_slower_and_a_choice_among_less_never_faster()
         assert step_s(replace(given, **more)) <= limit_s, more  # type: ignore[arg-type]
     for less in ({"schedules": ("1f1b",)}, {"sharded": False}, {"pp": (1,)}, {"fewer": False}):
         assert step_s(given, replace(few, **less)) * (1 + 1e-9) >= limit_s / (1 + 1e-9), less  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "returned type int; it takes no arguments and returns"),
+        ("apart", r"the inputs have \[2, 3\] examples"),
+        ("broken", "failed with RuntimeError: no such thing"),
+        ("no_layers", "returned layers of type list of 1: return an nn.Sequential"),
+        ("indivisible", "returned type int as its fifth value"),
+        ("missing", "start from the folder that holds the module"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_line(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        planned(name)
+    assert "\n" not in str(refused.value)

@@ -127,14 +127,18 @@ def by_roofline(
         inputs, target = model.of_microbatch(size, read)
         precision = "float32" if read else request.precision
         with model.divided_over(tp, read) as divided:
-            copied, known = divided or partial(fake_copy, number_format=read), dict[object, Noted]()
-            plain, selective = (
-                layers_noted(
+            copied = divided or partial(fake_copy, number_format=read)
+
+            def of(remat: str, known: dict[object, Noted]) -> list[Noted]:
+                return layers_noted(
                     model.recomputing(remat), model.loss_fn, inputs, target, precision, model.attention,
                     copied=copied, known=known,
-                )
-                for remat in ("never", "selective")
-            )  # fmt: skip
+                )  # fmt: skip
+
+            if tp > 1:
+                of("never", {})  # torch multiplies whole tensors once, for their shapes: no rank's work
+            known = dict[object, Noted]()
+            plain, selective = of("never", known), of("selective", known)
         layers_s = _kinds(plain, device, fuses=fuses)
         again_s = [
             max(0.0, seconds(a.backward, device, fuses=fuses) - seconds(b.backward, device, fuses=fuses))

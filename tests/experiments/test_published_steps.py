@@ -65,7 +65,7 @@ def test_a_sweep_is_judged_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None
             step_s=measured_s,
             speed=0.0,
             memory_gib=0.0,
-        )  # fmt: skip
+        )
         for number, size, measured_s in ((1, 8, 4.0), (2, 8, 3.0), (4, 16, 5.0))
     )
     monkeypatch.setattr(published_steps, "sweeps", lambda: {"a sweep": ways})

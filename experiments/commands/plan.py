@@ -73,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from gpipe_bench.planner.answer import MOST_POINTS, plan
-    from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import model_of
 
     torch.set_num_threads(1)
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     found = plan(
         model, request, space=space, shown=arguments.top,
-        timing=Timing(seconds=arguments.probe_s, shown=True),
+        rounds=arguments.probe_rounds, shown_rounds=True,
         points=MOST_POINTS if arguments.full else 1, progress=_Progress(),
     )  # fmt: skip
     facts: dict[str, object] = {}

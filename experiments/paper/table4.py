@@ -7,7 +7,7 @@ the rest bubble and uneven stages, more of both with more stages.
 
 The actions of K stages are timed in whole steps of 4 micro-batches, laid out with 16 on K devices
 (`replayed`) and laid out again without a link, without set-up and with even stages; the differences are the
-parts, and they add up to 100 % (planner/breakdown.py).
+parts, and they add up to 100 % (planner/predict.py).
 """
 
 from __future__ import annotations

@@ -120,7 +120,15 @@ def test_a_sweep_is_judged_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None
     """
     step = published_steps.steps()[0]
     ways = tuple(
-        replace(step, name="a sweep", num_microbatches=number, batch_size=size, step_s=measured_s, speed=0.0)
+        replace(
+            step,
+            name="a sweep",
+            num_microbatches=number,
+            batch_size=size,
+            step_s=measured_s,
+            speed=0.0,
+            memory_gib=0.0,
+        )
         for number, size, measured_s in ((1, 8, 4.0), (2, 8, 3.0), (4, 16, 5.0))
     )
     monkeypatch.setattr(published_steps, "sweeps", lambda: {"a sweep": ways})

@@ -23,7 +23,7 @@ from gpipe_bench.pipeline import (
     replay,
 )
 from gpipe_bench.pipeline.plan.edges import Edge
-from gpipe_bench.planner.breakdown import breakdown
+from gpipe_bench.planner.predict import breakdown
 
 
 def test_events_are_ordered_and_start_at_zero() -> None:

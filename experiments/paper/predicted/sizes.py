@@ -35,7 +35,7 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
-from gpipe_bench.planner.breakdown import breakdown
+from gpipe_bench.planner.predict import breakdown
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 
 Array = NDArray[np.float64]

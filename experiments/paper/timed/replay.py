@@ -17,7 +17,7 @@ from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.breakdown import Breakdown, breakdown, even_stages
+from gpipe_bench.planner.predict import Breakdown, breakdown, even_stages
 
 HIDDEN = 0.05
 """Communication counts as hidden while it makes a step at most this share longer than a free link."""

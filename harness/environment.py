@@ -10,11 +10,12 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,39 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+# In words
+
+_FIELDS = (
+    ("cpu_model", "processor"), ("cores_logical", "cores"), ("memory_total_gib", "memory, GiB"),
+    ("gpus", "GPUs"), ("system", "system"), ("container", "container"), ("python", "Python"),
+    ("versions", "packages"), ("torch_threads", "threads of torch"), ("cuda", "CUDA"),
+    ("gpu_numerics", "arithmetic of the GPUs"), ("gpu_driver", "driver of the GPUs"),
+    ("variables", "variables"), ("git_commit", "commit"), ("git_dirty", "uncommitted changes"),
+    ("code_sha256", "digest of the code"),
+)  # fmt: skip
+"""The fields of an environment that a machine is described by, with their labels."""
+
+
+def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Label and text of every known field; where records differ, all values."""
+    known = ([each for each in environments if each.get(name) not in (None, [], {})] for name, _ in _FIELDS)
+    return tuple(
+        (label, _values(having, name)) for (name, label), having in zip(_FIELDS, known, strict=True) if having
+    )
+
+
+def _values(environments: Sequence[Mapping[str, Any]], field: str) -> str:
+    """All that a field is in them, in words: lists joined, name=value of mappings, nothing as `unknown`."""
+
+    def text(value: Any) -> str:
+        if value is None:
+            return "unknown"
+        if isinstance(value, Mapping):
+            return ", ".join(f"{key}={text(each)}" for key, each in value.items()) or "none"
+        if isinstance(value, list | tuple):
+            return ", ".join(map(text, value)) or "none"
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return " | ".join(dict.fromkeys(text(each.get(field)) for each in environments))

@@ -25,24 +25,20 @@ class RunOptions:
     Args:
         profile: "smoke", "short" or "full"
         device: "auto", "cpu" or "cuda"
-        gpus: how many GPUs a pipeline may take, a process for each; 0 where none are used
         tf32: whether GPUs may round the factors of float32 products to TF32
         engine: the engine under test, for experiments that run one
         seed: of whatever is random
         data: path of the user's own images, for experiments that train on some
-        text: path of the user's own text, likewise
         fresh: run again what is on record
         only: a key of the cases -> the wanted values, as typed
     """
 
     profile: str = "short"
     device: str = "auto"
-    gpus: int = 0
     tf32: bool = False
     engine: str | None = None
     seed: int = 0
     data: str | None = None
-    text: str | None = None
     fresh: bool = False
     only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -113,8 +109,8 @@ class Experiment:
         docs: a page of the documentation that says more
         revision: raised whenever a change makes earlier records wrong: they are then run again
         options: the run options its results depend on; a case is run again for each of their values
-        takes: options of the command line that are for few experiments: "gpus" where its cases run one
-            pipeline over several GPUs, "engines" where `--engine` may name several of the user's
+        takes: options of the command line that are for few experiments: "engines" where `--engine` may name
+            several of the user's
         engines: the engine names it accepts, empty if it runs none
         untimed: no result depends on how long anything takes, so cases may run beside each other, in
             processes that import the experiment's functions by name

@@ -39,6 +39,12 @@ CONFIDENCE = 0.984
 MAX_RUNS = 4
 """Runs of one benchmark at most: one, its confirmation, and one more for each if it was contaminated."""
 
+MARGIN, CPU_MARGIN = 1.5, 2.0
+"""A regression counts beyond so many times what identical code differed by, in wall time and, where that
+tells nothing, in processor time. They are by simulation, so that the same code fails less than once in a
+hundred: with once as far in both it failed in two of a hundred on a machine whose processes differ by 4 %.
+"""
+
 
 class Sample(NamedTuple):
     """Seconds of one step: by the clock on the wall, and of processor time over all threads."""
@@ -70,6 +76,7 @@ class Judgement:
     head: Change
     control: Change
     cpu: Change  # the head's processor time, which can't see waiting
+    control_cpu: Change
     base_s: float  # median seconds per step
     head_s: float
     out_of_time: bool = False  # inconclusive, with fewer rounds than the last look's for want of time
@@ -133,14 +140,16 @@ def run_rounds(
 
 def judge(rounds: Sequence[Round], confidence: float = CONFIDENCE) -> Judgement:
     """The verdict on these rounds. Raises ValueError below two, and for a sample that took no time."""
-    head, control, cpu = (
+    head, control, cpu, control_cpu = (
         change(log_ratios(rounds, arm, metric), confidence)
-        for arm, metric in (("head", "wall_s"), ("control", "wall_s"), ("head", "cpu_s"))
+        for metric in ("wall_s", "cpu_s")
+        for arm in ("head", "control")
     )
     seconds = {arm: statistics.median(each.wall_s for pair in rounds for each in pair[arm]) for arm in ARMS}
     judged = Judgement(
-        "contaminated", len(rounds), confidence, head, control, cpu, seconds["base"], seconds["head"]
-    )
+        "contaminated", len(rounds), confidence, head, control, cpu, control_cpu, seconds["base"],
+        seconds["head"],
+    )  # fmt: skip
     if not control.low <= 0 <= control.high:
         return judged
     return replace(judged, verdict=verdict_of(head, judged.noise_floor))
@@ -181,8 +190,39 @@ def verdict_of(head: Change, noise_floor: float = 0.0) -> Verdict:
     return "inconclusive"
 
 
-def confirmed(verdicts: Sequence[Verdict]) -> bool:
-    """Whether the last two runs that prove anything found a regression."""
+def differs_from_itself(runs: Sequence[Judgement], *, cpu: bool = False) -> float:
+    """The most that identical code differed by in any of these runs, contaminated ones included: two
+    processes differ for as long as they live, by where their memory happens to lie.
+    """
+    return max(abs((run.control_cpu if cpu else run.control).value) for run in runs)
+
+
+def confirmed(runs: Sequence[Judgement]) -> bool:
+    """Whether the last two runs that prove anything found a regression, each well beyond what identical code
+    differed by in any run.
+    """
+    if not twice([run.verdict for run in runs]):
+        return False
+    last = [run for run in runs if run.verdict != "contaminated"][-2:]
+    return all(run.head.low > MARGIN * differs_from_itself(runs) for run in last)
+
+
+def by_processor_time(runs: Sequence[Judgement], *, is_counted: bool) -> Literal["regression", "same", ""]:
+    """Verdict by processor time where the wall time of the last two runs told nothing: a regression, or
+    "same" where exact counters say so, too (`is_counted`); else "".
+    """
+    last, verdicts = runs[-2:], [run.verdict for run in runs[-2:]]
+    if len(last) < 2 or "contaminated" not in verdicts or {*verdicts} - {"contaminated", "inconclusive"}:
+        return ""
+    noise = differs_from_itself(runs, cpu=True)
+    if all(run.cpu.low > max(THRESHOLD, CPU_MARGIN * noise) for run in last):
+        return "regression"
+    is_same = noise <= THRESHOLD and all(verdict_of(run.cpu) == "same" for run in last)
+    return "same" if is_same and is_counted else ""
+
+
+def twice(verdicts: Sequence[Verdict]) -> bool:
+    """Whether the last two runs that prove anything found a regression, however large."""
     proven = [verdict for verdict in verdicts if verdict != "contaminated"]
     return proven[-2:] == ["regression", "regression"]
 
@@ -193,7 +233,7 @@ def needs_another_run(verdicts: Sequence[Verdict]) -> bool:
     """
     if not verdicts:
         return True
-    if len(verdicts) >= MAX_RUNS or confirmed(verdicts):
+    if len(verdicts) >= MAX_RUNS or twice(verdicts):
         return False
     if verdicts[-1] == "contaminated":
         return "regression" in verdicts or verdicts.count("contaminated") < 2

@@ -174,18 +174,14 @@ class _Run:
 
 # How far it is ----------------------------------------------------------------------------------------------
 
-_BAR_COLUMNS = 70
 _DOUBT = 0.1
-"""Share of all estimates for which the machine is taken to be as fast as they say."""
+"""Share of all estimates for which the machine is taken to be as fast as they say: the first case often loads
+what all need, and by itself it would say that the others take a hundred times as long."""
 
 
 class Remaining:
-    """Time left: the estimates of what is left, scaled by how right they were so far.
-
-    What was run counts for as much as it is of the whole: the first case is often a short one that loads what
-    all need, and by itself it would say that the others take a hundred times as long as they do.
-
-    `jobs` cases are at work at the same time.
+    """Time left: the estimates of what is left, scaled by how right they were so far, with `jobs` cases at
+    work at the same time.
     """
 
     def __init__(self, cases: list[Case], jobs: int = 1) -> None:
@@ -240,7 +236,7 @@ class Reporter:
         self._total, self._remaining = len(cases), Remaining(cases, jobs)
         if self.title:
             self.say(self.title)
-        self.show_begin()
+        self.say(f"{self._total} cases, about {self.left}")
 
     def started(self, case: Case) -> None:
         """Says nothing: a line per case is enough for a log."""
@@ -249,7 +245,8 @@ class Reporter:
         self._done += 1
         self._reused += reused
         self._remaining.finished(case, record.duration_s, reused=reused)
-        self.show_finished(case, record, reused=reused)
+        if not reused:
+            self.say(f"[{self._done}/{self._total}] {describe(case, record)}, {self.left} left")
 
     def warn(self, message: str) -> None:
         self.say(f"warning: {message}")
@@ -257,13 +254,6 @@ class Reporter:
     def end(self) -> None:
         if self._reused:
             self.say(f"{self._reused} of {self._total} cases were on record already")
-
-    def show_begin(self) -> None:
-        self.say(f"{self._total} cases, about {self.left}")
-
-    def show_finished(self, case: Case, record: Record, *, reused: bool) -> None:
-        if not reused:
-            self.say(f"[{self._done}/{self._total}] {describe(case, record)}, {self.left} left")
 
     def say(self, line: str) -> None:
         try:
@@ -275,7 +265,7 @@ class Reporter:
 
 
 class BarReporter(Reporter):
-    """A bar with the case at work and the time left; what went wrong stays above it."""
+    """A bar with the case at work and the time left, below the lines of those that are done."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -295,17 +285,17 @@ class BarReporter(Reporter):
         )
         self._task = self._progress.add_task("", total=None, left="")
 
-    def show_begin(self) -> None:
+    def begin(self, cases: list[Case], jobs: int) -> None:
+        super().begin(cases, jobs)
         self._progress.update(self._task, total=self._total, left=self.left)
         self._progress.start()
 
     def started(self, case: Case) -> None:
         self._progress.update(self._task, description=case.label)
 
-    def show_finished(self, case: Case, record: Record, *, reused: bool) -> None:
+    def finished(self, case: Case, record: Record, *, reused: bool) -> None:
+        super().finished(case, record, reused=reused)
         self._progress.update(self._task, advance=1, left=self.left)
-        if record.status != "done":
-            self.say(describe(case, record))
 
     def end(self) -> None:
         self._progress.stop()
@@ -323,19 +313,8 @@ def describe(case: Case, record: Record) -> str:
 
 
 def reporter(stream: TextIO | None = None, variables: Mapping[str, str] = os.environ) -> Reporter:
-    """A bar where a person watches; lines for logs, CI, NO_COLOR and terminals that are dumb or narrow."""
+    """A bar where a person watches; lines for logs, CI, NO_COLOR and terminals that are dumb."""
     stream = sys.stderr if stream is None else stream
     plain = bool(variables.get("CI") or variables.get("NO_COLOR") or variables.get("TERM") == "dumb")
-    if plain or not stream.isatty() or not _room_for_bar(stream):
-        return Reporter(stream)
-    return BarReporter(stream)
-
-
-def _room_for_bar(stream: TextIO) -> bool:
-    """Whether a bar with its numbers fits and can be drawn; cut off it would say nothing."""
-    try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except OSError:
-        columns = 0
-    wide = columns == 0 or columns >= _BAR_COLUMNS  # 0: the terminal doesn't say
-    return wide and "utf" in (stream.encoding or "").lower()
+    draws = stream.isatty() and not plain and "utf" in (stream.encoding or "").lower()
+    return BarReporter(stream) if draws else Reporter(stream)

@@ -157,16 +157,6 @@ class Store:
                 problems.append(Problem(path, number, str(error)))
         return Loaded(tuple(records), tuple(problems))
 
-    def experiments(self) -> list[str]:
-        """Names of the experiments that the store has records of."""
-        if not self.root.is_file():
-            return sorted(path.stem for path in self.root.glob("*.jsonl"))
-        names = set()
-        for line in self.root.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                names.add(decode(line).experiment)
-        return sorted(names)
-
 
 def lines_of(problems: Iterable[Problem], most: int = 5) -> list[str]:
     """The problems as lines for people; of a file with more than `most` only the first, and a count."""

@@ -73,12 +73,6 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Values with which a prediction must be made: the allowed ones, or both ends of the range."""
         return self.allowed or self.range or ()
 
-    def allows(self, value: Value) -> bool:
-        """Whether the setting may have this value."""
-        if self.range is None:
-            return any(type(value) is type(one) and value == one for one in self.allowed)
-        return isinstance(value, int | float) and self.range[0] <= value <= self.range[1]
-
 
 class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting that the paper gives: its value, the place in v1 or v5, and the words that give it."""

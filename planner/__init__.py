@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan, plan
     from gpipe_bench.planner.candidate import Candidate, Prediction
     from gpipe_bench.planner.costs import Costs
-    from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import Model, model_of
     from gpipe_bench.planner.request import Request, Space, link_named, link_within
 
@@ -24,7 +23,6 @@ _HOMES = {
     "answer": ("Plan", "plan"),
     "candidate": ("Candidate", "Prediction"),
     "costs": ("Costs",),
-    "measured": ("Timing",),
     "model": ("Model", "model_of"),
     "request": ("Request", "Space", "link_named", "link_within"),
 }
@@ -36,7 +34,6 @@ __all__ = [
     "Prediction",
     "Request",
     "Space",
-    "Timing",
     "link_named",
     "link_within",
     "model_of",

@@ -11,10 +11,10 @@ The best one is also a script that trains with it, and settings for other engine
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from gpipe_bench.planner.accelerators import accelerator
@@ -22,7 +22,7 @@ from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
 from gpipe_bench.planner.infeasible import nothing_fits, on_engine, smallest
-from gpipe_bench.planner.measured import Timing, as_measured
+from gpipe_bench.planner.measured import ROUNDS, as_measured
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some
@@ -144,7 +144,8 @@ def plan(
     costs: Costs | None = None,
     shown: int = SHOWN,
     points: int = 1,
-    timing: Timing | None = None,
+    rounds: int = ROUNDS,
+    shown_rounds: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Plan:
     """The best ways to train `model` as `request` says.
@@ -156,7 +157,7 @@ def plan(
         costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.
         shown: ways to predict, of which the first is the plan.
         points: of the frontier at most; each is searched for.
-        timing: how layers are timed, where they are.
+        rounds, shown_rounds: of steps in which layers are timed, where they are; whether each is announced.
         progress: told how far it is.
 
     Raises:
@@ -164,7 +165,9 @@ def plan(
             and what would help, or what cannot be divided. An unknown accelerator.
     """
     model = as_on(model, request)
-    search = search_for(model, request, space=space, costs=costs, timing=timing, progress=progress)
+    search = search_for(
+        model, request, space=space, costs=costs, rounds=rounds, shown_rounds=shown_rounds, progress=progress
+    )
     predictions, line = frontier(search, max(KEPT, shown), points)
     if not predictions:
         raise ValueError(_too_large(model, request, space or Space()))
@@ -177,7 +180,8 @@ def search_for(
     *,
     space: Space | None = None,
     costs: Costs | None = None,
-    timing: Timing | None = None,
+    rounds: int = ROUNDS,
+    shown_rounds: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Search:
     """The search among all that may be chosen, with the costs of every size that may fit; arguments and
@@ -197,15 +201,10 @@ def search_for(
             raise ValueError(_too_large(model, request, given))
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
-        few = list(takewhile(partial(_may_fit, model, request, space), sizes))
+        few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
             raise ValueError(_too_large(model, request, given))
-        costs = costs_for(
-            model,
-            request,
-            few,
-            replace(timing or Timing(), sharded=space.sharded),
-        )
+        costs = costs_for(model, request, few, rounds, sharded=space.sharded, shown=shown_rounds)
     return Search(
         costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"), least
     )
@@ -220,12 +219,12 @@ def as_on(model: Model, request: Request) -> Model:
     return replace(model, attention=accelerator(request.device_type, request.precision).attention)
 
 
-def costs_for(model: Model, request: Request, sizes: Sequence[int], timing: Timing | None = None) -> Costs:
+def costs_for(model: Model, request: Request, sizes: Sequence[int], rounds: int, **timing: bool) -> Costs:
     """Costs measured on this machine's device, or by a roofline of the requested device."""
     if request.device_type == MEASURED:
         from gpipe_bench.planner.measured import timed
 
-        return timed(model, request, sizes, timing or Timing())
+        return timed(model, request, sizes, rounds, **timing)
     from gpipe_bench.planner.roofline import by_roofline
 
     return by_roofline(model, request, sizes)

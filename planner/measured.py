@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from math import inf
 from statistics import median
@@ -36,46 +36,33 @@ from gpipe_bench.planner.request import Request
 
 MOST_SIZES = 4
 """Most micro-batch sizes that are timed; if there are more, the smallest, the largest and some between."""
-ROUNDS = 12
-PROBE_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """How layers are timed.
-
-    Args:
-        seconds: after which no further round of probes begins; one is taken in any case
-        shown: whether somebody is told how far it is
-        sharded: whether parameters may be divided
-
-    Raises:
-        ValueError: seconds that are not above 0.
-    """
-
-    seconds: float = PROBE_S
-    shown: bool = False
-    sharded: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"--probe-s {self.seconds:g}: give seconds above 0, such as {PROBE_S:g}")
+ROUNDS = 4
+"""Rounds of probes; each takes a step of every size in every way."""
 
 
 def timed(
     model: Model,
     request: Request,
     sizes: Sequence[int],
-    timing: Timing,
-    started: Callable[..., list[Probed]] = launch,
+    rounds: int = ROUNDS,
+    *,
+    sharded: bool = True,
+    shown: bool = False,
 ) -> Costs:
     """Costs of a model at some of these micro-batch sizes, as this machine takes them.
 
-    `started` is told what runs in how many processes, with what.
+    Args:
+        model, request: what is asked
+        sizes: of micro-batches, of which at most MOST_SIZES are timed
+        rounds: of probes
+        sharded: whether parameters may be divided
+        shown: whether somebody is told how far it is
 
     Raises:
-        ValueError: one's own model without a loss, or in bfloat16, which are not timed.
+        ValueError: one's own model without a loss, or in bfloat16, which are not timed; no rounds.
     """
+    if rounds < 1:
+        raise ValueError(f"--probe-rounds {rounds}: give 1 or more")
     if request.precision != "float32" or request.compiled:
         raise ValueError(
             f"--precision {request.precision}{' --compiled' * request.compiled}: this machine's layers are "
@@ -85,14 +72,9 @@ def timed(
     few = sorted({sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)})
     processes = min(request.accelerators, len(os.sched_getaffinity(0)))
     subject = _subject(model)
-
     profiles = partial(model.profile_of, precision=request.precision)
-
-    job = ProbeJob(
-        subject, tuple(few), ROUNDS, request.optimizer, sharded=timing.sharded,
-        budget_s=timing.seconds, shown=timing.shown,
-    )  # fmt: skip
-    costs = measured(started(_probe, processes, job), "this machine", profiles)
+    job = ProbeJob(subject, tuple(few), rounds, request.optimizer, sharded=sharded, shown=shown)
+    costs = measured(launch(_probe, processes, job), "this machine", profiles)
     costs = replace(costs, sizes={n: each.with_blocks(model.blocks) for n, each in costs.sizes.items()})
     less = "" if processes == request.accelerators else f", of {request.accelerators} that are asked about"
     more = {"processes": f"{processes} timed{less}"}

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from operator import le
 
 from gpipe_bench.pipeline.memory.counts import Moment, row_moments, steps
 from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
@@ -153,9 +152,7 @@ class Room:
         """Whether a worker has room for stages of these layers, which recompute so much."""
         held = self._between_steps
         least = sum(held[stage.stop] - held[stage.start] for stage in stages) - self._all_ties
-        if least > cap or (len(stages) > 1 and self._with_graphs(worker, stages, remat) > cap):
-            return False
-        return self.memory(worker, stages, remat).peak <= cap
+        return least <= cap and self.memory(worker, stages, remat).peak <= cap
 
     def least_bytes(self) -> int:
         """Lower bound of the fullest worker's bytes between steps, for any cut: an equal share."""
@@ -174,24 +171,6 @@ class Room:
     def _held(self, stages: Stages, remat: Sequence[str]) -> list[HeldStage]:
         numbers = map(self._footprints.number, stages, remat)
         return [self._footprints.held(number, self._sharing) for number in numbers]
-
-    def _with_graphs(self, worker: int, stages: Stages, remat: Sequence[str]) -> int:
-        """Lower bound of the bytes of several stages before their gradients exist: weights, optimizer state,
-        and the graphs of stages that recompute nothing. It does not walk the schedule for each choice.
-        """
-        held = self._held(stages, remat)
-        always = sum(
-            each.step.parameter_bytes + self._rule.state_bytes(each.rest.trained_sizes) for each in held
-        )
-        saved = [
-            each.step.saved_bytes * (what in ("never", *WRAPPED))
-            for each, what in zip(held, remat, strict=True)
-        ]
-        graphs = max(
-            sum(count * size for count, size in zip(counts, saved, strict=True))
-            for counts in self._rows.most_graphs(worker)
-        )
-        return always + graphs - self._all_ties
 
     def _fullest(self, worker: int, held: Sequence[HeldStage], remat: tuple[str, ...]) -> StageMemory:
         moments = self._rows.moments(worker, remat)
@@ -289,7 +268,7 @@ class Rows:
         self.schedule = schedule
         self.ahead = 1 if schedule.num_workers > 1 else 0
         self.homes = [schedule.stages_of(worker) for worker in range(schedule.num_workers)]
-        self.moments, self.most_graphs = cache(self._moments), cache(self._most_graphs)
+        self.moments = cache(self._moments)
 
     def recomputed(self, remat: Sequence[str]) -> Schedule:
         """The whole schedule with R before each backward of what its stages recompute."""
@@ -319,18 +298,3 @@ class Rows:
             key = (action.stage, moment.step.alike, counts, moment.others, moment.waiting)
             found.setdefault(key, moment)
         return tuple(found.values())
-
-    def _most_graphs(self, worker: int) -> tuple[tuple[int, ...], ...]:
-        """How many graphs of each of its stages a worker keeps at a time that recomputes nothing, without
-        what another moment has at least as many of.
-        """
-        counts, found = dict.fromkeys(self.homes[worker], 0), set[tuple[int, ...]]()
-        for action in self.schedule.actions[worker]:
-            if action.kind is Kind.F:
-                counts[action.stage] += 1
-            elif action.kind is not Kind.W:
-                found.add(tuple(counts.values()))  # before anything is let go there are most
-                counts[action.stage] -= 1
-        return tuple(
-            one for one in found if not any(other != one and all(map(le, one, other)) for other in found)
-        )

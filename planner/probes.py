@@ -27,8 +27,6 @@ operation that says nothing of their size. All of that is timed as it is:
 
     F0 B0 F1 B1 F2 B2=====       F1, B1: a pass with its hooks, and of ZeRO-3 with its gathers and scatters
     ==                sums       once in a step: F0 over F1, B2 over B1, and what lies around all of them
-
-Where there is a budget of seconds, no further round begins after it.
 """
 
 from __future__ import annotations
@@ -82,7 +80,6 @@ class ProbeJob(NamedTuple):
     seed: int = 1811
     device: str = "cpu"
     sharded: bool = True  # whether parameters may be divided, too (fsdp)
-    budget_s: float = inf
     shown: bool = False  # whether progress is shown
 
 
@@ -249,7 +246,7 @@ def probe(bench: Bench) -> Probed:
 
     def tell(what: str) -> None:
         if bench.rank == 0 and job.shown:
-            print_progress(what, perf_counter() - start_s, job.budget_s)
+            print(f"timing layers: {what}, {perf_counter() - start_s:.0f} s", file=sys.stderr, flush=True)
 
     tell("warming up")
     inputs = {size: split(job.subject.batch(size, str(bench.device))[0], 1)[0] for size in job.sizes}
@@ -269,12 +266,10 @@ def probe(bench: Bench) -> Probed:
 
     generator = random.Random(job.seed)
     for number in range(job.rounds):
-        tell(f"round {number + 1}, {len(probes)} probes")
+        tell(f"round {number + 1} of {job.rounds}, {len(probes)} probes")
         for each in generator.sample(probes, len(probes)):
             taken.append((each, _take(bench, each)))
             bench.reference()
-        if bench.everyone(perf_counter() - start_s > job.budget_s)[0]:
-            break
     tell("done")
     for each in probes:
         each.pipeline.close()
@@ -411,14 +406,3 @@ def _messages(
         for message in transfers(schedule)
         if free_s.get(message.target, -inf) < times[message.source].end_s
     ]
-
-
-def print_progress(what: str, spent_s: float, budget_s: float) -> None:
-    """How far the probes are: on a terminal one line that is written over; elsewhere a line each."""
-    words = f"timing layers: {what}, {spent_s:.0f} s"
-    if budget_s < inf:
-        words += f", at most {max(0.0, budget_s - spent_s):.0f} s to go"
-    if sys.stderr.isatty():
-        print(f"\r{words:<70}", end="", file=sys.stderr, flush=True)
-    else:
-        print(words, file=sys.stderr, flush=True)

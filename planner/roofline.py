@@ -128,13 +128,17 @@ def by_roofline(
         precision = "float32" if read else request.precision
         with model.divided_over(tp, read) as divided:
             copied = divided or partial(fake_copy, number_format=read)
-            plain, selective = (
-                layers_noted(
+
+            def of(remat: str, known: dict[object, Noted]) -> list[Noted]:
+                return layers_noted(
                     model.recomputing(remat), model.loss_fn, inputs, target, precision, model.attention,
-                    copied=copied,
-                )
-                for remat in ("never", "selective")
-            )  # fmt: skip
+                    copied=copied, known=known,
+                )  # fmt: skip
+
+            if tp > 1:
+                of("never", {})  # torch multiplies whole tensors once, for their shapes: no rank's work
+            known = dict[object, Noted]()
+            plain, selective = of("never", known), of("selective", known)
         layers_s = _kinds(plain, device, fuses=fuses)
         again_s = [
             max(0.0, seconds(a.backward, device, fuses=fuses) - seconds(b.backward, device, fuses=fuses))
@@ -193,6 +197,7 @@ def layers_noted(
     *,
     later: bool = False,
     copied: Copy = fake_copy,
+    known: dict[object, Noted] | None = None,
 ) -> list[Noted]:
     """Operations of each layer of a model, those of the loss with the last; layers that are alike once.
 
@@ -202,8 +207,9 @@ def layers_noted(
         precision: of the activations
         attention: of the device, as `pipeline.memory.profile` has it
         later, copied: as `noted` says
+        known: what was noted of other layers of the same model, which is added to
     """
-    known: dict[object, Noted] = {}
+    known = {} if known is None else known
     found = []
     for layer in (*passed_on(list(layers)), None):
         if layer is None:

@@ -118,6 +118,13 @@ class LayerTimes:
             back_s = min(back_s, self._of("I", start, stop) + self._of("W", start, stop))
         return self._of("F", start, stop) + back_s
 
+    def passed_s(self, boundary: int) -> float:
+        """Least seconds of a micro-batch on all layers before `boundary`: forward, and where backwards are
+        whole, back.
+        """
+        back_s = 0.0 if "I" in self._sums else self._of("B", 0, boundary)
+        return self._of("F", 0, boundary) + back_s
+
     def message(self, boundary: int) -> tuple[float, float]:
         """Bytes over a cut in front of layer `boundary`, forward and back."""
         if not self.activation_bytes:

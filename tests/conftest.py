@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import torch
 from case_runner import Outcomes, once, outcomes_of, selected
-from tiers import is_all_deep, is_deep, patterns, pytest_addoption, pytest_configure  # noqa: F401
+from tiers import is_all_deep, is_deep, patterns
 
 from gpipe_bench.harness.store import Store
 

@@ -23,28 +23,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.beyond.engine_configurations import (
-    ALL_CORES,
-    ALONE,
-    ALWAYS,
-    BARE,
-    CONFIGURATIONS,
-    COST,
-    FACTORIES,
-    KNOWN,
-    ON_GPUS,
-    PROFILES,
-    SHARE,
-    SPEED,
-    WORKLOADS,
-    Configuration,
-    configuration_of,
-)
-from gpipe_bench.experiments.paper.timed.side_by_side import (
+from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
     is_faster,
     lacks_gpus,
@@ -52,17 +35,171 @@ from gpipe_bench.experiments.paper.timed.side_by_side import (
     side_by_side,
     state_of,
     trust_of,
-    verdict,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record, from_samples
+from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
+    from gpipe_bench.experiments.beyond.engine_turns import Job
     from gpipe_bench.experiments.engines.isolated import Fault
-    from gpipe_bench.experiments.paper.timed.engine_turns import Job
+
+KNOWN = "all"  # the engines that are always there; others are added to them
+ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
+GLOO, BARE = "ours over gloo", "bare layers"
+ALONE, ALL_CORES = "sequential", "sequential on every core"
+_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.beyond.engine_turns"
+FACTORIES = {
+    ALWAYS: "ours", GLOO: f"{_KNOWN}:OverNetwork", BARE: f"{_TURNS}:Bare", ALONE: f"{_TURNS}:PlainAlone",
+    ALL_CORES: f"{_TURNS}:Plain", "zb-h1": f"{_KNOWN}:OursZBH1",
+    "interleaved": f"{_KNOWN}:OursInterleaved", "zb-v": f"{_KNOWN}:OursZBV",
+    "torch-interleaved": f"{_KNOWN}:TorchInterleaved", "torch-zb-v": f"{_KNOWN}:TorchZBV",
+}  # fmt: skip
+"""Engines by what results call them; all others have the names of the command line."""
+
+
+SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
+
+
+class Workload(NamedTuple):
+    """A training for engines: a model with its options, examples of a micro-batch, and a description.
+
+    `real`: layers are cut by measured seconds and memory is counted; the others compute next to nothing.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    microbatch_size: int
+    words: str
+    real: bool = True
+
+
+def _transformer(num_layers: int, width: int, heads: int, vocab_size: int = 64, seq_len: int = 64) -> Any:
+    return {
+        "num_layers": num_layers, "vocab_size": vocab_size, "d_model": width, "ffn_dim": 4 * width,
+        "num_heads": heads, "seq_len": seq_len,
+    }  # fmt: skip
+
+
+WAIT_S = 0.02  # of a waiting stage, per action
+WORKLOADS = {
+    "amoebanet": Workload(
+        "amoebanet-d",
+        {
+            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
+            "aux_head": False,
+        },
+        4, "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
+    ),
+    "transformer": Workload(
+        "transformer-lm", _transformer(6, 256, 4), 2,
+        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
+    ),
+    "transformer-8": Workload(
+        "transformer-lm", _transformer(8, 256, 4), 2,
+        "Transformer-8, width 256, 2 sequences of 64 tokens per micro-batch",
+    ),
+    "transformer-8, wide": Workload(
+        "transformer-lm", _transformer(8, 384, 6), 2,
+        "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch",
+    ),
+    "transformer-8, large": Workload(
+        "transformer-lm", _transformer(8, 2048, 32, 32_000, 512), 2,
+        "Transformer-8, width 2048, 2 sequences of 512 tokens each micro-batch",
+    ),
+    "waiting": Workload("waiting", {"wait_s": WAIT_S}, 1, "stages that wait 20 ms an action", real=False),
+    "small": Workload("linear", {}, 1, "layers of 8 x 8 numbers, an example per micro-batch", real=False),
+}  # fmt: skip
+
+
+SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One case: who takes turns on what, the first one the control; rounds by profile, 0 for no such case."""
+
+    workload: str
+    num_stages: int
+    num_microbatches: int
+    remat: str
+    engines: tuple[str, ...]
+    rounds: tuple[int, int, int]
+    round_s: float
+    in_process: bool = False
+    device: str = "cpu"
+
+    @property
+    def key(self) -> dict[str, Scalar]:
+        key: dict[str, Scalar] = {
+            "workload": self.workload, "where": "one process" if self.in_process else "processes",
+            "num_stages": self.num_stages, "num_microbatches": self.num_microbatches, "remat": self.remat,
+        }  # fmt: skip
+        return (
+            key
+            | ({"over": "gloo"} if GLOO in self.engines else {})
+            | ({"device": self.device} if self.device != "cpu" else {})
+        )
+
+
+def _on_cpus() -> list[Configuration]:
+    of_torch, torchgpipe = ("ours", "torch-gpipe", "torch-1f1b"), ("ours", "torchgpipe")
+    of_schedules = (
+        "ours-1f1b", "torch-1f1b", "zb-h1", "interleaved", "torch-interleaved", "zb-v", "torch-zb-v",
+    )  # fmt: skip
+    found, make = [], Configuration
+    for name, smoke in (("amoebanet", (2, 0, 0)), ("transformer", (0, 2, 2))):
+        found += [
+            make(name, 2, 8, "never", (*of_torch, "ours-1f1b"), (smoke[0], 12, 40), 2.3),
+            make(name, 2, 4, "except_last", (*of_torch, ALWAYS), (smoke[1], 12, 40), 1.3),
+            make(name, 2, 16, "except_last", (*of_torch, ALWAYS), (0, 5, 25), 4.3),
+            make(name, 2, 4, "never", torchgpipe, (smoke[2], 8, 30), 0.7, in_process=True),
+            make(name, 2, 4, "except_last", torchgpipe, (0, 8, 30), 0.7, in_process=True),
+        ]
+    wait = ("ours", BARE)
+    found += [
+        make("waiting", 8, 32, "never", wait, (0, 4, 10), 6.0),
+        make("waiting", 4, 8, "never", wait, (1, 4, 10), 1.8),
+        make("waiting", 4, 8, "except_last", wait, (0, 4, 10), 1.8),
+        make("transformer-8", 2, 16, "never", ("ours", "torch-gpipe", ALONE, ALL_CORES), (0, 8, 40), 8.0),
+        make("small", 2, 64, "never", (GLOO, "torch-gpipe", BARE), (2, 16, 60), 0.5),
+        make("small", 2, 64, "never", ("ours", "torch-gpipe", BARE), (0, 16, 60), 0.5),
+    ]
+    small = ("ours", BARE, "torchgpipe")
+    found += [
+        make("small", 4, 8, "never", small, (2, 16, 60), 0.6, in_process=True),
+        make("small", 4, 8, "except_last", small, (0, 16, 60), 0.6, in_process=True),
+    ]
+    return found + [
+        make("transformer-8, wide", 2, number, "never", of_schedules, rounds, 2.0 + number)
+        for number, rounds in ((2, (1, 10, 40)), (4, (0, 6, 30)), (8, (0, 5, 20)))
+    ]
+
+
+def _on_gpus() -> list[Configuration]:
+    """Configurations for GPUs, without layers that wait instead of computing: the host runs those anyway."""
+    large, rounds = "transformer-8, large", (1, 8, 40)
+    pair = ("ours", "torch-gpipe")
+    return [
+        *(Configuration("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2, 16, 60), 0.4, in_process=True,
+               device="cuda") for remat in ("never", "except_last")),
+        *(Configuration(large, 2, m, "always", pair, rounds, 0.5, device="cuda") for m in (1, 4, 16)),
+        Configuration(large, 2, 16, "never", (*pair, ALONE, ALL_CORES), rounds, 0.5, device="cuda"),
+        Configuration("small", 2, 64, "never", (*pair, BARE), (2, 16, 60), 0.5, device="cuda"),
+    ]  # fmt: skip
+
+
+CONFIGURATIONS, ON_GPUS = _on_cpus(), _on_gpus()
+PROFILES = ("smoke", "short", "full")
+
+
+def configuration_of(key: Mapping[str, Any]) -> Configuration | None:
+    return next((each for each in (*CONFIGURATIONS, *ON_GPUS) if each.key == dict(key)), None)
+
+
+# Cases and what they find
 
 START_S = 8.0  # until all processes are up and the engines checked
 MIN_ACTION_MS = 5.0
@@ -90,7 +227,7 @@ def job_of(chosen: Configuration, extra: str | None) -> Job:
     """Settings of a case's processes. The user's engines are named without the digests of their files, and
     take turns where models are real.
     """
-    from gpipe_bench.experiments.paper.timed.engine_turns import Job
+    from gpipe_bench.experiments.beyond.engine_turns import Job
 
     work = WORKLOADS[chosen.workload]
     engines = {}
@@ -112,8 +249,8 @@ def job_of(chosen: Configuration, extra: str | None) -> Job:
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
+    from gpipe_bench.experiments.beyond.engine_turns import fault_in, taken, without
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
-    from gpipe_bench.experiments.paper.timed.engine_turns import fault_in, taken, without
 
     chosen = configuration_of(case.key)
     assert chosen is not None, "cases are made of configurations"
@@ -150,7 +287,7 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
     """Outcome of a case from what its processes found. With `faulty` engines the case has failed and has the
     numbers of the others.
     """
-    from gpipe_bench.experiments.paper.timed.engine_turns import details_of
+    from gpipe_bench.experiments.beyond.engine_turns import details_of
 
     details = details_of(job, found)
     metrics = [
@@ -239,9 +376,13 @@ def _block(record: Record) -> str:
     if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
     refused, first = record.details["refused"], next(iter(record.details["engines"]))
-    lines = [_line(record, name, first, faulty, refused) for name in record.details["engines"]]
-    columns = ["engine", "ms per step [95 %]", f"{first} / its speed", "per action", "of ideal", "peak MiB"]
-    shown = [0, 1, *(place for place in range(2, 6) if any(line[place] for line in lines))]
+    word, why = _state(record)
+    lines = [_line(record, name, first, word, faulty, refused) for name in record.details["engines"]]
+    columns = [
+        "engine", "ms per step [95 %]", f"{first} / its speed", f"{first} is", "per action", "of ideal",
+        "peak MiB",
+    ]  # fmt: skip
+    shown = [0, 1, *(place for place in range(2, len(columns)) if any(line[place] for line in lines))]
     grid = Grid(
         title=title, columns=[columns[place] for place in shown],
         lines=[[line[place] for place in shown] for line in lines],
@@ -250,52 +391,51 @@ def _block(record: Record) -> str:
             *(f"{name} skipped: {why}" for name, why in refused.items()),
         ],
     )  # fmt: skip
-    word, why = _state(record)
     said = "\n".join([_trust(record), *([why] if why else [])])
-    return "\n\n".join([grid.text(), *_judged(record, word), said])
+    return "\n\n".join([grid.text(), *_pairs(record, word), said])
 
 
 def _line(
-    record: Record, name: str, first: str, faulty: Mapping[str, str], refused: Mapping[str, str]
+    record: Record,
+    name: str,
+    first: str,
+    word: str,
+    faulty: Mapping[str, str],
+    refused: Mapping[str, str],
 ) -> list[str]:
     step = record.metric("step", engine=name)
     if step is None:
-        return [name, "failed" if name in faulty else "skipped" if name in refused else "-", "", "", "", ""]
-    found = (
-        None if name == first else speed_of(record, first, name),
-        record.metric(COST, engine=name), record.metric(SHARE, engine=name),
-    )  # fmt: skip
+        state = "failed" if name in faulty else "skipped" if name in refused else "-"
+        return [name, state, *[""] * 5]
+    ratio = None if name == first else speed_of(record, first, name)
+    of_layers = record.metric(COST, engine=name), record.metric(SHARE, engine=name)
     return [
         name,
         measured(step),
-        *("" if each is None else measured(each) for each in found),
+        *(["", ""] if ratio is None else [measured(ratio), word or _compared(record, ratio)]),
+        *("" if each is None else measured(each) for each in of_layers),
         _peak(record, name),
     ]
 
 
-def _judged(record: Record, word: str) -> list[str]:
-    """Lines about the targets of the case, and about each of the user's engines against every other one."""
-    chosen, control = configuration_of(record.case), record.metric("control")
-    lines = []
-    for target in chosen.targets if chosen is not None else ():
-        value = record.metric(target.name, **target.key)
-        if target.name == SPEED:
-            value = speed_of(record, target.engine, target.against)
-        if value is not None:
-            what = f"{target.name} of {target.engine}" + f" over {target.against}" * bool(target.against)
-            said = word or verdict(value, target.sign, target.bound, control)
-            bound = f"{target.sign} {show(target.bound, value.unit, 3)}"
-            lines.append([what, bound, measured(value), said])
-    found = [Grid(columns=["", "target", "median [95 %]", "holds?"], lines=lines).text()] if lines else []
+def _compared(record: Record, ratio: Metric) -> str:
+    """The word for a ratio of speeds."""
+    words = {True: "faster", False: "slower", None: "within the noise"}
+    return words[is_faster(ratio, record.metric("control"))]
+
+
+def _pairs(record: Record, word: str) -> list[str]:
+    """Lines about each of the user's engines against every other one, and of ours against torch's."""
+    chosen = configuration_of(record.case)
     known = chosen.engines if chosen is not None else ()
-    said_of = {True: "faster", False: "slower", None: "within the noise"}
-    pairs = [
-        [a, b, measured(ratio), word or said_of[is_faster(ratio, control)]]
-        for a, b in itertools.combinations(record.details["engines"], 2)
-        if b not in known and (ratio := speed_of(record, a, b)) is not None
+    pairs = [pair for pair in itertools.combinations(record.details["engines"], 2) if pair[1] not in known]
+    lines = [
+        [a, b, measured(ratio), word or _compared(record, ratio)]
+        for a, b in (*SAME_SCHEDULE, *pairs)
+        if (ratio := speed_of(record, a, b)) is not None
     ]
     columns = ["engine", "against", "its speed [95 %]", "it is"]
-    return [*found, *([Grid(columns=columns, lines=pairs).text()] if pairs else [])]
+    return [Grid(columns=columns, lines=lines).text()] if lines else []
 
 
 def speed_of(record: Record, engine: str, against: str) -> Metric | None:
@@ -343,7 +483,7 @@ def _notes(records: Sequence[Record]) -> str:
         "stages were recomputed as asked, gradients are the plain model's. Counts are in the records.",
         "control: the first engine's first sample of a round over its second. Where its interval excludes 1,",
         "the machine did not hold still, and nothing is judged (void; contaminated where so it was twice);",
-        "nothing is certain that is no further from its bound than the control's interval from 1.",
+        "nothing is faster or slower that is no further from 1 than the control's interval.",
         "per action: over the bare layers' own time. of ideal: of the step that the schedule would take with",
         "the actions of the bare layers or of the sequential model. peak: bytes alive of what a step makes.",
     ]

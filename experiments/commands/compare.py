@@ -1,15 +1,14 @@
 """`compare NAME`: paper | ours | verdict, re-derived from records alone; `--full` has the reasons too.
 
-Whoever has no records of an experiment is shown those that come with the project. With `--machines A B` the
-same cells of several machines in one table. A machine is a folder of records: one of those committed under
-results/reference, by its name, or any other by its path, or one file of records of several experiments.
+Whoever has no records of an experiment is shown those that come with the project. `--results` names a folder
+of records, or one file of records of several experiments.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,13 @@ from gpipe_bench.experiments.report.readings import (
     select_records,
     shown_of,
 )
-from gpipe_bench.harness import REFERENCE
-from gpipe_bench.harness.compare import compare, differences
-from gpipe_bench.harness.experiment import Experiment, by_name
+from gpipe_bench.harness import REFERENCE, short_path
+from gpipe_bench.harness.compare import differences
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.report.grid import SCREEN, within
-from gpipe_bench.harness.report.table import markdown_table
 from gpipe_bench.harness.store import Loaded, Problem, Store, left_out, lines_of
 from gpipe_bench.harness.verdict import NO_RECORD, Comparison
-from gpipe_bench.pipeline.plan.names import suggestion
-
-LOCAL = "local"
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -51,33 +46,16 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--unknowns", action="store_true",
         help="compute what the choices that the paper leaves open would move (minutes; needs torch)",
     )  # fmt: skip
-    verb.add_argument("--markdown", action="store_true", help="print the tables as markdown")
-    verb.add_argument(
-        "--machines", nargs="+", metavar="MACHINE",
-        help="records of this machine, or of several in one table: names under results/reference, local, "
-        "folders, files of records",
-    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb. Raises ValueError for an unknown machine, and where there are no records."""
+    """Exit status of the verb. Raises ValueError where there are no records."""
     experiment = load(arguments.name)
-    machines = arguments.machines or []
     if arguments.unknowns:
         _unknowns(experiment.name)
-        return DONE
-    if len(machines) > 1 and arguments.engine is not None:
-        raise ValueError(
-            f"--engine {arguments.engine}: machines are set side by side by their latest runs; leave it out"
-        )
-    if not machines:
-        _one(arguments, experiment, *folder_of(experiment.name, arguments.results, is_own=arguments.is_own))
-        return DONE
-    found = machine_folders(machines, arguments.results)
-    if len(found) == 1:
-        _one(arguments, experiment, next(iter(found.values())))
     else:
-        _several(arguments, experiment, found)
+        folder, whose = folder_of(experiment.name, arguments.results, is_own=arguments.is_own)
+        _compare(arguments, experiment, folder, whose)
     return DONE
 
 
@@ -92,10 +70,10 @@ def _unknowns(name: str) -> None:
         say(unknowns.text(name, model) + "\n")
 
 
-def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str = "") -> None:
+def _compare(arguments: argparse.Namespace, experiment: Experiment, folder: Path, whose: str) -> None:
     problems: list[Problem] = []
-    with within(None if arguments.full or arguments.markdown else SCREEN):
-        shown = _shown(None, folder, experiment, arguments, problems)
+    with within(None if arguments.full else SCREEN):
+        shown = _shown(folder, experiment, arguments, problems)
     comparisons: Sequence[Comparison] = shown.comparisons
     timed = [
         record.environment
@@ -113,68 +91,25 @@ def _one(arguments: argparse.Namespace, experiment: Experiment, folder: Path, wh
         comparisons = [
             replace(cell, reason=reason) if cell.reason == NO_RECORD else cell for cell in comparisons
         ]
-    if whose and (arguments.json or arguments.markdown):
-        warn(whose)
     if arguments.json:
+        warn(*filter(None, [whose]))
         found = [cell.to_data() for cell in comparisons]
         for line in found or _numbers(shown.records):
             print_line(msgspec.json.encode(line))
         return
-    if arguments.markdown and not comparisons:
-        say(f"```text\n{shown.text}\n```")
-    elif arguments.markdown:
-        say(markdown_table(comparisons))
-    else:
-        again = f"{program()} {shlex.join(arguments.arguments)} --full"
-        text = shown.text if arguments.full else screen(shown, again)
-        heading = f"{experiment.title}\nprofile {shown.records[-1].profile}, {len(shown.records)} records"
-        having = sorted(REFERENCE.glob(f"*/{experiment.name}.jsonl"))
-        if having and shown.records[-1].profile == "smoke":
-            machine = having[0].parent.name
-            heading += f"; ours: {program()} compare {experiment.name} --machines {machine}"
-        say("\n".join([heading, *([whose] if whose else []), "", text]))
+    again = f"{program()} {shlex.join(arguments.arguments)} --full"
+    text = shown.text if arguments.full else screen(shown, again)
+    heading = f"{experiment.title}\nprofile {shown.records[-1].profile}, {len(shown.records)} records"
+    having = sorted(REFERENCE.glob(f"*/{experiment.name}.jsonl"))
+    if having and shown.records[-1].profile == "smoke":
+        ours = short_path(having[0].parent)
+        heading += f"; ours: {program()} compare {experiment.name} --results {ours}"
+    say("\n".join([heading, *([whose] if whose else []), "", text]))
     if problems:
         say(f"\n{left_out(problems, experiment.name)}")
 
 
-def _several(arguments: argparse.Namespace, experiment: Experiment, folders: Mapping[str, Path]) -> None:
-    from gpipe_bench.harness.report.side import side_by_side
-
-    problems: list[Problem] = []
-    found = {name: _shown(name, folder, experiment, arguments, problems) for name, folder in folders.items()}
-    profiles = {name: shown.records[-1].profile for name, shown in found.items()}
-    if len(set(profiles.values())) > 1:
-        each = ", ".join(f"{name} has {profile}" for name, profile in profiles.items())
-        warn(f"the profiles differ: {each}; choose one with --profile")
-    side = side_by_side(
-        {name: comparable(shown) for name, shown in found.items()},
-        {name: [record.environment for record in shown.records] for name, shown in found.items()},
-    )
-    if arguments.json:
-        for row in side.rows:
-            known = row.known
-            line = {
-                "table": known.table, "row": known.row, "column": known.column, "part": row.part,
-                "source": known.source, "unit": known.unit, "printed": known.paper_text,
-                "machines": {
-                    name: None if cell is None else cell.to_data()
-                    for name, cell in zip(side.machines, row.cells, strict=True)
-                },
-                "ratio_to_first": dict(zip(side.machines, row.ratios, strict=True)),
-                "differences": side.differences,
-            }  # fmt: skip
-            print_line(msgspec.json.encode(line))
-        return
-    heading = ", ".join(f"{name} (profile {profiles[name]})" for name in found)
-    say(f"{experiment.title}: {heading}\n")
-    say(side.markdown() if arguments.markdown else side.text())
-    if problems:
-        say(f"\n{left_out(problems, experiment.name)}")
-
-
-def _shown(
-    machine: str | None, folder: Path, experiment: Experiment, arguments: Any, problems: list[Problem]
-) -> Shown:
+def _shown(folder: Path, experiment: Experiment, arguments: Any, problems: list[Problem]) -> Shown:
     """Results of the latest records in a folder; what can't be read is added to `problems`."""
     name, profile = experiment.name, arguments.profile
     loaded = Store(folder).load(name)
@@ -187,52 +122,19 @@ def _shown(
         check_engine_is_there(engine, records)
         records = [record for record in records if engine in engines_of(record)]
     records = select_records(records, experiment, profile)
-    if not records and machine is None:
-        raise ValueError(_nothing(name, arguments, folder, loaded))
     if not records:
-        there = ", ".join(Store(folder).experiments()) or "nothing"
-        wanted = f" of profile {profile}" if profile else ""
-        raise ValueError(f"machine {machine!r} has no records of {name}{wanted}; it has: {there}")
+        raise ValueError(_nothing(name, arguments, folder, loaded))
     last = records[-1].options
     groups = {tuple(sorted(record.options.items(), key=str)): record.options for record in records}
-    if len(groups) > 1 and machine is None:  # the latest group; the others are named, never mixed in
+    if len(groups) > 1:  # the latest group; the others are named, never mixed in
         warn(f"shown are records with {last}; there are others: {list(groups.values())}")
     records = [record for record in records if record.options == last]
-    brief = not (arguments.full or arguments.json or arguments.markdown)
+    brief = not (arguments.full or arguments.json)
     shown, unusable = readable(name, records, lambda usable: shown_of(experiment, usable, brief=brief))
-    if shown is None and machine is None:
-        raise ValueError(f"{unusable[0]}; make records anew with: {program()} run {name} --fresh")
     if shown is None:
-        raise ValueError(f"machine {machine!r}: {unusable[0]}")
-    warn(*(f"{machine}: {line}" if machine else line for line in unusable))
+        raise ValueError(f"{unusable[0]}; make records anew with: {program()} run {name} --fresh")
+    warn(*unusable)
     return shown
-
-
-def machine_folders(names: Sequence[str], results: Path, references: Path = REFERENCE) -> dict[str, Path]:
-    """Folder, or file, of each machine; `local` is the results folder. Raises ValueError naming those there
-    are.
-    """
-    known = {path.name: path for path in sorted(references.glob("*")) if path.is_dir()}
-    if results.is_dir():
-        known.setdefault(LOCAL, results)
-    found: dict[str, Path] = {}
-    for name in names:
-        folder = known.get(name, Path(name))
-        if not folder.exists():
-            raise ValueError(
-                f"unknown machine {name!r}{suggestion(name, known)}; there are: "
-                f"{', '.join(known) or 'none'}; or give a folder or a file of records"
-            )
-        if folder.resolve() in {other.resolve() for other in found.values()}:
-            raise ValueError(f"machine {name!r} is given twice; side by side takes different ones")
-        short = folder.name if folder.is_dir() else folder.stem
-        found[name if name in known or short in found else short] = folder
-    return found
-
-
-def comparable(shown: Shown) -> Sequence[Comparison]:
-    """The experiment's cells of the paper, or every metric of its records where it reports no cell."""
-    return shown.comparisons if shown.has_numbers else compare(by_name(shown.records))
 
 
 def _numbers(records: Sequence[Record]) -> Iterator[dict[str, object]]:

@@ -30,7 +30,7 @@ def fits(model: Model, request: Request, arguments: argparse.Namespace) -> int:
 
 def _asked(model: Model, arguments: argparse.Namespace) -> tuple[str, str, int | None]:
     """Schedule, what is recomputed, and the number of micro-batches, where it is said."""
-    for option in ("pp", "tp", "hosts", "between", "cards", "script", "format", "frontier", "no_fsdp"):
+    for option in ("pp", "tp", "hosts", "between", "cards", "script", "format", "no_fsdp"):
         given = getattr(arguments, option)
         if given not in (None, [], False, 1):
             words = f"--{option.replace('_', '-')}" + (f" {given}" if given is not True else "")

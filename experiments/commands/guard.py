@@ -23,8 +23,8 @@ from gpipe_bench.experiments.guard.arms import Subject, WorkerError, benchmarks_
 from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
 from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table
-from gpipe_bench.experiments.guard.trees import base_tree, check_place, merge_base, top_of
-from gpipe_bench.harness import PUBLISHED, ROOT
+from gpipe_bench.experiments.guard.trees import base_tree, merge_base, top_of
+from gpipe_bench.harness import PUBLISHED, ROOT, is_checkout
 from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.store import write_whole
@@ -143,7 +143,13 @@ def own_subject(arguments: argparse.Namespace) -> Subject:
             raise ValueError(
                 f"--{option.replace('_', '-')} is about --benchmarks or --command; name what is to be timed"
             )
-    check_place(ROOT, "experiments/commands/guard.py", Path.cwd())
+    here = Path.cwd().resolve()
+    if not (is_checkout() and here.is_relative_to(ROOT)):  # it would vouch for another than was changed
+        which = here if is_checkout() else "it"
+        raise ValueError(
+            f"without --benchmarks and --command this guard measures {ROOT}, where it runs from, and {which} "
+            "is no checkout of it; cd to one, or name what is to be timed here"
+        )
     if arguments.base is None:
         return Subject(ROOT, {})
     merge_base(ROOT, arguments.base)  # before anything that takes time

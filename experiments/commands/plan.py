@@ -42,8 +42,6 @@ WORDS = {
 """Words for what is recomputed, by kind of re-materialization."""
 TOO_CLOSE = 0.03
 """Steps that differ by less may come in the other order: of 63 that ran, half were off by 1.9 % or more."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Colours of the ways; the colour-blind can tell them apart (Okabe and Ito)."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,7 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from gpipe_bench.planner.answer import MOST_POINTS, plan
-    from gpipe_bench.planner.measured import Timing
     from gpipe_bench.planner.model import model_of
 
     torch.set_num_threads(1)
@@ -89,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     found = plan(
         model, request, space=space, shown=arguments.top,
-        timing=Timing(seconds=arguments.probe_s, shown=True),
-        points=MOST_POINTS if arguments.full or arguments.frontier else 1, progress=_Progress(),
+        rounds=arguments.probe_rounds, shown_rounds=True,
+        points=MOST_POINTS if arguments.full else 1, progress=_Progress(),
     )  # fmt: skip
     facts: dict[str, object] = {}
     written = None
@@ -110,8 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
         write_text("--script", arguments.script, written.text)
         if written.rows:
             write_text("--script", arguments.script.with_suffix(".csv"), written.rows)
-    if arguments.frontier is not None:
-        draw_frontier(found, arguments.frontier)
     tell(
         arguments, [found.describe() | facts],
         lambda: text(found, written, arguments.script, full=arguments.full),
@@ -310,52 +305,3 @@ def _frontier(plan: Plan) -> str:
         title="with less memory", columns=["GiB", "step", "plan", "M", "recompute"], lines=lines,
         right=frozenset({0, 3}),
     ).text()  # fmt: skip
-
-
-def draw_frontier(plan: Plan, path: Path) -> None:
-    """Writes a PNG, SVG or PDF, as the name says: peaks against seconds, one mark per way that nothing beats.
-
-    Raises:
-        ValueError: a folder that is not there, or a kind of file that nobody writes.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    points = plan.frontier
-    memory = [point.peak / GIB for point in points]
-    seconds = [point.step_s for point in points]
-    axes.step(memory, seconds, where="post", color="0.6", linewidth=1.2, zorder=1)
-    names = list(dict.fromkeys(title_of(point.candidate) for point in points))
-    for name, colour in zip(names, COLOURS * (1 + len(names) // len(COLOURS)), strict=False):
-        mine = [i for i, point in enumerate(points) if title_of(point.candidate) == name]
-        low = [seconds[i] - points[i].low_s for i in mine]
-        high = [points[i].high_s - seconds[i] for i in mine]
-        axes.errorbar(
-            [memory[i] for i in mine], [seconds[i] for i in mine], yerr=(low, high), fmt="o", color=colour,
-            markersize=6, elinewidth=1, capsize=2, label=name, zorder=2,
-        )  # fmt: skip
-    cap = plan.request.usable_bytes / GIB
-    axes.axvline(cap, color="0.3", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"{cap:g} GiB", (cap, 1), xycoords=("data", "axes fraction"), xytext=(-4, -4),
-        textcoords="offset points", ha="right", va="top", color="0.3",
-    )  # fmt: skip
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("peak of the fullest accelerator, GiB")
-    axes.set_ylabel("seconds of a step, predicted")
-    axes.set_title(
-        f"{plan.model.name} on {plan.request.accelerators} accelerators, mini-batch "
-        f"{plan.request.batch_size}\n"
-        f"fastest: {title_of(plan.best.candidate)}, M = {plan.best.candidate.num_microbatches}",
-        fontsize=10,
-    )
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--frontier {path}: {error}; give a name such as frontier.png") from error

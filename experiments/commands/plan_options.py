@@ -118,8 +118,8 @@ def options(verb: argparse.ArgumentParser) -> None:
     tried.add_argument("--no-fsdp", action="store_true", help="every replica holds all parameters")
     clock = verb.add_argument_group("how layers are timed, where no accelerator is named")
     clock.add_argument(
-        "--probe-s", type=float, default=60.0, metavar="S",
-        help="seconds after which no further round of steps is timed; default: %(default)g",
+        "--probe-rounds", type=int, default=4, metavar="N",
+        help="rounds of steps, each of every micro-batch size in every way; default: %(default)s",
     )  # fmt: skip
     output = verb.add_argument_group("what is printed and written")
     output.add_argument(
@@ -138,14 +138,13 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--full", action="store_true",
         help="also the schedule, what less memory costs, where each number comes from, and the script",
     )  # fmt: skip
-    output.add_argument("--frontier", type=Path, metavar="FILE.png", help="draw memory against time")
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """The request that the options describe. Raises ValueError, naming value and remedy."""
     check_counts(
         arguments, "accelerators", "batch_size", "hosts", "top", "num_layers", "num_filters", "pp", "tp",
-        "num_microbatches", "cards",
+        "num_microbatches", "cards", "probe_rounds",
     )  # fmt: skip
     if arguments.card is not None:
         from gpipe_bench.planner.accelerators import accelerator

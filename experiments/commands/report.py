@@ -22,25 +22,14 @@ HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
-    verb.add_argument("--output", type=Path, metavar="DIR", help="default: the results folder")
-    verb.add_argument(
-        "--with", dest="with_", action="append", default=[], type=Path, metavar="PATH",
-        help="also the records of another machine, a folder of them or one file; may be repeated",
-    )  # fmt: skip
-    verb.add_argument("--engine", metavar="NAME", help="show the runs of this engine first")
+    verb.add_argument("--output", type=Path, metavar="DIR", help="default: the folder of the records")
     verb.add_argument("--no-figures", action="store_true", help="numbers only")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status of the verb. Raises ValueError for records that are not there."""
-    for path in arguments.with_:
-        if not path.exists():
-            raise ValueError(f"--with {path}: there is no such file; give a folder or a file of records")
-    page = build(
-        arguments.results, figures=not (arguments.no_figures or arguments.json),
-        others=[(path.name if path.is_dir() else path.stem, path) for path in arguments.with_],
-        engine=arguments.engine,
-    )  # fmt: skip
+    """Exit status of the verb. Raises ValueError where the files can't be written."""
+    results = arguments.results
+    page = build(results, figures=not (arguments.no_figures or arguments.json))
     warn(*page.warnings)
     if arguments.json:
         for table in page.tables:
@@ -48,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
                 more = {"machine": cell.machine or None}
                 print_line(msgspec.json.encode(cell.to_data() | more))
         return DONE
-    folder = arguments.output or arguments.results
+    folder = arguments.output or (results.parent if results.is_file() else results)
     print(page.first.text(), end="\n\n")
     files = ((HTML, html(page)), (MARKDOWN, markdown(page)), (CELLS, cells_csv(page.tables)))
     for name, text in files:

@@ -35,7 +35,6 @@ from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs
 from gpipe_bench.pipeline.plan.names import suggestion
 
-OWN_DATA = ("data", "text")
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded
 
 
@@ -51,11 +50,6 @@ def options(verb: argparse.ArgumentParser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
     )
     verb.add_argument(
-        "--gpus", type=int, metavar="N",
-        help="only pipelines over several GPUs, one for each stage, with every number of stages up to N, "
-        "beside torch's; where an experiment has them (table2)",
-    )  # fmt: skip
-    verb.add_argument(
         "--tf32", action="store_true",
         help="on a GPU, let products of float32 round their factors to TF32; such records stand apart",
     )  # fmt: skip
@@ -64,7 +58,6 @@ def options(verb: argparse.ArgumentParser) -> None:
         help="the engine under test, by its name or as module:attribute, where an experiment runs one",
     )  # fmt: skip
     verb.add_argument("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
-    verb.add_argument("--text", type=Path, metavar="PATH", help="your own text, likewise")
     verb.add_argument(
         "--only", action="append", default=[], metavar="KEY=VALUE",
         help="only the cases with this value, such as half=transformer; the same key again adds a value, "
@@ -127,38 +120,23 @@ def usual_options(
 def _asked(arguments: argparse.Namespace, experiment: Experiment) -> RunOptions:
     """All that the options say. Paths of the user's own data are absolute."""
     own: dict[str, Any] = {}
-    for name in OWN_DATA:
-        path = getattr(arguments, name)
-        if path is not None and name not in experiment.options:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} {path}: {experiment.name} takes no data; leave the option out")
-        if path is not None:
-            own[name] = str(path.resolve())
+    if arguments.data is not None:
+        if "data" not in experiment.options:
+            taken = f"--data {arguments.data}: {experiment.name} takes no data"
+            raise ValueError(f"{taken}; leave the option out")
+        own["data"] = str(arguments.data.resolve())
     only: dict[str, tuple[str, ...]] = {}
     for text in arguments.only:
         key, equals, value = text.partition("=")
         if not (key and equals):
             raise ValueError(f"--only {text!r} is not KEY=VALUE")
         only[key] = (*only.get(key, ()), value)
-    try:
-        device = _device("cuda" if arguments.gpus is not None else arguments.device, experiment)
-    except ValueError as error:
-        if arguments.gpus is None:
-            raise
-        raise ValueError(
-            f"--gpus {arguments.gpus}: torch sees no CUDA device here; leave the option out, and stages take "
-            "turns on the processor"
-        ) from error
-    gpus = _gpus(arguments, experiment, device)
-    if arguments.gpus is not None:
-        from gpipe_bench.experiments.paper.on_gpus import PART
-
-        only.setdefault("part", (PART,))
+    device = _device(arguments.device, experiment)
     # Models that are scaled to two cores keep a GPU waiting for its host, and nothing else is timed.
     profile = arguments.profile or ("full" if device == "cuda" else "short")
     return replace(
         usual_options(experiment, profile, device, arguments.engine),
-        only=only, gpus=gpus, tf32=_tf32(arguments, device), fresh=arguments.fresh, **own,
+        only=only, tf32=_tf32(arguments, device), fresh=arguments.fresh, **own,
     )  # fmt: skip
 
 
@@ -192,33 +170,6 @@ def _tf32(arguments: argparse.Namespace, device: str) -> bool:
     os.environ[TF32] = "1"
     torch.set_float32_matmul_precision("high")
     return True
-
-
-def _gpus(arguments: argparse.Namespace, experiment: Experiment, device: str) -> int:
-    """GPUs that a pipeline of the experiment may take: as many as are asked for, else all."""
-    asked = arguments.gpus
-    if asked is not None:
-        if "gpus" not in experiment.takes:
-            raise ValueError(
-                f"--gpus {asked}: {experiment.name} runs no pipeline over several GPUs; leave the option out"
-            )
-        if arguments.device == "cpu":
-            raise ValueError(f"--gpus {asked} and --device cpu exclude each other; leave one out")
-        if asked < 2:
-            raise ValueError(f"--gpus {asked}: a pipeline over GPUs has two stages or more; give 2 or more")
-    if device != "cuda" or "gpus" not in experiment.takes:
-        return 0
-    import torch
-
-    found = torch.cuda.device_count()
-    if asked is not None and found < asked:
-        raise ValueError(
-            f"--gpus {asked}: torch sees {found} here; give --gpus {found}, or make more of them visible "
-            "(CUDA_VISIBLE_DEVICES)" if found > 1 else
-            f"--gpus {asked}: torch sees one GPU here; without --gpus stages take turns on it and are laid "
-            "out on several"
-        )  # fmt: skip
-    return found if asked is None else asked
 
 
 def _engine(asked: str | None, experiment: Experiment) -> str | None:

@@ -4,9 +4,9 @@ A schedule can be judged before anything runs: whether it can be executed at all
 of it is bubble, and how many micro-batches a worker holds at a time. Durations are the usual ones for equal
 stages, a forward and a recomputation one slot and a backward two, and messages take no time.
 
-`schedule check FILE` judges somebody else's list of actions, in torch's form: whether it can be executed, and
-if not, who waits for what there (`pipeline.plan.schedule.validate`). Exit status 0: it can; 1: it cannot; 2:
-the file holds no schedule.
+`--from FILE` judges somebody else's list of actions, in torch's form: whether it can be executed, and if not,
+who waits for what there (`pipeline.plan.schedule.validate`). Exit status 0: it can; 1: it cannot; 2: the file
+holds no schedule.
 
 Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a
 stage there are those of a whole share of the model, which make schedules with different numbers of stages
@@ -36,19 +36,11 @@ MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
     verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
-    verb.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE",
-        help="behind `check`: a schedule to judge, as --csv or torch writes it",
-    )  # fmt: skip
     verb.add_argument("--workers", type=int, metavar="K", help="processes or devices")
-    verb.add_argument("--num-stages", type=int, metavar="K", help="instead: the stages of all workers")
     verb.add_argument(
         "--stages-per-worker", type=int, metavar="V", help="of interleaved and breadth-first; default: 2"
     )
-    verb.add_argument(
-        "--microbatches", "--num-microbatches", dest="num_microbatches", type=int, metavar="M",
-        help="micro-batches of a mini-batch",
-    )  # fmt: skip
+    verb.add_argument("--microbatches", type=int, metavar="M", help="of a mini-batch")
     verb.add_argument(
         "--remat", metavar="WHICH",
         help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one of them for each stage, such "
@@ -60,28 +52,21 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument("--draw", type=Path, metavar="FILE.svg", help="write a picture of it")
     verb.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="read what `check` reads, and draw it"
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="judge and draw this one, as --csv or torch writes it",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status of the verb. Raises ValueError, naming value and remedy, for what is no valid schedule."""
     path: Path | None = arguments.source
-    if arguments.name == "check":
-        if arguments.file is None:
-            raise ValueError("schedule check needs a FILE to judge; to draw one of ours give its name")
-        _alone(arguments, str(arguments.file), "source")
-        path = arguments.file
-    elif arguments.file is not None:
-        raise ValueError(f"{arguments.file} is for `schedule check FILE`; write that, or leave it out")
-    elif path is not None:
-        _alone(arguments, f"--from {path}", "name")
-    schedule = _named(arguments) if path is None else _read(path, arguments.remat)
+    schedule = _named(arguments) if path is None else _read(path, arguments)
     try:
         validate(schedule)
     except ValueError as error:
-        if arguments.name != "check":
-            raise ValueError(f"--from {path}: {error}") from error
         found = {"file": str(path), "verdict": "cannot be executed", "why": str(error)}
         tell(arguments, [found], lambda: f"{path} cannot be executed: {found['why']}")
         return VERDICT_FAILED
@@ -108,58 +93,36 @@ def _named(arguments: argparse.Namespace) -> Schedule:
         raise ValueError(
             f"unknown schedule {arguments.name!r}{close}; known: {known}, or --from FILE reads yours"
         )
-    name, workers, stages = arguments.name, arguments.workers, arguments.num_stages
+    name, workers, number = arguments.name, arguments.workers, arguments.microbatches
+    if workers is None or number is None:
+        raise ValueError(f"{name} needs --workers K and --microbatches M")
     each = NAMED[name].stages_per_worker or arguments.stages_per_worker or 2
-    if workers is not None and stages is not None:
-        raise ValueError(f"--workers {workers} and --num-stages {stages} say the same; give one of them")
-    if stages is not None and stages % each:
+    if min(workers, number) > 0 and 4 * workers * number * each > MOST_ACTIONS:
         raise ValueError(
-            f"--num-stages {stages} is no multiple of the {each} stages that a worker has in {name}; give "
-            "--workers K"
-        )
-    num_workers = workers if stages is None else stages // each
-    num_microbatches = arguments.num_microbatches
-    if num_workers is None or num_microbatches is None:
-        raise ValueError(
-            f"{name} needs --workers K (or --num-stages K) and --microbatches M (or --num-microbatches M)"
-        )
-    if min(num_workers, num_microbatches) > 0 and 4 * num_workers * num_microbatches * each > MOST_ACTIONS:
-        raise ValueError(
-            f"--workers {num_workers} with --microbatches {num_microbatches} is more than {MOST_ACTIONS} "
-            "actions; give smaller numbers, the picture repeats itself"
+            f"--workers {workers} with --microbatches {number} is more than {MOST_ACTIONS} actions; give "
+            "smaller numbers, the picture repeats itself"
         )
     asked: dict[str, Any] = {} if arguments.remat is None else {"remat": from_text(arguments.remat)}
     if name in SCHEDULES and arguments.stages_per_worker is None:
-        schedule = SCHEDULES[name](num_workers, num_microbatches, **asked)
-    else:
-        asked["stages_per_worker"] = arguments.stages_per_worker
-        schedule = named(name, num_workers, num_microbatches, **asked)
-    return schedule
+        return SCHEDULES[name](workers, number, **asked)
+    return named(name, workers, number, stages_per_worker=arguments.stages_per_worker, **asked)
 
 
-def _alone(arguments: argparse.Namespace, what: str, other: str) -> None:
-    """`ValueError` for options that say what a file says already."""
-    names = (other, "workers", "num_stages", "stages_per_worker", "num_microbatches")
-    options = {"name": "NAME", "source": "--from", "num_microbatches": "--microbatches"}
-    given = [
-        options.get(name, f"--{name.replace('_', '-')}")
-        for name in names
-        if getattr(arguments, name) is not None
-    ]
-    if given:
-        raise ValueError(f"{what} says it all; leave {', '.join(given)} out")
-
-
-def _read(path: Path, remat: str | None) -> Schedule:
+def _read(path: Path, arguments: argparse.Namespace) -> Schedule:
     """The schedule of a file, whether it can be executed or not."""
+    for option in ("name", "workers", "stages_per_worker", "microbatches"):
+        if getattr(arguments, option) is not None:
+            said = "NAME" if option == "name" else f"--{option.replace('_', '-')}"
+            raise ValueError(f"--from {path} says it all; leave {said} out")
     try:
         text = path.read_text(encoding="utf-8-sig")  # a spreadsheet may put a mark in front
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; give a file that --csv wrote") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text; give a file that --csv wrote") from error
+    remat = None if arguments.remat is None else from_text(arguments.remat)
     try:
-        schedule = from_csv(text, path.stem, None if remat is None else from_text(remat))
+        schedule = from_csv(text, path.stem, remat)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     total = sum(map(len, schedule.actions))
@@ -171,54 +134,40 @@ def _read(path: Path, remat: str | None) -> Schedule:
 def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     """Facts about the schedule, for the text and as JSON."""
     share = schedule.num_workers / schedule.num_stages
-    facts = {
+    return {
         "schedule": schedule.name,
         "num_stages": schedule.num_stages,
+        "num_workers": schedule.num_workers,
+        "placement": [schedule.worker(stage) for stage in range(schedule.num_stages)],
         "num_microbatches": schedule.num_microbatches,
         "remat": to_text(schedule.remat),
         "makespan_slots": timeline.makespan_s,
+        "makespan_shares": timeline.makespan_s * share,
         "bubble": timeline.bubble,
-        "stages": [
+        "workers": [
             {
-                "stage": stage,
-                "in_flight": schedule.in_flight(stage),
-                "live_activations": max(live for _, live in timeline.live_activations(stage)),
-                "busy_slots": timeline.busy_s(stage),
-                "actions": [str(action) for action in schedule.row(stage)],
+                "worker": worker,
+                "stages": list(schedule.stages_of(worker)),
+                "live_activations": max(live for _, live in timeline.worker_live_activations(worker)),
+                "busy_slots": timeline.worker_busy_s(worker),
+                "actions": [str(action) for action in row],
             }
-            for stage in range(schedule.num_stages)
+            for worker, row in enumerate(schedule.actions)
         ],
     }
-    if schedule.placement:
-        facts |= {
-            "num_workers": schedule.num_workers,
-            "placement": list(schedule.placement),
-            "makespan_shares": timeline.makespan_s * share,
-            "workers": [
-                {
-                    "worker": worker,
-                    "stages": list(schedule.stages_of(worker)),
-                    "live_activations": max(live for _, live in timeline.worker_live_activations(worker)),
-                    "busy_slots": timeline.worker_busy_s(worker),
-                    "actions": [str(action) for action in row],
-                }
-                for worker, row in enumerate(schedule.actions)
-            ],
-        }
-    return facts
 
 
 def _title(facts: dict[str, Any]) -> str:
-    workers = f" on {facts['num_workers']} workers" if "num_workers" in facts else ""
     return (
-        f"{facts['schedule']}: {facts['num_stages']} stages{workers}, {facts['num_microbatches']} "
-        f"micro-batches, remat {facts['remat']}, valid"
+        f"{facts['schedule']}: {facts['num_stages']} stages on {facts['num_workers']} workers, "
+        f"{facts['num_microbatches']} micro-batches, remat {facts['remat']}, valid"
     )
 
 
 def _length(facts: dict[str, Any]) -> str:
-    shares = f", {facts['makespan_shares']:g} of a worker's whole share" if "num_workers" in facts else ""
-    return f"makespan {facts['makespan_slots']:g} slots{shares}, bubble {facts['bubble']:.1%}"
+    slots, shares = facts["makespan_slots"], facts["makespan_shares"]
+    of_share = f", {shares:g} of a worker's whole share" if shares != slots else ""
+    return f"makespan {slots:g} slots{of_share}, bubble {facts['bubble']:.1%}"
 
 
 def folded(picture: str) -> str:
@@ -236,22 +185,15 @@ def folded(picture: str) -> str:
 
 def _text(facts: dict[str, Any], picture: str) -> str:
     lengths = ", ".join(f"{kind.value} {slots:g}" for kind, slots in SLOTS.items())
-    if "workers" not in facts:
-        columns = ["stage", "micro-batches in flight", "live activations", "busy slots"]
-        lines = [
-            [each["stage"], each["in_flight"], each["live_activations"], f"{each['busy_slots']:g}"]
-            for each in facts["stages"]
+    share = facts["num_workers"] / facts["num_stages"]
+    columns = ["worker", "stages", "live activations", "of a whole share", "busy slots"]
+    lines = [
+        [
+            each["worker"], " ".join(map(str, each["stages"])), each["live_activations"],
+            f"{each['live_activations'] * share:g}", f"{each['busy_slots']:g}",
         ]
-    else:
-        share = facts["num_workers"] / facts["num_stages"]
-        columns = ["worker", "stages", "live activations", "of a whole share", "busy slots"]
-        lines = [
-            [
-                each["worker"], " ".join(map(str, each["stages"])), each["live_activations"],
-                f"{each['live_activations'] * share:g}", f"{each['busy_slots']:g}",
-            ]
-            for each in facts["workers"]
-        ]  # fmt: skip
+        for each in facts["workers"]
+    ]  # fmt: skip
     table = Grid(columns=columns, lines=lines, right=frozenset(range(1, len(columns)))).text()
     result = f"{_length(facts)}\n  (slots: {lengths}; equal stages, messages take no time)"
     return f"{_title(facts)}\n\n{folded(picture)}\n\n{result}\n\n{table}"

@@ -1,6 +1,6 @@
 """What is asked of an engine in each case: a few steps, each held against the uncut model.
 
-What an engine leaves is named by what would explain it (`judging.py`). The layers at the end are those that
+What an engine leaves is named by what would explain it (`given.py`). The layers at the end are those that
 the cases' models are made of, beside linear ones.
 """
 
@@ -16,18 +16,22 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpipe_bench.experiments.engines.checks import check_counts
-from gpipe_bench.experiments.engines.given import STEPS, WIDTH, Given, Step, mean_square
-from gpipe_bench.experiments.engines.judging import (
+from gpipe_bench.experiments.engines.given import (
     AS_BEFORE,
     CANNOT,
     FAILED,
     OK,
+    STEPS,
     UNTRIED,
+    WIDTH,
+    Given,
     Said,
+    Step,
     compared,
     factor_of,
     left,
     loss_said,
+    mean_square,
     round_norm,
     same,
 )

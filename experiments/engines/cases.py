@@ -37,17 +37,20 @@ from gpipe_bench.experiments.engines.asks import (
     scaled,
     trains,
 )
-from gpipe_bench.experiments.engines.given import SEED, WIDTH, Given, drawn
-from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, fault_of, run_isolated
-from gpipe_bench.experiments.engines.judging import (
+from gpipe_bench.experiments.engines.given import (
     AS_BEFORE,
     BROKEN,
     CANNOT,
     FAILED,
     OK,
+    SEED,
     UNTRIED,
+    WIDTH,
+    Given,
     Said,
+    drawn,
 )
+from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, fault_of, run_isolated
 from gpipe_bench.experiments.engines.setup import NoStepError, Setup, build, placement_of, resolve
 
 VARIATIONS = tuple((count, dtype) for dtype in (torch.float64, torch.float32) for count in (4, 6))

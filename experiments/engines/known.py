@@ -4,19 +4,16 @@ All get the same `Setup`, work on the very same modules and differ in nothing bu
 can't do is a ValueError when it is built or, where it depends on the batch, when it steps. Where an engine
 recomputes in its own way, its docstring says so.
 
-torch has classes for single schedules and, below those with several stages per process, one runtime that
-takes rows from a file (`TorchRuntime`). So a schedule of ours can be set beside torch's of the same name, and
-the same rows beside each other on both engines. What is private there is the same from torch 2.11 to 2.13.
+A schedule of ours can be set beside torch's of the same name. What is private there is the same from torch
+2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.experiments.engines.setup import LossFn, Setup
 from gpipe_bench.pipeline import Pipeline
-from gpipe_bench.pipeline.plan.files import from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import loop
-from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.pipeline.plan.vee import vee
 from gpipe_bench.pipeline.stage.trees import num_examples, tensors_of
@@ -167,7 +162,7 @@ _ONE_STAGE = ("gpipe", "1f1b")
 
 
 class TorchRuntime:
-    """Training steps by torch, of `rows` of ours, or of torch's own class under a name of `CLASSES`.
+    """Training steps by torch, of its own class under a name of `CLASSES`.
 
     `stages` are the layers of each stage of the whole pipeline; those of this process are taken. All micro-
     batches are of one size. With `recompute` every stage runs under torch's checkpoint. `ValueError` for a
@@ -176,7 +171,7 @@ class TorchRuntime:
 
     def __init__(
         self,
-        rows: Schedule | str,
+        name: str,
         stages: Sequence[Sequence[nn.Module]],
         num_microbatches: int,
         group: dist.ProcessGroup,
@@ -189,7 +184,7 @@ class TorchRuntime:
 
         self._loss_fn: LossFn | None = None  # known at the first step only
         rank, num_workers = dist.get_rank(group), dist.get_world_size(group)
-        self.placement = _placement(rows, num_workers, len(stages))
+        self.placement = _placement(name, num_workers, len(stages))
         self.has_first, self.has_last = self.placement[0] == rank, self.placement[-1] == rank
         mine = [
             pipelining.PipelineStage(_Stage(layers, recompute), index, len(stages), device, group=group)
@@ -198,16 +193,12 @@ class TorchRuntime:
         ]
         for stage in mine:
             _greet_others_only(stage, rank)
-        given: Any = mine[0] if rows in _ONE_STAGE else mine
-        make: Any = schedules._PipelineScheduleRuntime
-        if not isinstance(rows, Schedule):
-            make = schedules.get_schedule_class(CLASSES[rows])
+        given: Any = mine[0] if name in _ONE_STAGE else mine
+        make: Any = schedules.get_schedule_class(CLASSES[name])
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that some are experimental
                 self.running = make(given, num_microbatches, loss_fn=self._loss)
-                if isinstance(rows, Schedule):
-                    _load(self.running, rows)
         except (AssertionError, RuntimeError) as error:
             raise ValueError(f"torch does not take this schedule: {error}") from error
         # torch keeps and concatenates all outputs unless told not to.
@@ -234,15 +225,6 @@ class TorchRuntime:
         last = {"target": target, "losses": losses} if self.has_last else {}
         call(*(tensors_of(batch) if self.has_first else ()), **last, **options)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
-
-    def rows(self, name: str = "torch") -> Schedule:
-        """The schedule that torch runs."""
-        # A schedule with one stage per process makes its rows only when it is asked.
-        order = getattr(self.running, "pipeline_order", None) or self.running._get_pipeline_order()
-        rows = (order[rank] for rank in sorted(order))
-        return from_csv(
-            "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows), name
-        )
 
 
 class _TorchPipelining(TorchRuntime):
@@ -339,19 +321,10 @@ def _greet_others_only(stage: Any, rank: int) -> None:
     stage._get_init_p2p_neighbors_ops = lambda: [each for each in greetings() if each.group_peer != rank]
 
 
-def _placement(rows: Schedule | str, num_workers: int, num_stages: int) -> tuple[int, ...]:
-    if isinstance(rows, Schedule):
-        return tuple(rows.worker(stage) for stage in range(rows.num_stages))
+def _placement(name: str, num_workers: int, num_stages: int) -> tuple[int, ...]:
     per_worker, over = divmod(num_stages, num_workers)
-    if over or (rows in _ONE_STAGE and per_worker != 1) or (rows in _IN_A_V and per_worker != 2):
+    if over or (name in _ONE_STAGE and per_worker != 1) or (name in _IN_A_V and per_worker != 2):
         raise ValueError(
-            f"torch's {CLASSES[rows]} does not have {num_stages} stages on {num_workers} workers"
+            f"torch's {CLASSES[name]} does not have {num_stages} stages on {num_workers} workers"
         )
-    return vee(num_workers) if rows in _IN_A_V else loop(num_workers, per_worker)
-
-
-def _load(runtime: Any, schedule: Schedule) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "schedule.csv"
-        path.write_text(to_csv(schedule))
-        runtime._load_csv(str(path), format="compute_only")
+    return vee(num_workers) if name in _IN_A_V else loop(num_workers, per_worker)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -161,31 +161,24 @@ def _each(numbers: Iterable[int]) -> str:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """One line for everything in which the content found differs from the file's; none where it is equal."""
-    before, now = expected.get("counters", {}), found["counters"]
-    lines = _gone_and_new(before, now)
-    for case in (each for each in now if each in before):
-        lines += _gone_and_new(before[case], now[case], f"{case}: ")
-        for name, value in now[case].items():
-            old = before[case].get(name, value)
-            # A file may say 4.0 or true where 4 was counted; equality alone would let it.
-            if old != value or type(old) is not type(value):
-                lines.append(f"{case}: {name} {old} -> {value}{_share(old, value)}")
-    # No benchmark that is timed vanishes unnoticed.
-    return lines + _gone_and_new(expected.get("benchmarks", []), found["benchmarks"], "benchmark ")
+    """One line for everything in which the content found differs from the file's; none where it is equal. No
+    case and no benchmark that is timed vanishes unnoticed.
+    """
 
+    def lines(content: Mapping[str, Any]) -> dict[str, str]:
+        numbers = {
+            f"{case}: {name}": json.dumps(value, ensure_ascii=False)
+            for case, of_case in content.get("counters", {}).items()
+            for name, value in of_case.items()
+        }
+        return numbers | {f"benchmark {name}": "timed" for name in content.get("benchmarks", ())}
 
-def _gone_and_new(expected: Collection[str], found: Collection[str], what: str = "") -> list[str]:
-    lines = [f"{what}{name}: missing, but in the file" for name in expected if name not in found]
-    return lines + [f"{what}{name}: new, not in the file" for name in found if name not in expected]
-
-
-def _share(before: Any, after: Any) -> str:
-    try:
-        old, new = Fraction(before), Fraction(after)
-    except (TypeError, ValueError):
-        return ""
-    return f" ({float(new / old - 1):+.3%})" if old else ""
+    before, now = lines(expected), lines(found)
+    return [
+        f"{name} {before.get(name, 'nothing')} -> {now.get(name, 'nothing')}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
 
 
 def encode(content: Mapping[str, Any]) -> str:

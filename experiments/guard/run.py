@@ -18,17 +18,19 @@ from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError,
 from gpipe_bench.experiments.guard.command import Command, CommandArm, check, check_numbers
 from gpipe_bench.harness.guard import (
     ARMS,
-    CONFIDENCE,
+    CPU_MARGIN,
     LOOKS,
+    MARGIN,
     THRESHOLD,
     Change,
     Judgement,
     Verdict,
-    change,
+    by_processor_time,
     confirmed,
-    log_ratios,
+    differs_from_itself,
     needs_another_run,
     run_rounds,
+    twice,
     verdict_of,
 )
 from gpipe_bench.harness.report.grid import Grid
@@ -50,11 +52,13 @@ HEADERS = (
 
 LEGEND = f"""\
 Changes of the time per step, or of a command's number, with their intervals; + is worse. A regression lies
-above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it. `base against
-itself` is the control: if its interval excludes 0, the run proves nothing (contaminated). Noise floor: how
-far that interval reaches; what looks like an improvement within it is none. Detects: the slow-down that a
-run this noisy finds four times in five. Processor time can't see waiting; it decides only where wall time is
-contaminated and two runs agree: that the head is slower or, where exact counters are equal, the same."""
+above +{THRESHOLD:.0%} with its whole interval, and fails only if fresh processes confirm it, beyond
+{MARGIN:g} times what the base differed from itself by in any run. `base against itself` is the control: if
+its interval excludes 0, the run proves nothing (contaminated). Noise floor: how far that interval reaches;
+what looks like an improvement within it is none. Detects: the slow-down that a run this noisy finds four
+times in five. Processor time can't see waiting; it decides only where wall time is contaminated and two runs
+agree: that the head is slower, by {CPU_MARGIN:g} times what the base differs from itself, or, where exact
+counters are equal, the same."""
 
 
 @dataclass
@@ -68,7 +72,6 @@ class Finding:
     is_counted: bool = False  # exact counters say that both revisions do the same work
     lacking: str = ""  # what the base has not: it is new, and not timed
     failed: str = ""  # what a revision did instead of running it
-    cpu_noise: list[float] = field(default_factory=list)  # of each run: how far the base is from itself
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -76,22 +79,13 @@ class Finding:
 
     @property
     def confirmed(self) -> bool:
-        """A regression, twice in a row: what fails a run of the guard."""
-        return confirmed(self.verdicts) or self.by_processor_time == "regression"
+        """A regression, twice in a row and beyond the noise: what fails a run of the guard."""
+        return confirmed(self.runs) or self.by_processor_time == "regression"
 
     @property
     def by_processor_time(self) -> str:
-        """Verdict by processor time on two runs whose wall time told nothing: a regression, beyond what two
-        processes of the base differ by; "same", where counters say so, too; or "".
-        """
-        last = list(zip(self.runs, self.cpu_noise, strict=False))[-2:]
-        untold = all(run.verdict in ("contaminated", "inconclusive") for run, _ in last)
-        if len(last) < 2 or not untold or "contaminated" not in (run.verdict for run, _ in last):
-            return ""
-        if all(run.cpu.low > max(THRESHOLD, noise) for run, noise in last):
-            return "regression"
-        is_same = all(verdict_of(run.cpu) == "same" and noise <= THRESHOLD for run, noise in last)
-        return "same" if is_same and self.is_counted else ""
+        """Verdict by processor time, where wall time told nothing."""
+        return by_processor_time(self.runs, is_counted=self.is_counted)
 
     @property
     def is_told(self) -> bool:
@@ -120,6 +114,9 @@ class Finding:
             what = f"same, {show(last.cpu)} in processor time in two runs, and the exact counters are equal"
         elif self.confirmed:
             what = f"{slower} by {head}, in two runs one after the other"
+        elif twice(self.verdicts):
+            itself = differs_from_itself(self.runs)
+            what = f"can't tell, {slower} by {head}: the base differs from itself by {itself:.1%}"
         elif last.verdict == "regression":
             what = f"{slower} by {head}, not confirmed"
         elif "regression" in self.verdicts:
@@ -233,12 +230,8 @@ def measure(
         finding.notes.append(f"computes something else: what it returns was {before:.6g} and is {now:.6g}")
     steps_s = [arms["base"].sample(name, 1).wall_s for _ in range(CALIBRATION_SAMPLES)]
     repeats = repeats_for(steps_s, sample_s)
-    judgement, rounds = run_rounds(
-        lambda arm: arms[arm].sample(name, repeats), seed, looks=looks, deadline_s=deadline_s
-    )
-    control = change(log_ratios(rounds, "control", "cpu_s"), CONFIDENCE)
-    finding.cpu_noise.append(max(abs(control.low), abs(control.high)))
-    return judgement
+    sample = lambda arm: arms[arm].sample(name, repeats)  # noqa: E731
+    return run_rounds(sample, seed, looks=looks, deadline_s=deadline_s)[0]
 
 
 def measure_command(

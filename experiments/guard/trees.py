@@ -106,26 +106,6 @@ def merge_base(root: Path, ref: str) -> str:
         raise ValueError(f"{ref!r} and HEAD have no common commit here; {remedy}") from error
 
 
-def check_place(root: Path, module: str, cwd: Path) -> None:
-    """Raises ValueError, with the remedy, unless `cwd` lies in the checkout whose code is running.
-
-    `root` is the folder of that code and `module` one of its files. A guard that is started elsewhere,
-    through PYTHONPATH or an installation, would vouch for another checkout than its user has changed.
-    Without any repository, as in an unpacked archive, the folders decide.
-    """
-    root, cwd = root.resolve(), cwd.resolve()
-    ours, theirs = top_of(root), top_of(cwd)
-    is_archive = ours is None and theirs is None and cwd.is_relative_to(root)
-    is_checkout = ours is not None and bool(_git(root, "ls-files", "--", module))
-    if is_archive or (is_checkout and theirs == ours):
-        return
-    why = f"{cwd} is not in it" if is_checkout else "it is not a checkout of a repository"
-    raise ValueError(
-        f"without --benchmarks and --command this guard measures {root}, where it runs from, and {why}; "
-        "cd to a clone of it, or name what is to be timed here"
-    )
-
-
 def top_of(folder: Path) -> Path | None:
     """The top of the git working tree that a folder lies in; None in no repository that can be read."""
     try:

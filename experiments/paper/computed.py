@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import SENTENCES
-from gpipe_bench.harness.record import Metric, Provenance, Record, Scalar, of_case
+from gpipe_bench.harness.record import Metric, Record, of_case
 from gpipe_bench.harness.unknowns import Value, load_unknowns, steps_from_middle
 from gpipe_bench.harness.verdict import Part, Result, Spread
 
@@ -34,26 +34,6 @@ class Computed(NamedTuple):
 
     metric: Metric
     spread: Spread | None = None
-
-
-def computed(
-    row: str,
-    column: str,
-    value: float,
-    unit: str,
-    what: str,
-    spread: Spread | None = None,
-    provenance: Provenance = "modelled",
-) -> Computed:
-    """A number for that row and column; `what` says in a few words what it is."""
-    key: dict[str, Scalar] = {"column": column}
-    return Computed(Metric(row, value, unit, provenance, key=key, note=what), spread)
-
-
-def over(what: str, values: Sequence[float]) -> Spread:
-    """The range over several numbers that differ in one thing only, such as the size of a model."""
-    low, high = min(values), max(values)
-    return Spread(low=low, high=high, parts=(Part(what=what, low=low, high=high),))
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -79,25 +59,23 @@ def outcome(answers: Sequence[Computed]) -> Outcome:
     return Outcome(tuple(each.metric for each in answers), {"spreads": spreads})
 
 
-def answers(record: Record, table: str, **more: Any) -> list[Result]:
-    """An entry for every number on record, by its row and column, with the range that the record keeps."""
-    spreads = {(each["row"], each["column"]): Spread.from_data(each) for each in record.details["spreads"]}
-    places = [(metric, metric.name, str(metric.key["column"])) for metric in record.metrics]
-    return [
-        Result(
-            table=table, row=row, column=column, metric=metric, spread=spreads.get((row, column)),
-            record=record, note=metric.note, **more,
-        )
-        for metric, row, column in places
-    ]  # fmt: skip
-
-
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for every answer on record."""
-    counted = of_case(records, "done", table=STRIDE)
-    found = [each for record in counted for each in answers(record, STRIDE, question="as published")]
-    ran = of_case(records, "done", part="trained")
-    return found + [each for record in ran for each in answers(record, SENTENCES, question="here")]
+    """An entry for every answer on record, by its row and column, with the range that the record keeps."""
+    found = []
+    for record in [*of_case(records, "done", table=STRIDE), *of_case(records, "done", part="trained")]:
+        spreads = {
+            (each["row"], each["column"]): Spread.from_data(each) for each in record.details["spreads"]
+        }
+        for metric in record.metrics:
+            row, column = metric.name, str(metric.key["column"])
+            found.append(
+                Result(
+                    table=str(record.case["table"]), row=row, column=column, metric=metric,
+                    spread=spreads.get((row, column)), record=record, note=metric.note,
+                    question="as published" if record.case["table"] == STRIDE else "here",
+                )
+            )  # fmt: skip
+    return found
 
 
 # The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
@@ -169,7 +147,8 @@ def _over_settings(
     low, high = min(ratios.values()), max(ratios.values())
     spread = Spread(low=low, high=high, parts=tuple(parts), combinations=len(ratios))
     said = f"{what}; the number is that of {', '.join(map(str, middle))}"
-    return computed(row, "moved stride", ratios[middle], "ratio", said, spread)
+    metric = Metric(row, ratios[middle], "ratio", "modelled", key={"column": "moved stride"}, note=said)
+    return Computed(metric, spread)
 
 
 # Two sentences about what GPipe takes and keeps, put to the engine on small networks. "Any network that can
@@ -217,7 +196,7 @@ def networks() -> Computed:
     what += f"; tied weights to rounding ({', '.join(tied)})" if tied else ""
     what += f"; not {', '.join(others)}" if others else ""
     share = len(same) / len(MODELS)
-    return computed(row, "share of the zoo", share, "ratio", what, provenance="measured")
+    return Computed(Metric(row, share, "ratio", "measured", key={"column": "share of the zoo"}, note=what))
 
 
 def _is_tied(name: str) -> bool:
@@ -284,8 +263,10 @@ def statistics() -> Computed:
     ]
     row = "batch normalization's running statistics over the mini-batch's"
     what = f"means and variances of {len(ratios) // 2} channels after one step, float64"
-    mean, spread = sum(ratios) / len(ratios), over("which channel", ratios)
-    return computed(row, f"M={NUM_MICROBATCHES}", mean, "ratio", what, spread, "measured")
+    low, high, mean = min(ratios), max(ratios), sum(ratios) / len(ratios)
+    at = {"column": f"M={NUM_MICROBATCHES}"}
+    spread = Spread(low=low, high=high, parts=(Part(what="which channel", low=low, high=high),))
+    return Computed(Metric(row, mean, "ratio", "measured", key=at, note=what), spread)
 
 
 EXPERIMENT = Experiment(

@@ -8,20 +8,18 @@ naive split on two devices and grows with K.
 naive-k: k stages, the whole mini-batch at once, nothing recomputed. pipeline-k: k stages, 16 micro-batches of
 half that size each, since the paper chose every batch for throughput, everything recomputed. Actions are
 timed in whole steps of 4 micro-batches with all stages in one process and laid out on k devices (`replayed`);
-k = 2 also runs on two (`measured`).
+every k that there are devices for also runs on them (`measured`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import truediv
 from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
-    CUTS_ESTIMATE_S,
     PROFILES,
     VERSION1,
     Configuration,
@@ -45,7 +43,6 @@ TIMED_MICROBATCHES = 4  # that really run
 STAGES = (1, 2, 4, 8)
 BASELINES = {"resnet101": 1, "amoebanet": 2}
 """k of the naive-k that a model's speeds are divided by."""
-CUT = "amoebanet"  # the model whose stages are also cut again on paper
 ROUNDS = {"smoke": 1, "short": 1, "full": 2}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 10.0, "short": 80.0, "full": 120.0}
 REAL_MICROBATCHES = (1, 2, 4)
@@ -61,7 +58,7 @@ BARS = {
 
 def cases(options: RunOptions) -> list[Case]:
     estimate_s = ESTIMATE_S[options.profile]
-    steps = [Case({"model": name}, estimate_s + CUTS_ESTIMATE_S * (name == CUT)) for name in VERSION1]
+    steps = [Case({"model": name}, estimate_s) for name in VERSION1]
     if options.device == "cuda":  # first what a minute on one GPU decides
         steps.insert(0, Case({"part": RECOMPUTATION, "model": "resnet101"}, 40.0))
     others = real_cases(VERSION1, REAL_ESTIMATES_S, options)
@@ -73,7 +70,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("figure3", case)
-    from gpipe_bench.experiments.paper.predicted.sizes import cuts_of_the_paper, paper_size
     from gpipe_bench.experiments.paper.timed.results import results
     from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
 
@@ -90,9 +86,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
     plan = configurations(name, workload.batch_size, stages, num_devices(options.device))
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
     metrics, details = results(job, measure(job))
-    if name == CUT:
-        paper = paper_size("figure3", name, options)
-        cuts_of_the_paper(f"figure3-{name}", workload, paper, STAGES[1:]).add_to(details)
     return Outcome(tuple(metrics), details)
 
 
@@ -130,9 +123,9 @@ def configurations(name: str, batch_size: int, stages: Sequence[int], real: int)
     base, count = BASELINES[name], TIMED_MICROBATCHES
     of = partial(Configuration, num_microbatches=count, batch_size=count * max(1, batch_size // 2))
     return (
-        Configuration(base, 1, batch_size, "never", base == real > 1, label=f"naive-{base}"),
+        Configuration(base, 1, batch_size, "never", 1 < base <= real, label=f"naive-{base}"),
         *(
-            of(k, runs_for_real=k == real > 1, counts=(NUM_MICROBATCHES, count), label=f"pipeline-{k}")
+            of(k, runs_for_real=1 < k <= real, counts=(NUM_MICROBATCHES, count), label=f"pipeline-{k}")
             for k in stages
             if k >= base
         ),
@@ -153,9 +146,6 @@ def cells(records: Sequence[Record]) -> list[Result]:
         for name in names:
             if (metric := of[name]) is not None:
                 note = f"Run here: {scale}, M = {NUM_MICROBATCHES}; the paper's batch and M are not stated."
-                both = metric, of[base]
-                if name == names[-1] and (again := claims.cut_again(record, [name, base], both, truediv)):
-                    note += f" As timed {metric.value:.3g}{again}."
                 place = _place(record, name)
                 found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
         if base == "naive-1":

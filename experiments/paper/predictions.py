@@ -1,6 +1,6 @@
 """Predictions tested on numbers they were not made for.
 
-What predicts the paper's tables for accelerators that are not here (experiments/predicted) predicts,
+What predicts the paper's tables for accelerators that are not here (`predicted/`) predicts,
 unchanged, what others published with all their settings: torchgpipe's speeds on P40s, and the size of a model
 that the paper quotes; and the memory model predicts the U-Nets that torchgpipe fits. Half a minute on any
 machine:

@@ -1,7 +1,7 @@
 """Layer profiles of the two model families of Table 1 at any size, for the price of a few layers.
 
 Tracing a layer takes a tenth of a second, as a compiler does a second; a search wants a family at every
-size, the appendix under every number format, number of micro-batches and layout too. So each kind
+size, the appendix under every number format and number of micro-batches too. So each kind
 of layer is profiled once, at lengths that primes tell apart. The bytes of a storage are a product of lengths:
 if the width of the profiled model has a prime factor that nothing else in it has, and the micro-batch
 another, then every number says by its factors how it grows with the width and with the micro-batch:
@@ -12,8 +12,7 @@ It holds as far as a layer runs the same operations at every size; a micro-batch
 not. AmoebaNet's third stack is its second one with twice the channels on maps of half the side.
 
 What is put together is checked: each layer takes exactly what the one before it returns. The result is
-that of profiling every layer at its size, to the byte. It works on shapes, so the padding of a tiled
-memory can be added afterwards.
+that of profiling every layer at its size, to the byte.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise, permutations
-from math import prod
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +52,7 @@ class Reading:
     Args:
         number_format: of the activations, "float32" or "bfloat16"
         autocast: bfloat16 by autocast, as this engine has it, and not throughout
-        with_shapes: so that layouts can be applied
+        with_shapes: so that bytes can be counted in another format
     """
 
     number_format: str = "float32"
@@ -108,23 +106,21 @@ def transformer(
     num_layers: int,
     microbatch_size: int,
     attention: str = "explicit",
-    *,
-    pads: bool = False,
 ) -> ModelProfile:
-    """Transformer-L of any depth with explicit or fused attention; ``pads`` in tiled memory."""
-    (embedding, layer, softmax), loss = _transformer(reading, microbatch_size, attention, pads)
+    """Transformer-L of any depth with explicit or fused attention."""
+    (embedding, layer, softmax), loss = _transformer(reading, microbatch_size, attention)
     return ModelProfile((embedding, *[layer] * num_layers, softmax), loss)
 
 
 @cache
-def _transformer(reading: Reading, microbatch_size: int, attention: str, pads: bool) -> ModelProfile:
+def _transformer(reading: Reading, microbatch_size: int, attention: str) -> ModelProfile:
     """Embedding, one layer, softmax and the loss."""
     examples = 1 if microbatch_size == 1 else EXAMPLES
     found = profiled(reading, "transformer", examples, num_layers=1, attention=attention)
-    changes = [Relabel((Label(EXAMPLES, EXAMPLES, microbatch_size),)).profile] if examples != 1 else []
-    for change in (*changes, *([tiled] if pads else [])):
-        found = ModelProfile(tuple(map(change, found.layers)), change(found.loss))
-    return found
+    if examples == 1:
+        return found
+    change = Relabel((Label(EXAMPLES, EXAMPLES, microbatch_size),)).profile
+    return ModelProfile(tuple(map(change, found.layers)), change(found.loss))
 
 
 def amoebanet(
@@ -135,18 +131,16 @@ def amoebanet(
     num_classes: int = 1001,
     *,
     auxiliary_head: bool = True,
-    pads: bool = False,
 ) -> ModelProfile:
-    """AmoebaNet-D (L, D); ``pads`` in tiled memory. Where L or D lie outside of the family, and only there,
-    every layer is profiled at its size.
+    """AmoebaNet-D (L, D). Where L or D lie outside of the family, and only there, every layer is profiled at
+    its size.
     """
     if not _is_of_the_family(num_layers, num_filters):
         options = {"num_classes": num_classes, "aux_head": auxiliary_head}
-        found = profiled(
+        return profiled(
             reading, "amoebanet", microbatch_size, num_layers=num_layers, num_filters=num_filters, **options
         )
-        return ModelProfile(tuple(map(tiled, found.layers)), tiled(found.loss)) if pads else found
-    *parts, (loss,) = _amoebanet(reading, num_filters, microbatch_size, num_classes, auxiliary_head, pads)
+    *parts, (loss,) = _amoebanet(reading, num_filters, microbatch_size, num_classes, auxiliary_head)
     return ModelProfile(stacked(*parts, num_layers=num_layers), loss)
 
 
@@ -185,7 +179,7 @@ def stacked(
 
 @cache
 def _amoebanet(
-    reading: Reading, num_filters: int, examples: int, num_classes: int, auxiliary_head: bool, pads: bool
+    reading: Reading, num_filters: int, examples: int, num_classes: int, auxiliary_head: bool
 ) -> tuple[tuple[LayerProfile, ...], ...]:
     """Profiles that `stacked` puts together, and the loss's."""
     kinds = _kinds(reading, 1 if examples == 1 else EXAMPLES)
@@ -215,8 +209,7 @@ def _amoebanet(
     for before, after in pairwise((*entry, *middle, *head, *end[:3], *end[4:], classifier)):
         if before.outputs != after.inputs:
             raise RuntimeError(f"{after.name} does not take what {before.name} returns: {before.outputs}")
-    groups = (entry, middle, head, end, (classifier,), (loss,))
-    return tuple(tuple(map(tiled, group)) for group in groups) if pads else groups
+    return entry, middle, head, end, (classifier,), (loss,)
 
 
 @dataclass(frozen=True)
@@ -365,55 +358,6 @@ class Relabel:
     def _trace(self, trace: Trace) -> Trace:
         shapes = tuple((*map(self.number, shape[:-1]), shape[-1]) for shape in trace.shapes)
         return replace(trace, sizes=self._all(trace.sizes), shapes=shapes)
-
-
-def tiled(profile: LayerProfile) -> LayerProfile:
-    """The profile where memory holds arrays in tiles of 8 x 128 elements: storages and boundaries are padded.
-
-    Parameters and buffers are not. Needs a profile with shapes.
-    """
-    return replace(
-        profile,
-        inputs=_padded_ends(profile.inputs),
-        outputs=_padded_ends(profile.outputs),
-        free=_padded_trace(profile.free),
-        first=_padded_trace(profile.first),
-        later=_padded_trace(profile.later),
-        halves=None,
-    )
-
-
-def _padded_ends(boundary: Boundary) -> Boundary:
-    return _with_shapes(boundary, [padded(spec.shape) for spec in boundary.tensors])
-
-
-def _padded_trace(trace: Trace) -> Trace:
-    sizes = []
-    for size, (*shape, itemsize) in zip(trace.sizes, trace.shapes, strict=True):
-        dense = prod(shape) * itemsize
-        # A storage of another size than the tensor for which it was made is taken as a row.
-        lengths = tuple(shape) if size == dense else (size // itemsize,)
-        sizes.append(prod(padded(lengths)) * itemsize if size else 0)
-    return replace(trace, sizes=tuple(sizes))
-
-
-@cache
-def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in tiles of 8 x 128: one dimension becomes a multiple of 8 and another of 128, whichever two
-    cost least; a row becomes a multiple of 128, a number stays.
-    """
-    if len(shape) < 2:
-        return tuple(_up(length, 128) for length in shape)
-    choices = []
-    for low, high in permutations(range(len(shape)), 2):
-        lengths = list(shape)
-        lengths[low], lengths[high] = _up(shape[low], 8), _up(shape[high], 128)
-        choices.append(tuple(lengths))
-    return min(choices, key=prod)
-
-
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
 
 
 def _with_shapes(boundary: Boundary, shapes: Sequence[tuple[int, ...]]) -> Boundary:

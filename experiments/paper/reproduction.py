@@ -21,6 +21,7 @@ from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 from gpipe_bench.experiments.paper.stages import (
     BYTES_PER_PARAMETER,
     bare,
+    counted,
     num_parameters,
     stages_of,
 )
@@ -241,17 +242,14 @@ def table1(half: str, **given: Value) -> Numbers:
     """
     table = HALVES[half].table
     declared = Declared(table, **given)
-    names = ("activation_format", "kept_by", "tensor_layout", "partition_cost", "partition_rule")
+    names = ("activation_format", "partition_cost", "partition_rule", "gradient_copies", "boundary_tensors")
     own = ("num_classes", "auxiliary_head") if half == "amoebanet" else ()
     settings = {name: declared[name] for name in (*names, "num_microbatches", *own)}
-    copies, twice = int(declared["gradient_copies"]), declared["boundary_tensors"] == "inputs and outputs"
     values: Numbers = {}
     for column in COLUMNS[half]:
         stages = stages_of(half, column, settings)
         values[table, "peak activation memory", column.name] = (
-            math.nan
-            if stages is None
-            else float(sum(stage.held[copies] + twice * stage.outputs for stage in stages))
+            math.nan if stages is None else float(sum(counted(stage, settings) for stage in stages))
         )
     return values if given else values | _capacities(half, declared, settings)
 

@@ -1,6 +1,6 @@
 """What the accelerators of Table 1 hold under given choices of what the paper does not state.
 
-One walk over a stage's layers gives what it holds; number format, layout and micro-batches change
+One walk over a stage's layers gives what it holds; number format and micro-batches change
 the profiles that are walked, the partition where stages begin, copies of gradients and of boundary tensors
 what is added. Equal stages are walked once.
 """
@@ -143,13 +143,11 @@ def _in_single_precision(layer: LayerProfile) -> LayerProfile:
 
 @cache
 def gradient_bytes(layer: LayerProfile) -> int:
-    """Bytes of one copy of the gradients of the layer's parameters, padded where its memory is tiled."""
+    """Bytes of one copy of the gradients of the layer's parameters."""
     return _in_single_precision(layer).gradient_bytes
 
 
-PLAIN: Combination = {
-    "activation_format": "float32", "kept_by": "every operation", "tensor_layout": "dense",
-}  # fmt: skip
+PLAIN: Combination = {"activation_format": "float32"}
 """Profiles of which only parameters or the number of layers are asked."""
 
 
@@ -162,12 +160,11 @@ def model_of(
         autocast=False,
         with_shapes=True,
     )
-    pads = settings["tensor_layout"] != "dense"
     if half == "transformer":
-        return transformer(reading, num_layers, microbatch_size, pads=pads)
+        return transformer(reading, num_layers, microbatch_size)
     return amoebanet(
         reading, num_layers, num_filters, microbatch_size, int(settings["num_classes"]),
-        auxiliary_head=bool(settings["auxiliary_head"]), pads=pads,
+        auxiliary_head=bool(settings["auxiliary_head"]),
     )  # fmt: skip
 
 

@@ -6,9 +6,10 @@ whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
     python -m experiments run table2
 
 Every action is measured in whole steps, with all stages in one process, and laid out on K devices
-(`replayed`); where there are as many devices as stages the step is also run on them (`measured`), and the
-difference is the replay's error. One table has the mini-batch fitted to a memory cap, as the paper did, and
-one a fixed mini-batch, so that only K and M differ. All cells of a model take turns in one run.
+(`replayed`); for every number of stages that there are devices for, two processor cores or the GPUs, the step
+is also run on them (`measured`), and the difference is the replay's error. One table has the mini-batch
+fitted to a memory cap, as the paper did, and one a fixed mini-batch, so that only K and M differ. All cells
+of a model take turns in one run.
 
 A case of its own computes the paper's table for the paper's accelerators and sizes, under the one declared
 configuration (experiments/paper/reproduction.py).
@@ -23,11 +24,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import gantt_plot, picture
-from gpipe_bench.experiments.paper import on_gpus
 from gpipe_bench.experiments.paper.predicted import SENTENCES
-from gpipe_bench.experiments.paper.timed import claims, layers, views
+from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
-    CUTS_ESTIMATE_S,
     PROFILES,
     TABLE2,
     Configuration,
@@ -61,6 +60,8 @@ ROUNDS = {
 """Rounds of a case: every configuration takes two turns in a round, and each turn is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (75.0, 95.0), "full": (150.0, 150.0)}
 REAL_ESTIMATES_S = (195.0, 175.0)  # of AmoebaNet-D and Transformer
+REAL = "normalised real throughput"
+RAN = "Measured on as many devices as stages, at one mini-batch."
 MORE = "more micro-batches, more throughput", "the smallest quotient of neighbours in M, K fixed"
 """The sentence that is about all neighbours."""
 
@@ -71,13 +72,12 @@ MORE = "more micro-batches, more throughput", "the smallest quotient of neighbou
 def cases(options: RunOptions) -> list[Case]:
     smoke = options.profile == "smoke"
     steps = [
-        Case({"model": name, "batch": batch}, estimate_s + CUTS_ESTIMATE_S * (batch == "fixed"))
+        Case({"model": name, "batch": batch}, estimate_s)
         for batch, estimate_s in zip(BATCHES, ESTIMATE_S[options.profile], strict=True)
         for name in TABLE2
         if not smoke or (batch, name) != ("fitted", "amoebanet")  # ten seconds of profiling
     ]
-    others = real_cases(TABLE2, REAL_ESTIMATES_S, options) + reproduced.cases("table2", options)
-    return on_gpus.cases(STAGES[options.profile], MICROBATCHES[options.profile], options) + steps + others
+    return steps + real_cases(TABLE2, REAL_ESTIMATES_S, options) + reproduced.cases("table2", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -85,25 +85,17 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table2", case)
-    from gpipe_bench.experiments.paper.predicted.sizes import cuts_of_the_paper, paper_size
     from gpipe_bench.experiments.paper.timed.results import results
     from gpipe_bench.experiments.paper.timed.steps import measure, run_real
 
-    model, stages = str(case.key["model"]), STAGES[options.profile]
-    workload = TABLE2[model][options.profile]
-    match case.key.get("part"):
-        case "replay error":
-            return run_real(workload, MICROBATCHES[options.profile], options)
-        case on_gpus.PART | layers.PART:
-            return on_gpus.run(workload, case, options)
+    workload = TABLE2[str(case.key["model"])][options.profile]
+    if "part" in case.key:
+        return run_real(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])
     configurations, facts = _configurations(workload, batch, options)
     rounds = ROUNDS[options.profile][batch]
     job = Job(workload, configurations, rounds, options.engine or "ours", options.device)
     metrics, details = results(job, measure(job))
-    if batch == "fixed":
-        paper = paper_size("table2", model, options)
-        cuts_of_the_paper(TABLES[model], workload, paper, stages).add_to(details)
     return Outcome(tuple(metrics), {"model": workload.model, **facts, **details})
 
 
@@ -118,7 +110,7 @@ def _configurations(
     if batch == "fitted":
         return fitted(workload, cells)
     real, size = num_devices(options.device), workload.batch_size
-    return tuple(Configuration(k, m, size, runs_for_real=k == real) for k, m in cells), {"batch_size": size}
+    return tuple(Configuration(k, m, size, runs_for_real=k <= real) for k, m in cells), {"batch_size": size}
 
 
 # Answers: cells and sentences of the paper
@@ -133,8 +125,12 @@ def cells(records: Sequence[Record]) -> list[Result]:
         for name in _in_order(record):
             metric, place = _speed(record, name), _place(record, name)
             found.append(claims.beside(records, record, place, metric, note, "as the step grows"))
-    for model in [model for model in TABLES if model not in fitted]:
-        found += on_gpus.answers(records, TABLES[model], model)
+    for model, record in claims.by_model(records, TABLES, part="replay error").items():
+        if model not in fitted and _is_whole(record):  # at one mini-batch; the paper fitted its own
+            found += [
+                claims.beside(records, record, _place(record, name), _speed(record, name, REAL), RAN)
+                for name in _in_order(record)
+            ]
     sentences = [*_quotients(records, fixed, fitted), *_bubble(records, fixed)]
     return [*found, *sentences, *reproduced.answers(records)]
 
@@ -149,9 +145,14 @@ def _place(record: Record, name: str) -> views.Place:
     return TABLES[str(record.case["model"])], count, stages
 
 
-def _speed(record: Record, name: str) -> Metric | None:
+def _speed(record: Record, name: str, what: str = "normalised throughput") -> Metric | None:
     facts = record.details["cells"].get(name)
-    return None if facts is None else record.metric("normalised throughput", **facts["key"])
+    return None if facts is None else record.metric(what, **facts["key"])
+
+
+def _is_whole(record: Record) -> bool:
+    """Whether more than two stages ran for real: a column of the table, and not the replay's error alone."""
+    return len({facts["num_stages"] for facts in record.details["cells"].values()}) > 1
 
 
 def _quotients(
@@ -175,11 +176,9 @@ def _quotients(
         quotient = partial(_quotient, divisor)
         least, other = (claims.least(of, pairs, _speed, quotient) for of in (fixed, fitted))
         if least is not None:
-            model, names, metric = least
+            model, metric = least
             note = f"{metric.name} of {model} at one mini-batch, a scaled model"
-            note += "" if other is None else f"; with the mini-batch fitted to memory {other[2].value:.3g}"
-            speeds = [_speed(fixed[model], name) for name in names]
-            note += claims.cut_again(fixed[model], names, speeds, quotient)
+            note += "" if other is None else f"; with the mini-batch fitted to memory {other[1].value:.3g}"
             yield from claims.sentence(records, fixed[model], *place, metric, note)
 
 
@@ -198,10 +197,7 @@ def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Res
     if bubbles:
         found, name, model = max(bubbles, key=itemgetter(0))
         metric = from_samples(name, [found], "%", provenance="replayed")
-        again = claims.cut_again(
-            of[model], [name], [metric], lambda bubble: bubble, lambda cut: 100 * cut["shares"]["bubble"]
-        )
-        note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}{again}"
+        note = f"Share of K x step of {model}, {name}, the largest of {len(bubbles)}"
         yield from claims.sentence(records, of[model], "bubble at M >= 4K", "largest over K", metric, note)
 
 
@@ -209,7 +205,7 @@ def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Res
 
 
 def tables(records: Sequence[Record]) -> str:
-    """Fitted and fixed mini-batch apart, what ran on GPUs, and what the replay errs by."""
+    """Fitted and fixed mini-batch apart, what ran for real on more than two, and what the replay errs by."""
     steps = [record for batch in BATCHES for record in of_case(records, "done", batch=batch)]
     real = of_case(records, "done", part="replay error")
     numbers = views.long([*steps, *real, *of_case(records, part=reproduced.PART)], _place)
@@ -219,8 +215,14 @@ def tables(records: Sequence[Record]) -> str:
         for batch in BATCHES
         for title, of in numbers[numbers.batch == batch].groupby("title", sort=False)
     ]
-    parts = [*shown, on_gpus.text(records, TABLES), layers.text(records), views.replay_errors(numbers)]
-    return "\n\n".join(filter(None, parts))
+    whole = views.long([record for record in real if _is_whole(record)], _place)
+    shown += [
+        views.throughput(
+            of.sort_values(["K", "M"], kind="stable"), f"{title} run on as many devices as stages"
+        )
+        for title, of in whole.groupby("title", sort=False)
+    ]
+    return "\n\n".join(filter(None, [*shown, views.replay_errors(numbers)]))
 
 
 CAPTIONS = {
@@ -273,7 +275,6 @@ EXPERIMENT = Experiment(
     paper_tables=("table2-amoebanet", "table2-transformer", "table2-bound"),
     tables=tables,
     figures=figures,
-    takes=("gpus",),
     options=("device", "engine"),
     engines=tuple(ENGINES),
 )

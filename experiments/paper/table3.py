@@ -5,11 +5,11 @@ stages, whose messages take as long as their actions.
 
     python -m experiments run table3
 
-Two kinds of cases, each saying which it is. `steps`: actions measured in whole steps on this machine and
-laid out on K devices over PCIe through the host (`replayed`), as it is and slowed down with the model, so
-that a message takes the share of the time that it takes on the paper's P100. `paper size`: the paper's own
-models, every operation at the speed a P100 allows it (`modelled`). A slow link is always a replay with the
-link's numbers; on GPUs, NCCL_P2P_DISABLE=1 sends the real steps of `replay error` through the host.
+Actions are measured in whole steps on this machine and laid out on K devices over PCIe through the host
+(`replayed`), as it is and slowed down with the model, so that a message takes the share of the time that it
+takes on the paper's P100. A slow link is always a replay with the link's numbers; on GPUs, NCCL_P2P_DISABLE=1
+sends the real steps of `replay error` through the host. A case of its own computes the table at the paper's
+size for P100s (experiments/paper/reproduction.py).
 """
 
 from __future__ import annotations
@@ -17,30 +17,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import truediv
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import picture
-from gpipe_bench.experiments.paper.links import (
-    NUM_MICROBATCHES,
-    SAME_SHARE,
-    STAGES,
-    estimate_of,
-    modelled,
-    replayed,
-)
 from gpipe_bench.experiments.paper.timed import claims, views
-from gpipe_bench.experiments.paper.timed.replay import HIDDEN, TimedActions, hidden_from, slowdowns
-from gpipe_bench.experiments.paper.timed.workloads import PROFILES, TABLE3, Configuration, Job, real_cases
+from gpipe_bench.experiments.paper.timed.replay import (
+    HIDDEN,
+    SAME_SHARE,
+    TimedActions,
+    hidden_from,
+    slowdowns,
+)
+from gpipe_bench.experiments.paper.timed.workloads import (
+    NUM_MICROBATCHES,
+    PROFILES,
+    TABLE3,
+    Configuration,
+    Job,
+    real_cases,
+)
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Record, find, frame, interval_name, of_case
+from gpipe_bench.harness.record import Record, frame, interval_name, of_case
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
-from gpipe_bench.pipeline.plan.links import LINKS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+STAGES = (2, 4, 8)
 TABLES = {"amoebanet": "table3-amoebanet", "transformer": "table3-transformer"}
 NAMES = {"amoebanet": "AmoebaNet-D", "transformer": "Transformer"}  # in the sentences
 TIMED_MICROBATCHES = 8  # that really run; the step is laid out with 32
@@ -48,20 +53,12 @@ ROUNDS = {"smoke": 1, "short": 2, "full": 3}  # there and back, two samples each
 ESTIMATE_S = {"smoke": 7.0, "short": 40.0, "full": 90.0}
 REAL_MICROBATCHES = (2, 8, 32)
 REAL_ESTIMATES_S = (75.0, 75.0)  # of AmoebaNet-D and Transformer
-SHOWN_LINKS = ("ethernet-10g", "pcie3-host", "infiniband-hdr", "nvlink2")
 
 
 def cases(options: RunOptions) -> list[Case]:
-    parts = {"paper size": 3.0, "steps": ESTIMATE_S[options.profile]}
-    return (
-        [
-            Case({"part": part, "model": name}, estimate_s)
-            for part, estimate_s in parts.items()
-            for name in TABLE3
-        ]
-        + real_cases(TABLE3, REAL_ESTIMATES_S, options)
-        + reproduced.cases("table3", options)
-    )
+    estimate_s = ESTIMATE_S[options.profile]
+    steps = [Case({"part": "steps", "model": name}, estimate_s) for name in TABLE3]
+    return steps + real_cases(TABLE3, REAL_ESTIMATES_S, options) + reproduced.cases("table3", options)
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -69,27 +66,23 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table3", case)
+    from gpipe_bench.experiments.paper.links import replayed
+    from gpipe_bench.experiments.paper.predicted.sizes import FullSize
+    from gpipe_bench.experiments.paper.timed.steps import measure, run_real
+
     sizes = TABLE3[str(case.key["model"])]
-    paper = sizes["full"]
-    match case.key["part"]:
-        case "paper size":
-            metrics, details = modelled(estimate_of(paper), paper.batch_size)
-            facts: dict[str, Any] = {"title": paper.title, "options": dict(paper.options)}
-        case "steps":
-            from gpipe_bench.experiments.paper.timed.steps import measure
-
-            workload = sizes[options.profile]
-            count = min(TIMED_MICROBATCHES, workload.batch_size)
-            examples = count * max(1, workload.batch_size // NUM_MICROBATCHES)
-            stages = STAGES[:2] if options.profile == "smoke" else STAGES
-            plan = tuple(Configuration(k, count, examples) for k in stages)
-            job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
-            metrics, details = replayed(plan, measure(job), estimate_of(paper))
-            facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
-        case _:
-            from gpipe_bench.experiments.paper.timed.steps import run_real
-
-            return run_real(sizes[options.profile], REAL_MICROBATCHES, options, microbatch_size=1)
+    workload, paper = sizes[options.profile], sizes["full"]
+    if case.key["part"] == "replay error":
+        return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=1)
+    count = min(TIMED_MICROBATCHES, workload.batch_size)
+    examples = count * max(1, workload.batch_size // NUM_MICROBATCHES)
+    plan = tuple(
+        Configuration(k, count, examples) for k in (STAGES[:2] if options.profile == "smoke" else STAGES)
+    )
+    job = Job(workload, plan, ROUNDS[options.profile], device=options.device)
+    theirs = FullSize(paper.model, dict(paper.options))
+    metrics, details = replayed(plan, measure(job), theirs, paper.batch_size)
+    facts = {**workload.facts(), "rounds": job.rounds, "timed_microbatches": count}
     return Outcome(tuple(metrics), {**facts, **details})
 
 
@@ -131,7 +124,7 @@ def stage_counts(record: Record) -> list[int]:
 
 
 def tables(records: Sequence[Record]) -> str:
-    """The steps over each link, and from which bandwidth on messages are hidden: here, and on a P100."""
+    """The steps over each link, and from which bandwidth on messages are hidden."""
     numbers = frame(of_case(records, "done"))
     if "link" not in numbers:
         return ""
@@ -142,18 +135,13 @@ def tables(records: Sequence[Record]) -> str:
         of = steps[steps.model == model]
         texts = of.assign(text=[_text(*each) for each in of[["metric", "value", "low", "high"]].to_numpy()])
         wide = texts.pivot(index="K", columns="shown", values="text").reindex(columns=[*COLUMNS])
-        hidden = numbers.query("part == 'paper size' and metric == 'hidden from' and model == @model")
-        peak = {int(k): f"{value:.2g}" for k, value in hidden[["K", "value"]].to_numpy()}
-        wide["P100:\nhidden from"] = [peak.get(k, "-") for k in wide.index]
         lines = [
             [f"K={k}", *line]
             for k, line in zip(wide.index, wide.astype(object).fillna("-").to_numpy(), strict=True)
         ]
-        headers = ["", *(COLUMNS.get(name, name) for name in wide.columns)]
-        paper = find(records, "done", part="paper size", model=model)
-        assumption = "not on record" if paper is None else str(paper.details["assumption"])
+        headers = ["", *(COLUMNS[name] for name in wide.columns)]
         several = max(map(len, of[of.metric == "normalised throughput"].samples), default=0)
-        parts.append(numbers_text(_title(record, several, assumption), headers, lines))
+        parts.append(numbers_text(_title(record, several), headers, lines))
     return "\n\n".join(parts)
 
 
@@ -171,12 +159,9 @@ def _text(metric: str, value: float, low: float, high: float) -> str:
     return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low < high else "")
 
 
-def _title(record: Record, several: int, assumption: str) -> str:
+def _title(record: Record, several: int) -> str:
     details, k = record.details, stage_counts(record)[-1]
     scale = f"; scaled to this machine: {details['scale']}" if details["scale"] else ""
-    when = (
-        "" if details["assumption"] == assumption else f"\n  same share: when it ran, {details['assumption']}"
-    )
     forward_ms = details["stages"][f"K={k}"]["mean_forward_ms"]
     return (
         f"{details['title']}, M=32: throughput, K=2 is 1 (in brackets: {interval_name(several)})\n"
@@ -188,27 +173,21 @@ def _title(record: Record, several: int, assumption: str) -> str:
         "    processes took 6 to 19 % longer than their replay (TCP, measured once)\n"
         "  of bound: the throughput as a share of what even stages over a free link would give\n"
         "  hidden from: least GB/s per direction with a step at most 5 % longer than over a free link\n"
-        f"  P100: modelled at the paper's size; {assumption}{when}"
+        f"  same share: {details['assumption']}"
     )
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Throughput over the link's bandwidth: modelled at the paper's size, replayed at this machine's."""
-    drawings = {
-        "table3-bandwidth": ("paper size", "the paper's models on P100s, modelled"),
-        "table3-this-machine": ("steps", "this machine's models, replayed"),
-    }
-    return [
-        picture(
-            name=name,
-            caption=f"Table 3: throughput over the bandwidth of the link; {what}; dots: over faster links a "
-            f"step is at most {HIDDEN:.0%} longer than over a free one",
-            alt="Curves of throughput over bandwidth, with the point where communication stops being hidden.",
-            draw=partial(_drawn, laid_out),
-        )
-        for name, (part, what) in drawings.items()
-        if (laid_out := claims.by_model(records, TABLES, part=part))
-    ]
+    """Throughput over the link's bandwidth."""
+    laid_out = claims.by_model(records, TABLES, part="steps")
+    curves = picture(
+        name="table3-this-machine",
+        caption="Table 3: throughput over the bandwidth of the link, this machine's models, replayed; dots: "
+        f"over faster links a step is at most {HIDDEN:.0%} longer than over a free one",
+        alt="Curves of throughput over bandwidth, with the point where communication stops being hidden.",
+        draw=partial(_drawn, laid_out),
+    )
+    return [curves] if laid_out else []
 
 
 def _drawn(laid_out: Mapping[str, Record]) -> Figure:
@@ -235,14 +214,6 @@ def _drawn(laid_out: Mapping[str, Record]) -> Figure:
             x=[*dots.values()], y=[slowdowns(steps[k], [1e9 * least])[0] for k, least in dots.items()],
             hue=[str(k) for k in dots], palette="viridis", legend=False, zorder=3, ax=axes,
         )  # fmt: skip
-        for link in SHOWN_LINKS:
-            speed = LINKS[link].bandwidth_bytes_per_s / 1e9
-            if low < speed < high:
-                axes.axvline(speed, color="0.55", linewidth=0.8, linestyle=":")
-                axes.annotate(
-                    link, (speed, 0.02), (-2, 0), textcoords="offset points", rotation=90, fontsize=7,
-                    color="0.35", ha="right", zorder=1.5, bbox={"fc": "w", "ec": "none", "pad": 0.5},
-                )  # fmt: skip
         axes.grid(visible=False, axis="x")
         axes.set(
             xscale="log", ylim=(0, 1.05), xlim=(low, high), xlabel="bandwidth of the link, GB/s per direction"

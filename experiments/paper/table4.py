@@ -7,7 +7,7 @@ the rest bubble and uneven stages, more of both with more stages.
 
 The actions of K stages are timed in whole steps of 4 micro-batches, laid out with 16 on K devices
 (`replayed`) and laid out again without a link, without set-up and with even stages; the differences are the
-parts, and they add up to 100 % (planner/breakdown.py).
+parts, and they add up to 100 % (planner/predict.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, cast
 from gpipe_bench.experiments.drawing import gantt_plot, picture
 from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
-    CUTS_ESTIMATE_S,
     PROFILES,
     VERSION1,
     Configuration,
@@ -28,7 +27,7 @@ from gpipe_bench.experiments.paper.timed.workloads import (
 )
 from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
-from gpipe_bench.harness.record import Metric, Record, from_samples
+from gpipe_bench.harness.record import Record, from_samples
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Result
@@ -42,7 +41,7 @@ NUM_MICROBATCHES = 16  # v1 Table 1; neither version states the breakdown's own
 TIMED_MICROBATCHES = 4  # that really run
 COUNTS = NUM_MICROBATCHES, TIMED_MICROBATCHES  # that are laid out
 STAGES = (2, 4, 8)
-JUDGED = ("resnet101",)  # of the sentences
+JUDGED = "resnet101"  # of the sentences
 SHARE = "share of the step"
 REAL_MICROBATCHES = (1, 2, 4)
 REAL_ESTIMATES_S = (170.0, 170.0)  # of ResNet-101 and AmoebaNet-D
@@ -57,7 +56,7 @@ SETUP = (
 
 def cases(options: RunOptions) -> list[Case]:
     estimate_s = ESTIMATE_S[options.profile]
-    steps = [Case({"model": name}, estimate_s + CUTS_ESTIMATE_S * (name in JUDGED)) for name in VERSION1]
+    steps = [Case({"model": name}, estimate_s) for name in VERSION1]
     others = real_cases(VERSION1, REAL_ESTIMATES_S, options)
     return steps + others + reproduced.cases("table4", options)
 
@@ -67,7 +66,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table4", case)
-    from gpipe_bench.experiments.paper.predicted.sizes import cuts_of_the_paper, paper_size
     from gpipe_bench.experiments.paper.timed.replay import take_apart
     from gpipe_bench.experiments.paper.timed.results import by_turn, joined, link_of, results
     from gpipe_bench.experiments.paper.timed.steps import measure, num_devices, run_real
@@ -79,7 +77,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return run_real(workload, REAL_MICROBATCHES, options, microbatch_size=size)
     examples, real = TIMED_MICROBATCHES * max(1, workload.batch_size // 2), num_devices(options.device)
     plan = tuple(
-        Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k == real > 1, counts=COUNTS)
+        Configuration(k, TIMED_MICROBATCHES, examples, runs_for_real=k <= real, counts=COUNTS)
         for k in (STAGES[:1] if options.profile == "smoke" else STAGES)
     )
     job = Job(workload, plan, ROUNDS[options.profile], options.engine or "ours", options.device)
@@ -99,41 +97,47 @@ def run(case: Case, options: RunOptions) -> Outcome:
         for part in whole.shares:
             key, percent = {"part": part, **facts["key"]}, [100 * float(each[part]) for each in shares]
             metrics.append(from_samples(SHARE, percent, "%", key=key, provenance="replayed"))
-    if model in JUDGED:
-        paper = paper_size("figure3", model, options)
-        cuts_of_the_paper("breakdown-v5", workload, paper, STAGES).add_to(details)
     return Outcome(tuple(metrics), details)
+
+
+Number = Callable[[int, Mapping[str, float]], float]
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
     """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
     ResNet-101 on two partitions, so it is held against that.
     """
-    record = claims.by_model(claims.of_steps(records), JUDGED).get(JUDGED[0])
+    record = claims.by_model(claims.of_steps(records), [JUDGED]).get(JUDGED)
     if record is None:
         return reproduced.answers(records)
-    shares: dict[int, dict[str, Metric]] = {}
-    for metric in record.metrics:
-        if metric.name == SHARE and metric.key["K"] in (2, 4):
-            shares.setdefault(int(str(metric.key["K"])), {})[str(metric.key["part"])] = metric
     scale = record.details["scale"] or "at the full size"
     note = f"Run here: {scale}, M = {NUM_MICROBATCHES}, exact cut by seconds."
+    found = [each for each in record.metrics if each.name == SHARE]
+    shares = {k: {str(each.key["part"]): each for each in found if each.key["K"] == k} for k in (2, 4)}
     cells = [
-        *((("breakdown-v5", part, SHARE), each) for part, each in shares.get(2, {}).items()),
-        *(
-            (("breakdown-v1", "load imbalance", f"K={k}"), of["load imbalance"])
-            for k, of in shares.items()
-            if k == 4
-        ),
+        (("breakdown-v5", part, SHARE), each) for part, each in shares[2].items() if part != "communication"
     ]
-    found = [
+    if shares[4]:
+        cells.append((("breakdown-v1", "load imbalance", "K=4"), shares[4]["load imbalance"]))
+    results = [
         claims.beside(records, record, place, metric, SETUP if place[1] == "setup" else note)
         for place, metric in cells
-        if place[1] != "communication"
     ]
     for choose, number, row, what in SENTENCES:
-        found += _sentence(records, record, shares, choose, number, row, what)
-    return [*found, *reproduced.answers(records)]
+        ratios = {
+            k: ratio
+            for k, of in shares.items()
+            if of and (ratio := claims.derived(row, partial(_of_parts, number, k, tuple(of)), *of.values()))
+        }
+        if ratios:
+            k = choose(ratios, key=lambda each: ratios[each].value or 0.0)
+            what = f"{what}: K={k} M={NUM_MICROBATCHES}"
+            results += claims.sentence(records, record, row, "ResNet-101", ratios[k], what)
+    return [*results, *reproduced.answers(records)]
+
+
+def _of_parts(number: Number, num_stages: int, parts: Sequence[str], *shares: float) -> float:
+    return number(num_stages, dict(zip(parts, shares, strict=True)))
 
 
 def _over_the_formula(num_stages: int, shares: Mapping[str, float]) -> float:
@@ -147,7 +151,6 @@ def _over_the_next(_: int, shares: Mapping[str, float]) -> float:
     return shares["recompute"] / max(shares[part] for part in others)
 
 
-Number = Callable[[int, Mapping[str, float]], float]
 SENTENCES: tuple[tuple[Any, Number, str, str], ...] = (
     (
         max, _over_the_formula, "bubble observed over (K-1)/(M+K-1)",
@@ -158,28 +161,6 @@ SENTENCES: tuple[tuple[Any, Number, str, str], ...] = (
 """The bubble is slightly smaller than by the formula, and recomputation is the largest overhead: v1, section
 4.2, says both of two and of four stages. Which of both numbers of stages a sentence is judged by, its number,
 its row, and what the number is."""
-
-
-def _sentence(
-    records: Sequence[Record], record: Record, shares: Mapping[int, Mapping[str, Metric]],
-    choose: Any, number: Number, row: str, what: str,
-) -> list[Result]:  # fmt: skip
-    found = {}
-    for k, of in shares.items():
-        ratio = claims.derived(
-            row, lambda *given, k=k, of=of: number(k, dict(zip(of, given, strict=True))), *of.values()
-        )
-        if ratio is not None:
-            found[k] = ratio
-    if not found:
-        return []
-    k = choose(found, key=lambda each: found[each].value or 0.0)
-    name = f"K={k} M={NUM_MICROBATCHES}"
-    again = claims.cut_again(
-        record, [name], [found[k]], lambda ratio: ratio,
-        lambda cut: number(k, {part: 100 * share for part, share in cut["shares"].items()}),
-    )  # fmt: skip
-    return claims.sentence(records, record, row, "ResNet-101", found[k], f"{what}: {name}{again}")
 
 
 def _taken_apart(records: Sequence[Record]) -> DataFrame:

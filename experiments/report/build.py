@@ -16,20 +16,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from gpipe_bench.experiments.paper.consistency.judging import exact
+from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
-from gpipe_bench.experiments.report.facts import facts_of, summaries_of
 from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
-from gpipe_bench.experiments.report.readings import check_engine_is_there, engines_of, judged, readable
+from gpipe_bench.experiments.report.readings import judged, readable
 from gpipe_bench.harness import REFERENCE, short_path
+from gpipe_bench.harness.environment import environment_facts
 from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
-from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
-from gpipe_bench.harness.report.side import SideBySide, environment_facts, side_by_side
+from gpipe_bench.harness.reproduction import summed
 from gpipe_bench.harness.store import Problem, Store, latest, lines_of
 from gpipe_bench.harness.verdict import Comparison, Result
 
@@ -38,17 +40,8 @@ FIGURE = "table2", "table2-throughput-fitted"
 """The first screen's figure: an experiment, and its plot."""
 
 
-def build(
-    results: Path,
-    *,
-    figures: bool = True,
-    others: Sequence[tuple[str, Path]] = (),
-    engine: str | None = None,
-) -> Page:
-    """The whole report as data, from the records in `results`, the committed reference records and `others`,
-    which are names of machines and folders. Where the `engine` took part, its runs come first; ValueError
-    where it is in no record.
-    """
+def build(results: Path, *, figures: bool = True) -> Page:
+    """The whole report as data, from the records in `results`, a folder or a file, and the committed ones."""
     experiments: list[Experiment] = []
     warnings: list[str] = []
     for name in EXPERIMENTS:
@@ -57,18 +50,12 @@ def build(
         except ImportError as error:  # one experiment that lacks a package must not cost the whole page
             warnings.append(f"{name} can't be loaded: {error}")
     places = folders(results)
-    for name, folder in others:
-        while name in dict(places):
-            name += " (another)"
-        places.append((name, folder))
     found: dict[str, list[Reading]] = {}
     for experiment in experiments:
-        groups, problems = sources(experiment, places, engine)
+        groups, problems = sources(experiment, places)
         found[experiment.name], left_out = readings(experiment, groups)
         warnings += lines_of(problems) + [f"{short_path(group.folder)}: {line}" for group, line in left_out]
     every = [reading for several in found.values() for reading in several]
-    if engine is not None:
-        check_engine_is_there(engine, [record for reading in every for record in reading.source.records])
     committed = {
         name: [each for each in several if each.source.folder.resolve().parent == REFERENCE.resolve()]
         for name, several in found.items()
@@ -82,7 +69,8 @@ def build(
         first = found[experiment.name][0].source
         try:
             if figures:
-                pictures = pictures_of(experiment, first.records, first.folder, first.machine, own=first.own)
+                own = first.own and first.folder.is_dir()
+                pictures = pictures_of(experiment, first.records, first.folder, first.machine, own=own)
         except FAILURES as error:
             text = f"{type(error).__name__}: {error}"
             warnings.append(f"the figures of {experiment.name} can't be drawn: {text}")
@@ -105,7 +93,6 @@ def build(
         figure=_first_picture(committed) if figures else None,
         experiments=tuple(views),
         machines=tuple(_machine(name, folder, every, own=n == 0) for n, (name, folder) in enumerate(places)),
-        side=_side(shown),
         warnings=tuple(warnings),
         command=COMMAND,
     )
@@ -207,16 +194,6 @@ def _machine(name: str, folder: Path, every: Sequence[Reading], *, own: bool) ->
     )
 
 
-def _side(shown: Mapping[str, Sequence[Reading]]) -> SideBySide | None:
-    """All experiments that at least two machines have records of, in one table."""
-    compared: dict[str, list[Comparison]] = {}
-    environments: dict[str, list[Mapping[str, Any]]] = {}
-    for each in (reading for several in shown.values() if len(several) > 1 for reading in several):
-        compared.setdefault(each.source.machine, []).extend(each.comparisons)
-        environments.setdefault(each.source.machine, []).extend(r.environment for r in each.source.records)
-    return side_by_side(compared, environments) if len(compared) > 1 else None
-
-
 # Records that belong together, and what they come to
 
 
@@ -233,7 +210,7 @@ class Source:
 
 def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
     """(name, folder) of the results asked for, then of every reference machine."""
-    own = results.name or str(results)
+    own = results.stem if results.is_file() else results.name or str(results)
     if (references / own).is_dir() and (references / own).resolve() != results.resolve():
         own += " (yours)"
     there = sorted(references.iterdir()) if references.is_dir() else []
@@ -241,12 +218,10 @@ def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path
     return [(own, results), *((folder.name, folder) for folder in others)]
 
 
-def sources(
-    experiment: Experiment, places: Iterable[tuple[str, Path]], engine: str | None = None
-) -> tuple[list[Source], list[Problem]]:
+def sources(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tuple[list[Source], list[Problem]]:
     """The groups of records of an experiment, in the order in which they are asked, and unreadable lines.
 
-    The first of `places` is the user's own. Groups in which the `engine` took part come first.
+    The first of `places` is the user's own.
     """
     found: list[Source] = []
     problems: list[Problem] = []
@@ -267,8 +242,8 @@ def sources(
         usual = used is None or not experiment.engines or used == experiment.engines[0]
         profile = -PROFILES.index(source.profile) if source.profile in PROFILES else 1  # full, short, smoke
         return (
-            engine is not None and engine not in engines_of(*source.records), source.profile == "smoke",
-            not usual, not source.own, profile, -len(source.records), source.machine,
+            source.profile == "smoke", not usual, not source.own, profile, -len(source.records),
+            source.machine,
         )  # fmt: skip
 
     return sorted(found, key=order), problems
@@ -317,3 +292,94 @@ def answers(found: Sequence[Reading]) -> list[Comparison]:
             if entry.key not in chosen or (cell.machine and not chosen[entry.key].machine):
                 chosen[entry.key] = cell
     return list(chosen.values())
+
+
+# Facts that no comparison holds: sums over computed tables, same seeds, the schedule's formula, hardware
+
+RECOMPUTED = 3, 4
+"""Slots of F, R and B, of which the recomputation of the last stages starts while they would wait: a bubble
+has F and B alone, and a micro-batch all of them (`table2-bound` of results/paper.csv)."""
+
+
+def speed(num_stages: int, num_microbatches: int) -> float:
+    """Speed of even stages over one device, with F : R : B = 1 : 1 : 2, a free link, early recomputation."""
+    idle, work = RECOMPUTED
+    return num_microbatches * num_stages * work / (work * num_microbatches + idle * (num_stages - 1))
+
+
+def idle_share(num_stages: int, num_microbatches: int) -> float:
+    """The share of their time that such stages wait."""
+    return 1 - speed(num_stages, num_microbatches) / num_stages
+
+
+def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...]]:
+    """For each table of the paper, the four numbers that sum up what was computed of it."""
+    lines = []
+    for name in reproduced.SECONDS:
+        of_tables = reproduced.cells(records.get(name, ()))
+        for (table, unit), (cells, fixed) in of_tables.items():
+            found = summed(cells, fixed)
+            several = sum(other == table for other, _ in of_tables) > 1
+            lines.append(
+                (
+                    f"{table}, {unit}" if several else table,
+                    *(f"{found.counts[each]}" for each in ("agrees", "differs", "no test")),
+                    "-" if found.off is None else f"{100 * found.off:.0f} %",
+                    "-" if found.rank is None else f"{found.rank:.2f}",
+                    f"{found.directions} of {found.pairs}" if found.pairs else "-",
+                )
+            )
+    return lines
+
+
+def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
+    """Facts in words, by name; those whose records are missing are left out.
+
+    Args:
+        records: by experiment, finished or not
+    """
+    found = {
+        "even_speed_up": f"{speed(8, 32) / speed(2, 32):.2f}",
+        "even_idle": f"{100 * idle_share(2, 8):.1f} to {100 * idle_share(8, 32):.1f} %",
+    }
+    answers = [
+        cell.answer
+        for name in reproduced.SECONDS
+        for cells, _ in reproduced.cells(records.get(name, ())).values()
+        for cell in cells
+    ]
+    if answers:
+        known = reproduced.errors()
+        found |= {f"computed.{each}": f"{answers.count(each)}" for each in ("agrees", "differs", "no test")}
+        found["computed.tested"] = f"{len(answers) - answers.count('no test')}"
+        found["error.ratios"] = f"{100 * known['ratios of speeds'].error:.0f} %"
+        found["error.bytes"] = f"{100 * known['bytes'].error:.0f} %"
+    trained = records.get("consistency", ())
+    same = of_case(trained, "done", part="same seed")
+    if same:
+        spread = spreads(trained, "images")
+        widest = max(spread, key=spread.__getitem__, default=0)
+        unsure = beyond_the_margin(trained, "images")
+        found |= {
+            "same_runs": f"{sum(exact(record) == 'identical' for record in same)} of {len(same)}",
+            "own_runs": f"{len(of_case(trained, 'done', part='own seeds'))}",
+            "unsure": " and ".join(map(str, unsure)) or "none",
+            "widest": f"K = {widest}", "widest.times": f"{spread.get(widest, 0):.1f}",
+        }  # fmt: skip
+    environments = [
+        record.environment
+        for several in records.values()
+        for record in several
+        if any(metric.provenance != "modelled" for metric in record.metrics)
+    ]
+    if environments:
+        found["cores"] = _cores(environments)
+    return found
+
+
+def _cores(environments: Sequence[Mapping[str, object]]) -> str:
+    """Machines that timed or trained anything, in words."""
+    cores = sorted({int(str(each.get("cores_logical") or 0)) for each in environments})
+    gpus = any(each.get("gpus") for each in environments)
+    counts = " or ".join(map(str, cores))
+    return f"{counts} processor cores, {'and some of it on GPUs' if gpus else 'nothing on a GPU or TPU'}"

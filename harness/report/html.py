@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from gpipe_bench.harness.report import table
 from gpipe_bench.harness.report.grid import escaped, without_html
 from gpipe_bench.harness.report.page import Page, cells_csv
-from gpipe_bench.harness.report.side import entry_text
 from gpipe_bench.harness.report.table import ANSWERS, MEANINGS, Answer
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def _rendered(name: str, page: Page, **more: str) -> str:
     )
     environment.filters.update(
         paper=table.paper_text, ours=table.ours_text, spread=table.spread_text, ratio=table.ratio_text,
-        answer=table.answer, why=table.reason_text, entry=entry_text, key=lambda cell: "|".join(cell.key),
+        answer=table.answer, why=table.reason_text, key=lambda cell: "|".join(cell.key),
         capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
         pipes=escaped, emphasis=_emphasis, breakable=_breakable, ticks=_ticks,
     )  # fmt: skip

@@ -72,8 +72,6 @@ Key = tuple[str, str, str, str, str]
 _ABSENT = "-"
 _FEW = 3
 """Significant digits in the short form."""
-_DIGITS = 5
-"""Significant digits of where a verdict turns: one more than a number has by itself."""
 
 
 def part_of(cell: Comparison) -> Part:
@@ -186,12 +184,13 @@ def short_text(comparisons: Sequence[Comparison]) -> str:
 
 def text_table(comparisons: Sequence[Comparison]) -> str:
     """Every table of the comparisons for a terminal, then the footnotes and the totals."""
-    return _shown(comparisons, Grid.text, lambda n, note: fill(note, f"[{n}] ", " " * (len(str(n)) + 3)))
-
-
-def markdown_table(comparisons: Sequence[Comparison]) -> str:
-    """The same for a markdown page."""
-    return _shown(comparisons, Grid.markdown, lambda n, note: f"{n}. {note}")
+    tables = tables_of(comparisons)
+    notes = [
+        fill(note, f"[{n}] ", " " * (len(str(n)) + 3))
+        for n, note in enumerate(tables[0].notes if tables else (), start=1)
+    ]
+    parts = [*(_grid(table).text() for table in tables), "\n".join(notes)]
+    return "\n\n".join([*filter(None, parts), "\n".join(counts_lines(comparisons))])
 
 
 def computed_markdown(comparisons: Sequence[Comparison]) -> str:
@@ -200,15 +199,6 @@ def computed_markdown(comparisons: Sequence[Comparison]) -> str:
     names = dict.fromkeys(cell.table for cell in found)
     tables = [table for name in names for table in parts_of(name, [c for c in found if c.table == name])]
     return "\n\n".join(replace(_grid(table), title="").markdown() for table in tables)
-
-
-def _shown(
-    comparisons: Sequence[Comparison], laid_out: Callable[[Grid], str], noted: Callable[[int, str], str]
-) -> str:
-    tables = tables_of(comparisons)
-    notes = [noted(n, note) for n, note in enumerate(tables[0].notes if tables else (), start=1)]
-    parts = [*(laid_out(_grid(table)) for table in tables), "\n".join(notes)]
-    return "\n\n".join([*filter(None, parts), "\n".join(counts_lines(comparisons))])
 
 
 def _grid(table: Table, only: Sequence[str] = ()) -> Grid:

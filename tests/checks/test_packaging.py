@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 import their_repository
 
-from gpipe_bench.harness import own_results
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -152,15 +150,6 @@ def test_the_engine_the_planner_and_what_reads_records_need_no_extra(tmp_path: P
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def test_results_go_where_one_works_also_with_a_checkout_on_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT / "docs")
-    assert own_results() == ROOT / "results" / "local"
-    monkeypatch.chdir(tmp_path)
-    assert own_results() == tmp_path / "results" / "local"
 
 
 def test_a_checkout_without_symbolic_links_works_too(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ from gpipe_bench.experiments import registry
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-PYTEST = ["tests", "checks", "bench"]
-BESIDE = ["tests", "checks", "lint"]  # the last beside the two before
-LAST = ["smoke", "docs"]  # one after the other
+PYTEST = ["tests", "checks"]
 LISTED = re.findall(r"^\| `nox -s ([\w-]+)` \|", PAGE, re.MULTILINE)
 
 
@@ -77,18 +75,11 @@ def test_every_session_of_the_page_runs_its_command(sessions: list[str], argumen
         assert [words[:2] for words in ran] == [
             ["pytest", "--version"],
             ["pytest", "tests/checks"],
-            ["pytest", "tests/benchmarks"],
         ]
     else:
         assert {tuple(words[:3]) for words in ran} >= {
             ("experiments", "run", name) for name in registry.EXPERIMENTS
         }
-
-
-def test_lint_refuses_arguments() -> None:
-    process = nox("-s", "lint", "--", "--fix")
-    assert process.returncode != 0
-    assert "lint takes no arguments, got --fix" in process.stderr
 
 
 def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
@@ -105,32 +96,3 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
     oldest = min(row["torch"] for row in rows if "torch" in row)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]
-
-
-@pytest.mark.parametrize(
-    ("broken", "ran"),
-    [
-        ("", ["pip", "guard", *BESIDE, *LAST]),
-        ("pip", ["pip"]),
-        ("guard", ["pip", "guard"]),
-        *((each, ["pip", "guard", *BESIDE]) for each in BESIDE),
-        *((each, ["pip", "guard", *BESIDE, *LAST[: place + 1]]) for place, each in enumerate(LAST)),
-    ],
-)
-def test_what_ci_runs_ends_with_what_fails_and_shows_what_lint_said(
-    tmp_path: Path, broken: str, ran: list[str]
-) -> None:
-    """With commands that only say their last word, of which one fails."""
-    for name in ("python", "nox"):
-        program = tmp_path / name
-        program.write_text(
-            f'#!/bin/sh\necho "$2" | tee -a {tmp_path}/ran\n[ "$2" != "{broken}" ]\n'  # -m pip, -s tests
-        )
-        program.chmod(0o755)
-    process = subprocess.run(
-        ["bash", ".ci/run"], cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CI": "true"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (process.returncode == 0) == (broken == "")
-    assert sorted((tmp_path / "ran").read_text().split()) == sorted(ran), "lint runs beside two others"
-    assert sorted(process.stdout.split()) == sorted(ran)

@@ -14,12 +14,10 @@ import pytest
 import their_repository
 import yaml
 
-from gpipe_bench.experiments.commands.cli import parser
 from gpipe_bench.experiments.guard.run import HEADERS
 
 ROOT = Path(__file__).parents[2]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
-EXAMPLE = ROOT / "docs" / "examples" / "guard-your-engine.yml"
 EXPRESSION = re.compile(r"\$\{\{\s*(.+?)\s*\}\}")
 
 
@@ -68,17 +66,6 @@ def carried_out(
     return done
 
 
-def test_the_least_that_can_be_said(tmp_path: Path) -> None:
-    install, more, guard = play(tmp_path, {"base": "origin/main", "benchmarks": "mine.py"})
-    assert install == ["python", "-m", "pip", "install", "--quiet", "--no-deps", "/action"]
-    assert more[:5] == ["python", "-m", "pip", "install", "--quiet"]
-    assert "torch" not in more
-    assert guard == [
-        "gpipe-bench", "guard", "--repo", ".", "--base", "origin/main", "--budget-s", "150",
-        "--markdown", str(tmp_path / "summary.md"), "--benchmarks", "mine.py",
-    ]  # fmt: skip
-
-
 OPTIONS = {
     "base": "--base", "benchmarks": "--benchmarks", "command": "--command", "number": "--number",
     "repository": "--repo", "path": "--path", "build": "--build", "budget-s": "--budget-s",
@@ -98,17 +85,6 @@ def test_everything_arrives_as_it_was_said(tmp_path: Path, odd: str) -> None:
     assert {"--require-conclusive", "--higher-is-better"} <= {*guard}
 
 
-def test_the_command_line_knows_every_option_of_the_action(tmp_path: Path) -> None:
-    given = {**dict.fromkeys(OPTIONS, "3"), **dict.fromkeys(SWITCHES, "true"), "only": "one"}
-    (guard,) = play(tmp_path, {**given, "install": "false"})
-    options = parser().parse_args(guard[1:])
-    assert (options.repo, options.base, options.benchmarks) == (Path("3"), "3", Path("3"))
-    assert (options.path, options.build, options.require_conclusive) == (["3"], "3", True)
-    assert (options.command, options.number, options.timeout_s) == ("3", "3", 3)
-    assert options.higher_is_better
-    assert options.only == ["one"]
-
-
 def test_a_guard_that_ends_before_it_says_anything_is_in_the_summary(tmp_path: Path) -> None:
     program = tmp_path / "bin" / "gpipe-bench"
     program.parent.mkdir()
@@ -121,18 +97,6 @@ def test_a_guard_that_ends_before_it_says_anything_is_in_the_summary(tmp_path: P
     )  # fmt: skip
     assert done.returncode == 2
     assert summary.read_text() == "### guard: not run, exit status 2\n"
-
-
-def test_the_example_gives_the_action_what_it_needs() -> None:
-    workflow = yaml.safe_load(EXAMPLE.read_text())
-    (job,) = workflow["jobs"].values()
-    checkout = next(step for step in job["steps"] if str(step.get("uses")).startswith("actions/checkout"))
-    assert checkout["with"]["fetch-depth"] == 0
-    (ours,) = [step for step in job["steps"] if "gpipe-bench" in str(step.get("uses"))]
-    required = {name for name, each in ACTION["inputs"].items() if each.get("required")}
-    assert required <= ours["with"].keys() <= ACTION["inputs"].keys()
-    assert workflow["permissions"] == {"contents": "read"}
-    assert all("description" in each for each in ACTION["inputs"].values())
 
 
 def test_the_steps_of_the_example_guard_somebody_elses_repository(tmp_path: Path) -> None:

@@ -104,22 +104,6 @@ def test_numbers_in_the_page_are_those_of_the_records(open_page):
     assert compared >= 40
 
 
-def test_the_first_screen_answers_in_words_and_then_claim_by_claim(open_page):
-    page = open_page((1300, 900))
-    for text in ("Its algorithm does", "we could not test", "processor cores", "Two small networks"):
-        box = page.get_by_text(text).first.bounding_box()
-        assert box is not None
-        assert box["y"] + box["height"] < 900, text
-    assert page.locator(".claims tbody tr").count() >= 10
-
-
-def test_on_a_phone_claims_are_cards(open_page):
-    page = open_page(PHONE)
-    for each in page.locator(".claims tr").all()[1:]:
-        box = each.bounding_box()
-        assert box["x"] + box["width"] <= PHONE[0]
-
-
 def test_the_cells_download_as_they_lie_beside_the_page(open_page, report):
     page = open_page()
     with page.expect_download() as download:
@@ -127,14 +111,6 @@ def test_the_cells_download_as_they_lie_beside_the_page(open_page, report):
     assert download.value.suggested_filename == "cells.csv.gz"
     unpacked = gzip.decompress(Path(download.value.path()).read_bytes())
     assert unpacked == report.with_name("cells.csv").read_bytes()
-
-
-def test_the_first_tab_skips_to_the_results(open_page):
-    page = open_page()
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
 
 
 @pytest.mark.skipif("AXE_PATH" not in os.environ, reason="AXE_PATH does not name axe-core's axe.min.js")

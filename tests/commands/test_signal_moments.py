@@ -105,28 +105,45 @@ def ended(tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
             process.kill()
 
 
-# Experiments
+# Every verb that takes long
 
-SUBJECTS: dict[str, list[str]] = {
-    "engines": ["--only", "workload=transformer", "--only", "where=processes"],
-    "table1": ["--only", "part=paper", "--only", "half=transformer"],
-    "consistency": ["--only", "part=asynchronous"],
-}
-MODULES = {
-    "engines": "gpipe_bench.experiments.beyond.engines",
-    "table1": "gpipe_bench.experiments.paper.table1.experiment",
-    "consistency": "gpipe_bench.experiments.paper.consistency.experiment",
-}
-TURNS = "gpipe_bench.experiments.paper.timed.engine_turns"
+ENGINES = ("engines", "workload=transformer", "where=processes")
+TABLE1 = ("table1", "part=paper", "half=transformer")
+EXPERIMENTS = "gpipe_bench.experiments"
 BEGIN = "gpipe_bench.harness.runner:Reporter.begin"
-FINISHED = "gpipe_bench.harness.runner:Reporter.finished"
-APPEND = "gpipe_bench.harness.store:Store.append"
-COMPARE = "gpipe_bench.experiments.commands.run:_shown"
+EXAMINE = f"{EXPERIMENTS}.engines.cases:examine"
 
 
-def command(name: str, folder: Path, *only: str) -> list[str]:
-    profile = ["--profile", "smoke", "--device", "cpu", "--results", str(folder / "results")]
-    return ["run", name, *profile, *(only or SUBJECTS[name])]
+def run(name: str, *only: str) -> list[str]:
+    chosen = [word for each in only for word in ("--only", each)]
+    return ["run", name, "--profile", "smoke", "--device", "cpu", "--results", "results", *chosen]
+
+
+EXAMINATION = ["check-engine", "own_engine:FillDrain"]
+PLAN = ["plan", "gpt2", "--accelerators", "2", "--memory-gib", "8", "--batch-size", "4", "--num-layers", "1"]
+MOMENTS: dict[str, tuple[list[str], Moment]] = {
+    "a run that starts": (run(*ENGINES), Moment(f"{EXPERIMENTS}.beyond.engines", INT)),
+    "a run before its first case": (run(*TABLE1), Moment(BEGIN, TERM)),
+    "processes that import torch": (run(*ENGINES), Moment("torch", INT, in_a_child=True)),
+    # One waits for ever and the other one for it, inside an operation that no handler interrupts.
+    "processes that wait for each other": (
+        run(*ENGINES), Moment(f"{EXPERIMENTS}.beyond.engine_turns:peak_bytes", TERM, in_a_child=True),
+    ),
+    "cases beside each other": (
+        run(*TABLE1), Moment(f"{EXPERIMENTS}.paper.largest:place_anyhow", INT, in_a_child=True),
+    ),
+    "a training over two processes": (
+        run("consistency", "processes=2"),
+        Moment(f"{EXPERIMENTS}.paper.consistency.training:train", TERM, in_a_child=True),
+    ),
+    "an examination that starts": (EXAMINATION, Moment(f"{EXPERIMENTS}.commands.check_engine", INT)),
+    "a later check": (EXAMINATION, Moment(EXAMINE, INT, in_a_child=True, times=1)),
+    "a plan whose layers are timed": (
+        PLAN, Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True),
+    ),
+    "a plan that profiles": (PLAN, Moment("gpipe_bench.planner.model:Model.profile_of", INT)),
+    "a plan of bytes": ([*PLAN, "--bytes"], Moment("gpipe_bench.planner.model:model_of", TERM)),
+}  # fmt: skip
 
 
 def kept(folder: Path, name: str) -> int:
@@ -137,135 +154,68 @@ def kept(folder: Path, name: str) -> int:
     return len(records)
 
 
-def is_only_records(out: str) -> bool:
-    return all(line.startswith("{") for line in out.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("name", "moment"),
-    [
-        ("engines", Moment(MODULES["engines"], INT)),
-        ("table1", Moment(MODULES["table1"], TERM)),
-        ("consistency", Moment(MODULES["consistency"], INT)),
-        ("engines", Moment(BEGIN, TERM)),
-        ("table1", Moment(BEGIN, INT)),
-        ("consistency", Moment(BEGIN, TERM)),
-    ],
-)
-def test_before_the_first_case(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], name: str, moment: Moment
+@pytest.mark.parametrize("what", MOMENTS)
+def test_nothing_is_printed_kept_or_left_running(
+    tmp_path: Path, ended: Callable[..., tuple[str, str]], what: str
 ) -> None:
-    """While it starts, and when it has just said what it is about to do."""
-    out, _ = ended(moment, *command(name, tmp_path))
+    words, moment = MOMENTS[what]
+    out, err = ended(moment, *words)
     assert out == ""
-    assert kept(tmp_path, name) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "moment", "only"),
-    [
-        # In the middle of an import, where the terminal's interrupt finds them, too.
-        ("engines", Moment("torch", INT, in_a_child=True), ()),
-        # One waits for ever and the other one for it, inside an operation that no handler interrupts.
-        ("engines", Moment(f"{TURNS}:peak_bytes", TERM, in_a_child=True), ()),
-        (
-            "table1",
-            Moment("gpipe_bench.experiments.paper.largest:place_anyhow", INT, in_a_child=True),
-            (),
-        ),
-        (
-            "consistency",
-            Moment("gpipe_bench.experiments.paper.consistency.training:train", TERM, in_a_child=True),
-            ("--only", "processes=2"),
-        ),
-    ],
-)  # fmt: skip
-def test_inside_a_case_with_its_processes(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], name: str, moment: Moment, only: tuple[str, ...]
-) -> None:
-    out, err = ended(moment, *command(name, tmp_path, *only))
-    assert out == ""
-    assert "0 finished cases are kept, the same command goes on from there" in err
-    assert kept(tmp_path, name) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "moment"),
-    [
-        ("table1", Moment(FINISHED, TERM, goes_on=True)),
-        ("table1", Moment(APPEND, INT, goes_on=True)),
-        ("consistency", Moment(FINISHED, TERM, goes_on=True)),
-    ],
-)
-def test_between_cases_and_while_one_is_written(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], name: str, moment: Moment
-) -> None:
-    """What is being written is written whole; at most what ran beside it is finished, too."""
-    out, err = ended(moment, *command(name, tmp_path))
-    found = kept(tmp_path, name)
-    cases = chosen(load(name).cases(RunOptions(profile="smoke", device="cpu")), only_of(SUBJECTS[name]))
-    assert 1 <= found <= 2
-    assert found < len(cases)
-    assert f"{found} finished cases are kept" in err
-    assert is_only_records(out)
-
-
-def only_of(texts: list[str]) -> dict[str, tuple[str, ...]]:
-    return {key: (value,) for key, _, value in (text.partition("=") for text in texts[1::2])}
-
-
-@pytest.mark.parametrize(("name", "number"), [("engines", TERM), ("table1", INT), ("consistency", TERM)])
-def test_while_results_are_compared(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], name: str, number: signal.Signals
-) -> None:
-    """With all cases on record."""
-    experiment = load(name)
-    options = RunOptions(
-        profile="smoke", device="cpu", engine=experiment.engines[0] if experiment.engines else None
-    )
-    store = Store(tmp_path / "results")
-    cases = chosen(experiment.cases(options), only_of(SUBJECTS[name]))
-    for case in cases:
-        store.append(
-            record(
-                experiment=name, profile="smoke", case=case.key, revision=experiment.revision,
-                options=experiment.relevant(options),
-            )
-        )  # fmt: skip
-    before = (tmp_path / "results" / f"{name}.jsonl").read_bytes()
-    out, err = ended(Moment(COMPARE, number), *command(name, tmp_path))
-    assert out == ""
-    assert f"{len(cases)} of {len(cases)} cases were on record already" in err
-    assert (tmp_path / "results" / f"{name}.jsonl").read_bytes() == before
-
-
-# The guard, in somebody else's repository
-
-
-@pytest.fixture
-def theirs(tmp_path: Path) -> Path:
-    """Two benchmarks that need no torch."""
-    folder = their_repository.make(tmp_path / "theirs")
-    text = (folder / "benchmarks.py").read_text()
-    (folder / "benchmarks.py").write_text(f'{text}BENCHMARKS["again"] = build_rows\n')
-    their_repository.commit(folder, "two benchmarks")
-    return folder
+    if moment.in_a_child and words[0] == "run":
+        assert "0 finished cases are kept, the same command goes on from there" in err
+    if words[0] == "run":
+        assert kept(tmp_path, words[1]) == 0
 
 
 @pytest.mark.parametrize(
     "moment",
     [
-        Moment("gpipe_bench.experiments.commands.guard", TERM),
-        Moment("gpipe_bench.experiments.guard.run:guard", INT),
-        Moment("gpipe_bench.harness.guard:run_rounds", INT, times=1),
-        Moment("gpipe_bench.experiments.guard.run:table", TERM),
+        Moment("gpipe_bench.harness.runner:Reporter.finished", TERM, goes_on=True),
+        Moment("gpipe_bench.harness.store:Store.append", INT, goes_on=True),
+    ],
+)
+def test_between_cases_and_while_one_is_written(
+    tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment
+) -> None:
+    """What is being written is written whole; at most what ran beside it is finished, too."""
+    out, err = ended(moment, *run(*TABLE1))
+    found = kept(tmp_path, "table1")
+    assert 1 <= found <= 2
+    assert f"{found} finished cases are kept" in err
+    assert all(line.startswith("{") for line in out.splitlines())
+
+
+def test_while_results_are_compared(tmp_path: Path, ended: Callable[..., tuple[str, str]]) -> None:
+    """With all cases on record."""
+    experiment, only = load("table1"), {"part": ("paper",), "half": ("transformer",)}
+    cases = chosen(experiment.cases(RunOptions(profile="smoke", device="cpu")), only)
+    options = experiment.relevant(RunOptions(profile="smoke", device="cpu"))
+    for case in cases:
+        Store(tmp_path / "results").append(
+            record(
+                experiment="table1", profile="smoke", case=case.key, revision=experiment.revision,
+                options=options,
+            )
+        )  # fmt: skip
+    before = (tmp_path / "results" / "table1.jsonl").read_bytes()
+    out, err = ended(Moment(f"{EXPERIMENTS}.commands.run:_shown", INT), *run(*TABLE1))
+    assert out == ""
+    assert f"{len(cases)} of {len(cases)} cases were on record already" in err
+    assert (tmp_path / "results" / "table1.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        Moment(f"{EXPERIMENTS}.guard.run:guard", INT),
+        Moment("gpipe_bench.harness.guard:run_rounds", TERM),
     ],
 )
 def test_the_guard_leaves_no_process_and_no_checkout_behind(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], theirs: Path, moment: Moment
+    tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment
 ) -> None:
-    """While it starts, before the first benchmark, inside the second, before the table."""
-    summary = tmp_path / "summary.md"
+    """In somebody else's repository, before its benchmark and inside of it."""
+    theirs, summary = their_repository.make(tmp_path / "theirs"), tmp_path / "summary.md"
     out, _ = ended(
         moment, "guard", "--repo", theirs, "--benchmarks", theirs / "benchmarks.py", "--base", "HEAD",
         "--budget-s", "0.5", "--markdown", summary,
@@ -277,41 +227,3 @@ def test_the_guard_leaves_no_process_and_no_checkout_behind(
         ["git", "-C", theirs, "worktree", "list"], capture_output=True, text=True, check=True
     )
     assert len(listed.stdout.splitlines()) == 1
-
-
-# Other verbs
-
-TRIAL = "gpipe_bench.experiments.engines.cases:examine"
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        Moment("gpipe_bench.experiments.commands.check_engine", INT),
-        Moment("torch", INT, in_a_child=True),
-        Moment(TRIAL, TERM, in_a_child=True),
-        Moment(TRIAL, INT, in_a_child=True, times=1),
-    ],
-)
-def test_an_examination(ended: Callable[..., tuple[str, str]], moment: Moment) -> None:
-    """While it starts, while its processes do, at the first check and at a later one."""
-    out, err = ended(moment, "check-engine", "own_engine:FillDrain")
-    assert (out, err) == ("", "interrupted\n")
-
-
-@pytest.mark.parametrize(
-    ("verb", "moment"),
-    [
-        ("plan", Moment("gpipe_bench.experiments.commands.plan", TERM)),
-        ("plan", Moment("gpipe_bench.planner.answer:plan", INT)),
-        ("plan", Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True)),
-        ("plan", Moment("gpipe_bench.planner.model:Model.profile_of", INT)),
-        ("plan --bytes", Moment("gpipe_bench.planner.model:model_of", INT)),
-        ("plan --bytes", Moment("gpipe_bench.planner.model:Model.profile_of", TERM)),
-    ],
-)
-def test_a_plan(ended: Callable[..., tuple[str, str]], verb: str, moment: Moment) -> None:
-    """While it starts, builds, profiles and searches, and while processes time the layers for it."""
-    machines = ["--accelerators", "2", "--memory-gib", "8", "--batch-size", "4"]
-    out, _ = ended(moment, *verb.split(), "gpt2", *machines, "--num-layers", "1")
-    assert out == ""

@@ -35,7 +35,7 @@ H100_GIB = 79.1
 BY_NAME = {step.name: step for step in STEPS}
 MACHINES: dict[tuple[int, float], tuple[str, ...]] = {
     (1, H100_GIB): tuple(BY_NAME), (1, 44.4): tuple(BY_NAME), (1, 24.0): tuple(BY_NAME),
-    (2, H100_GIB): ("grid", "engines"), (4, H100_GIB): ("tests",), (8, H100_GIB): ("tests", "pipelines"),
+    (2, H100_GIB): ("engines",), (4, H100_GIB): ("tests",), (8, H100_GIB): ("tests", "pipelines"),
 }  # fmt: skip
 """Devices and GiB of each, and the steps that differ there from those of others: pipelines over eight devices
 are over two and four of them, too.

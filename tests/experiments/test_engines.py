@@ -1,37 +1,29 @@
-"""Engines under test: naming one, what a setup refuses, and that every engine does what it is asked to."""
+"""Engines under test: naming one, what each does, and the suite that pytest runs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from gpipe_bench.experiments.engines.checks import (
-    Count,
-    check_counts,
     gradient_error,
     named_parameters,
-    reference,
     verify,
 )
-from gpipe_bench.experiments.engines.setup import Engine, Setup, pinned, resolve
+from gpipe_bench.experiments.engines.setup import Setup, pinned, resolve
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline import Timeline, launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = "own_engine:FillDrain"
-AMOEBANET: dict[str, Any] = {
-    "num_layers": 3, "num_filters": 8, "image_size": 32, "num_classes": 10, "dropout": 0.0, "aux_head": False,
-}  # fmt: skip
 CPU = torch.device("cpu")
 mse = nn.functional.mse_loss
 
@@ -103,22 +95,6 @@ def test_the_users_engine_is_found_in_the_working_directory_and_pinned_to_its_co
     assert pinned("users_own:Outer.Engine") != first
 
 
-def test_names_are_looked_up_without_loading_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import gpipe_bench.experiments.engines.setup"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=EXAMPLES.parent)
-
-
-# Setups
-
-
-def test_without_a_group_all_stages_are_here() -> None:
-    setup = setup_of()
-    assert (setup.num_stages, setup.local_stages) == (2, (0, 1))
-    assert setup.local_layers == tuple(setup.layers)
-    assert setup.stage_layers(1) == tuple(setup.layers[2:])
-    assert list(named_parameters(setup))[:3] == ["0.weight", "0.bias", "1.weight"]
-
-
 # What engines do, in this process
 
 
@@ -143,112 +119,7 @@ def test_engines_in_one_process_do_what_the_setup_says(name: str, remat: str) ->
     assert float(loss) == pytest.approx(mse(nn.Sequential(*setup.layers)(data()[0]), data()[1]).item())
 
 
-def test_our_engine_keeps_a_timeline_and_takes_uneven_micro_batches() -> None:
-    setup = setup_of(num_microbatches=3, remat="always")
-    engine = in_process("ours")(setup)
-    assert verify("ours", engine, setup, *data(), mse)["examples"] == 3
-    assert isinstance(engine.timeline, Timeline)
-    assert len(engine.timeline.events) == 2 * 3 * 3
-
-
-def test_torchgpipe_says_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = in_process("torchgpipe")(setup_of(num_microbatches=3))
-    with pytest.raises(ValueError, match=r"torchgpipe splits 8 examples with torch\.chunk,"):
-        engine.step(*data(), mse)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="torchgpipe is not installed: pip install"):
-        resolve("torchgpipe")(setup_of())
-
-
-# ... and in processes
-
-
-def _check_all(names: tuple[str, ...]) -> dict[str, Any]:
-    """In a process of two: what every engine did, and what it refused."""
-    torch.manual_seed(0)
-    layers = list(MODELS["amoebanet-d"](**AMOEBANET))  # tuples cross the boundary
-    batch, target = example_batch("amoebanet-d", 8, **AMOEBANET)
-    loss = loss_fn("amoebanet-d", **AMOEBANET)
-    base = Setup(layers, (range(0, 4), range(4, len(layers))), 4, "never", CPU, dist.group.WORLD)
-    found: dict[str, Any] = {}
-    for remat in ("never", "except_last"):
-        setup = replace(base, remat=remat)
-        expected = reference(setup, batch, target, loss)
-        for name in names:
-            engine = resolve(name)(setup)
-            found[f"{name} {remat}"] = verify(name, engine, setup, batch, target, loss, expected)
-    refusals: dict[str, Callable[[], Any]] = {
-        "torchgpipe": lambda: resolve("torchgpipe")(base),
-        "torch-1f1b, M < K": lambda: resolve("torch-1f1b")(replace(base, num_microbatches=1)),
-        "torch-gpipe, M does not divide N": lambda: resolve("torch-gpipe")(base).step(
-            batch[:7], target[:7], loss
-        ),
-        "three stages": lambda: replace(base, partition=(range(0, 1), range(1, 2), range(2, len(layers)))),
-    }
-    for what, call in refusals.items():
-        with pytest.raises(ValueError) as error:  # noqa: PT011  # the messages are checked outside
-            call()
-        found[what] = str(error.value)
-    return found
-
-
-@pytest.mark.usefixtures("examples_folder")
-def test_engines_in_processes_do_what_the_setup_says() -> None:
-    names = ("ours", "torch-gpipe", "torch-1f1b", EXAMPLE)
-    for found in launch(_check_all, 2, names, device="cpu"):
-        for name in names:
-            plain, again = found[f"{name} never"], found[f"{name} except_last"]
-            assert (plain["forwards"], plain["backwards"], plain["examples"]) == (4, 4, 2)
-            assert again["forwards"] == (8 if name.startswith("torch") else 7)
-            assert max(plain["gradient error"], again["gradient error"]) < 1e-4
-        assert "M=1 with K=2; raise M or use torch-gpipe" in found["torch-1f1b, M < K"]
-        assert "7 examples do not divide into M=4" in found["torch-gpipe, M does not divide N"]
-        assert "2 processes but the partition 3 stages" in found["three stages"]
-        assert "cannot use a process group" in found["torchgpipe"] or "not installed" in found["torchgpipe"]
-
-
 # Engines that do something else
-
-
-class Plain:
-    """The plain model, with what is wrong about it."""
-
-    def __init__(self, setup: Setup, wrong: str) -> None:
-        self.setup, self.wrong = setup, wrong
-
-    def step(self, batch: Any, target: Any, loss_fn: Any) -> Tensor:
-        model = nn.Sequential(*self.setup.layers)
-        count = 1 if self.wrong == "one chunk" else self.setup.num_microbatches
-        for inputs, wanted in zip(batch.chunk(count), target.chunk(count), strict=True):
-            (loss_fn(model(inputs), wanted) / (1 if self.wrong == "sum" else count)).backward()
-        if self.wrong == "no gradient":
-            self.setup.layers[3].bias.grad = None
-        if self.wrong == "one parameter":
-            self.setup.layers[3].bias.grad.mul_(1 + 1e-6)
-        return torch.zeros(())
-
-
-@pytest.mark.parametrize(
-    ("wrong", "remat"),
-    [
-        ("one chunk", "never"), ("no recomputation", "always"), ("no recomputation", "except_last"),
-        ("sum", "never"), ("one parameter", "never"), ("no gradient", "never"),
-    ],
-)  # fmt: skip
-def test_an_engine_that_does_something_else_is_found_out(wrong: str, remat: str) -> None:
-    setup = setup_of(remat=remat)
-    engine: Engine = Plain(setup, wrong)
-    with pytest.raises(RuntimeError, match="plain"):
-        verify("plain", engine, setup, *data(), mse)
-
-
-def test_the_rows_of_micro_batches_are_counted_in_any_order() -> None:
-    setup, batch = setup_of(num_microbatches=3), data()[0]
-    assert check_counts("it", {0: Count((2, 3, 3), 3)}, setup, batch)[1] == [3, 3, 2]
-    with pytest.raises(RuntimeError, match="examples and 3 backwards; 3 micro-batches"):
-        check_counts("it", {0: Count((2, 2, 3), 3)}, setup, batch)
-    for rows in ((3, 3, 2, 3, 3), (3, 3, 2, 3, 3, 2)):
-        check_counts("it", {0: Count(rows, 3)}, replace(setup, remat="except_last"), batch)
 
 
 def test_a_parameter_whose_gradient_vanishes_is_compared_with_the_others() -> None:
@@ -259,3 +130,55 @@ def test_a_parameter_whose_gradient_vanishes_is_compared_with_the_others() -> No
         gradient_error({"a": torch.tensor([1.0]), "b": torch.tensor([1e-5])}, expected, "it")
     with pytest.raises(RuntimeError, match="the gradients of it are wrong:"):
         gradient_error({"a": torch.tensor([float("nan")]), "b": torch.tensor([0.0])}, expected, "it")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def conformance(folder: Path, *options: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs them in a folder, in which engines are found."""
+    paths = (ROOT, ROOT / "tests" / "support", folder)
+    command = [sys.executable, "-m", "pytest", "--pyargs", "gpipe_bench.conformance"]
+    command += ["-p", "gpipe_bench.conformance.options", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, *options], cwd=folder, input=typed, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+    )  # fmt: skip
+
+
+def test_chosen_cases_are_tests_in_pytests_own_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    asked = ["--engine", "planted_engines:sums", "-k", "summed or returned", "--junitxml", str(report)]
+    done = conformance(tmp_path, *asked)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 passed, 2 skipped" in done.stdout
+    cases = {case.attrib["name"]: case for case in ElementTree.parse(report).iter("testcase")}
+    assert {*cases} == {
+        f"test_engine[{case}-{place}]"
+        for case in ("summed loss", "returned loss")
+        for place in ("one process", "two processes")
+    }
+    failure = cases["test_engine[summed loss-one process]"].find("failure")
+    assert failure is not None
+    said = failure.attrib["message"]
+    assert "failed: every gradient is 4 times that of the mean loss over the mini-batch" in said
+    assert "in training: the learning rate is off by a factor" in said
+    skipped = cases["test_engine[summed loss-two processes]"].find("skipped")
+    assert skipped is not None
+    assert skipped.attrib["message"].startswith("its step can't be asked: all stages in one process, in line")
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        ((), 0, "skipped"),
+        (("--engine", "nowhere:Engine"), 4, "engine 'nowhere:Engine': no module 'nowhere'"),
+    ],
+)
+def test_without_an_engine_nothing_is_asked(
+    tmp_path: Path, options: tuple[str, ...], status: int, said: str
+) -> None:
+    done = conformance(tmp_path, *options)
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+    assert "passed" not in done.stdout

@@ -13,27 +13,25 @@ from command_line import call, lines
 from records import record
 from torch import nn
 
-from gpipe_bench.experiments.beyond.engine_configurations import (
+from gpipe_bench.experiments.beyond.engines import (
     ALL_CORES,
-    ALONE,
     ALWAYS,
     BARE,
-    CONFIGURATIONS,
     COST,
+    EXPERIMENT,
     FACTORIES,
     GLOO,
-    ON_GPUS,
     SHARE,
     SPEED,
     configuration_of,
+    job_of,
+    numbers,
+    own_engines,
+    tables,
 )
-from gpipe_bench.experiments.beyond.engines import EXPERIMENT, job_of, numbers, own_engines, tables
+from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
-from gpipe_bench.experiments.paper.timed.engine_turns import Job, work
-from gpipe_bench.experiments.paper.timed.side_by_side import Found, side_by_side
-from gpipe_bench.experiments.paper.timed.steps import run_processes
-from gpipe_bench.experiments.registry import ENGINES
 from gpipe_bench.experiments.report.build import build
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
@@ -57,33 +55,6 @@ def key(workload: str, k: int, m: int, remat: str = "never", where: str = "proce
 
 
 CASE = key("transformer", 2, 4, "except_last")
-
-
-def test_every_plan_has_a_key_of_its_own_and_engines_that_there_are() -> None:
-    every = [*CONFIGURATIONS, *ON_GPUS]
-    assert all(configuration_of(each.key) is each for each in every)
-    for each in every:
-        assert {*each.engines} <= {*FACTORIES, *ENGINES}
-        assert {target.engine for target in each.targets} <= {*each.engines}
-        known = job_of(each, None).engines
-        assert job_of(each, "all").engines == known
-        beside = job_of(each, USERS).engines
-        assert beside == {**known, "mine:Engine": (USERS, each.remat)} or "mine:Engine" not in beside
-    job = job_of(configuration_of(CASE), USERS)
-    assert job.engines[ALWAYS] == ("ours", "always")
-    assert "mine:Engine" in job.engines
-
-
-def test_the_profiles_take_the_time_they_should() -> None:
-    seconds = {
-        profile: sum(case.estimate_s for case in EXPERIMENT.cases(RunOptions(profile=profile)))
-        for profile in EXPERIMENT.profiles
-    }
-    assert seconds["smoke"] <= 120
-    assert seconds["short"] <= 1100
-    assert seconds["full"] > seconds["short"]
-    smoke = [case.key for case in EXPERIMENT.cases(RunOptions(profile="smoke"))]
-    assert {each["where"] for each in smoke} == {"processes", "one process"}
 
 
 def test_on_gpus_there_are_cases_of_their_own_and_too_few_are_a_reason(monkeypatch: Any) -> None:
@@ -113,8 +84,6 @@ class Alone:
     [
         (BARE, "never", None, 4),
         (BARE, "except_last", None, 7),
-        (BARE, "always", None, 8),
-        (BARE, "never", Alone(), 4),
         (ALL_CORES, "never", Alone(), 4),
     ],
 )
@@ -179,28 +148,12 @@ def test_speeds_are_ratios_of_the_same_round_over_the_slowest_process() -> None:
     assert [set(checks) for checks in outcome.details["checks"]] == [set(TIMES)] * 2
 
 
-def test_an_engine_is_judged_against_ours_with_the_same_schedule() -> None:
-    case = key("transformer", 2, 8)
-    seconds = {"ours": 0.2, "torch-gpipe": 0.3, "torch-1f1b": 0.15, "ours-1f1b": 0.1}
-    text = tables([kept(case_of(case, {name: [s] * 12 for name, s in seconds.items()}), case=case)])
-    (line,) = [line for line in text.splitlines() if line.startswith("speed of ours-1f1b over torch-1f1b")]
-    assert line.split()[-4:] == ["1.500", "[1.500,", "1.500]", "yes"]
-
-
 def test_the_ideal_of_waiting_stages_comes_from_the_schedule() -> None:
     """K=8, M=32: 39 forwards and 39 backwards; with except_last also R of all but one."""
     found = values(case_of(key("waiting", 8, 32), {"ours": [1.6, 1.6] * 2, BARE: [64 * 0.0202] * 4}))
     assert found[SHARE, "ours"].value == pytest.approx(78 * 0.0202 / 1.6)
     found = values(case_of(key("waiting", 4, 8, "except_last"), {"ours": [1.0, 1.0], BARE: [0.16, 0.16]}))
     assert found[SHARE, "ours"].value == pytest.approx(0.01 * (8 + 8 + 7 + 2 * 3))
-
-
-def test_of_a_sequential_step_the_ideal_is_the_share_that_stages_leave() -> None:
-    idle = {"ours": [0.5, 0.5], "torch-gpipe": [0.6, 0.6], ALONE: [0.0, 0.0], ALL_CORES: [1.0, 1.0]}
-    found = values(case_of(key("transformer-8", 2, 16), {**idle, ALONE: [0.9, 0.9]}, idle))
-    assert found[SHARE, "ours"].value == pytest.approx((0.9 / 0.5) / (16 * 2 / 17))
-    assert found["core beside a busy one",].value == pytest.approx(0.9)
-    assert (SHARE, ALL_CORES) not in found
 
 
 def test_small_actions_cost_what_the_layers_do_not() -> None:
@@ -216,17 +169,6 @@ def test_small_actions_cost_what_the_layers_do_not() -> None:
     assert configuration_of(key("small", 2, 64, over="gloo")).engines[0] == GLOO
 
 
-def test_torchgpipe_that_is_missing_is_a_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    case = next(c for c in EXPERIMENT.cases(RunOptions()) if c.key["where"] == "one process")
-    found = EXPERIMENT.run(case, RunOptions(engine="all"))
-    assert (found.status, found.metrics) == ("skipped", ())
-    text = tables([kept(found, case=dict(case.key))])
-    assert "skipped: torchgpipe is not installed: pip install -e .[peers]" in text
-    assert tables([]) == "Engines side by side: nothing on record"
-    assert EXPERIMENT.cells([]) == []
-
-
 @pytest.mark.parametrize(
     ("ours", "said"),
     [([0.2, 0.22, 0.22, 0.2] * 3, "within the noise"), ([0.2, 0.1] * 6, "void")],
@@ -236,17 +178,6 @@ def test_no_engine_is_called_faster_that_the_control_does_not_let(ours: list[flo
     text = tables([kept(case_of(CASE, times, extra=USERS))])
     (row,) = [line for line in text.splitlines() if line.split()[:2] == ["ours", "mine:Engine"]]
     assert row.endswith(said)
-
-
-@pytest.mark.parametrize(("rounds", "is_judged"), [(2, False), (4, False), (5, True)])
-def test_nothing_is_judged_from_so_few_rounds_that_their_interval_is_none(
-    rounds: int, is_judged: bool
-) -> None:
-    times = {name: samples[: 2 * rounds] for name, samples in TIMES.items()}
-    text = tables([kept(case_of(CASE, times), profile="smoke")])
-    said = {line.rpartition("  ")[2].strip() for line in text.splitlines()}
-    assert ("too few rounds" in said) != is_judged
-    assert bool(said & {"yes", "NO", "faster", "slower"}) == is_judged
 
 
 def results_of(folder: Path, *engines: str) -> Path:
@@ -271,34 +202,12 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
     status, _, err = call("compare", "table1", "--results", REFERENCE / "cpu-2-cores", "--engine", "ours")
     assert (status, err) == (2, "error: --engine ours: table1 runs no engine; leave the option out\n")
 
-    (view,) = [each for each in build(results, figures=False).experiments if each.name == "engines"]
-    assert all(f"--engine {name}\n" in view.text for name in ("all", USERS, "yours:Engine@76543210"))
     page = build(results, figures=False, engine="mine:Engine")
     (view,) = [each for each in page.experiments if each.name == "engines"]
     assert view.text.startswith(f"--engine {USERS}\n")
-    with pytest.raises(
-        ValueError, match="zb-h1, interleaved, zb-v, torch-interleaved, torch-zb-v, mine:Engine,"
-    ):
-        build(results, figures=False, engine="nobody:Engine")
 
 
 # For real, as little as possible
-
-TINY = {"num_layers": 6, "vocab_size": 32, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 16}
-
-
-def test_schedules_take_turns_as_engines_and_each_does_all_of_its_work() -> None:
-    """One stage in each process, two in a loop and in a V, and torch's."""
-    names = ("ours-1f1b", "zb-h1", "interleaved", "zb-v", "torch-zb-v")
-    engines = {name: (FACTORIES.get(name, name), "never") for name in names}
-    job = Job("transformer-lm", TINY, 1, 2, 2, engines, cut_by_time=True)
-    found = run_processes(work, 2, job, 1)
-    assert found[0].details["refused"] == {}
-    for each in found:
-        checks = each.details["checks"]
-        counts = {name: (ran["forwards"], ran["backwards"]) for name, ran in checks.items()}
-        assert counts == dict.fromkeys(names, (2, 2))
-        assert max(ran["gradient error"] for ran in checks.values()) < 1e-5
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,39 +1,34 @@
-"""Figure 2's experiment: its algebra, its counting, and what it makes of records."""
+"""Figure 2's algebra and counting, and how variants in turns are judged."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+import re
+from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from records import record
+from records import all_ran, record
 
-from gpipe_bench.experiments.beyond.traffic import Shape, shape, traffic
-from gpipe_bench.experiments.paper.figure2 import EXPERIMENT, peak, peak_activations
-from gpipe_bench.experiments.paper.figure2_shown import VARIANTS
+from gpipe_bench.experiments.beyond.side_by_side import (
+    Found,
+    is_faster,
+    measured,
+    side_by_side,
+    state_of,
+    steps_of,
+    verdict,
+)
+from gpipe_bench.experiments.paper.figure2 import EXPERIMENT
+from gpipe_bench.experiments.paper.figure2_schedules import VARIANTS, peak_bytes
+from gpipe_bench.experiments.registry import load as experiment
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.record import Record
-from gpipe_bench.pipeline import gpipe, one_f_one_b
-
-
-def finished(**wanted: object) -> list[Record]:
-    """The records of the cases that have these values, run here."""
-    options = RunOptions(profile="short")
-    found = []
-    for case in EXPERIMENT.cases(options):
-        if all(case.key.get(name) == value for name, value in wanted.items()):
-            outcome = EXPERIMENT.run(case, options)
-            found.append(
-                record(
-                    experiment="figure2",
-                    case=case.key,
-                    metrics=outcome.metrics,
-                    details=outcome.details,
-                )
-            )
-    assert found
-    return found
+from gpipe_bench.harness.experiment import Outcome
+from gpipe_bench.harness.record import Metric, decode, encode, from_samples
+from gpipe_bench.harness.rounds import Usage
+from gpipe_bench.harness.store import Store
 
 
 @given(st.sampled_from(sorted(VARIANTS)), st.integers(1, 7), st.integers(1, 12))
@@ -42,30 +37,8 @@ def test_the_replay_equals_the_closed_form(name: str, num_stages: int, num_micro
     assert variant.bubble(num_stages, num_microbatches) == variant.closed_form(num_stages, num_microbatches)
 
 
-def test_what_the_first_stage_keeps() -> None:
-    """Everything, one micro-batch at a time, or as many as there are stages."""
-    kept = {name: variant.graphs_alive(4, 8) for name, variant in VARIANTS.items()}
-    assert kept == {
-        "naive": 8, "gpipe": 8, "gpipe-late": 1, "gpipe-early": 1, "gpipe-kept": 1, "1f1b": 4,
-    }  # fmt: skip
-
-
-@given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 100))
-def test_counted_activations_are_the_papers(num_stages: int, num_microbatches: int, num_layers: int) -> None:
-    counted = peak_activations(gpipe(num_stages, num_microbatches, "always"), num_layers)
-    assert counted == 1 + Fraction(num_layers, num_stages * num_microbatches)
-    # Without re-materialization every graph is kept: the O(N L) of the text, for the stage's share of layers.
-    everything = peak_activations(gpipe(num_stages, num_microbatches, "never"), num_layers)
-    assert everything == 1 + Fraction(num_layers, num_stages)
-
-
-def test_counted_activations_of_1f1b() -> None:
-    """On the first of 4 stages 4 of 8 micro-batches are in flight, with 6 layers each."""
-    assert peak_activations(one_f_one_b(4, 8, "never"), 24) == Fraction(4 * (1 + 6), 8)
-
-
 def test_every_formula_of_the_paper_is_met() -> None:
-    records = [*finished(part="bubble"), *finished(part="formula")]
+    records = [*all_ran(EXPERIMENT, part="bubble"), *all_ran(EXPERIMENT, part="formula")]
     comparisons = compare(EXPERIMENT.cells(records), whole=("formulas",))
     verdicts = {(c.row, c.column): c.verdict for c in comparisons}
     rule = ("micro-batches per stage for a negligible bubble", "M / K")
@@ -84,7 +57,7 @@ def test_the_memory_model_follows_the_formula() -> None:
     """What it has beyond the formula's terms is transient: the gradients on their way and temporaries."""
     totals = []
     for num_stages in (1, 4, 8):
-        found = peak("transformer-lm", num_stages, 32)
+        found = peak_bytes(24, 0, 32, num_stages, 32)
         # The fullest moment is a later backward, when the first micro-batch to come back is gone.
         assert found["formula_boundary"] * 31 / 32 <= found["boundary"] <= found["formula_boundary"]
         assert found["activations"] <= found["formula_activations"]
@@ -98,42 +71,6 @@ def test_the_memory_model_follows_the_formula() -> None:
     assert totals[2] < totals[1]
 
 
-# Traffic ----------------------------------------------------------------------------------------------------
-
-
-def test_traffic_by_hand() -> None:
-    """Four layers of equal cost: with K = 2 the cut is after the second, with K = 4 after each."""
-    four = Shape(
-        flops=(5, 5, 5, 5), parameters=(1, 1, 1, 997),
-        output_bytes=(10, 20, 30, 40), output_gradient_bytes=(10, 16, 30, 40),
-    )  # fmt: skip
-    two = traffic(four, 2)
-    assert (two.pipeline_busiest, two.pipeline_total) == (20, 36)
-    assert (two.data_parallel_each, two.data_parallel_total) == (4000, 8000)
-    by_parameters = traffic(four, 2, four.parameters)  # the cut is before the last
-    assert (by_parameters.pipeline_busiest, by_parameters.pipeline_total) == (30, 60)
-    each = traffic(four, 4)
-    assert each.pipeline_busiest == 30 + 16  # the third sends its output on, and a gradient back
-    assert each.pipeline_total == 10 + 20 + 30 + 10 + 16 + 30
-    assert each.data_parallel_each == 6000
-
-
-def test_shapes_of_the_zoo() -> None:
-    found = shape("transformer-lm", {"num_layers": 3})
-    assert sum(found.parameters) == 282_178_816
-    assert found.output_bytes[:4] == (1024 * 2048 * 4,) * 4  # sequence x width x float32
-    assert found.output_bytes[4] == 1024 * 32_000 * 4
-    assert found.output_gradient_bytes == found.output_bytes
-    assert found.flops[1] == found.flops[3] > 0
-
-
-def test_a_tensor_that_stands_twice_is_sent_once() -> None:
-    """AmoebaNet's stem, 32 channels of 31 x 31, hands the same tensor on as both inputs of the first cell."""
-    options = {"num_layers": 3, "num_filters": 16, "image_size": 64, "num_classes": 10, "aux_head": False}
-    found = shape("amoebanet-d", options)
-    assert found.output_bytes[0] == found.output_gradient_bytes[0] == 31 * 31 * 32 * 4
-
-
 # Output -----------------------------------------------------------------------------------------------------
 
 
@@ -141,8 +78,120 @@ def test_sizes_that_no_other_table_counts_are_held_against_the_paper() -> None:
     found = {
         (cell.table, cell.row): cell.metric.value
         for cell in EXPERIMENT.cells(
-            finished(part="size", model="transformer-seq2seq", size="T(6, 8192, 16)")
+            all_ran(EXPERIMENT, part="size", model="transformer-seq2seq", size="T(6, 8192, 16)")
         )
         if cell.metric is not None
     }
     assert found == {("nmt-models", "T(6,8192,16)"): 408_205_824}
+
+
+DRIFTING = [0.24, 0.2, 0.23, 0.2] * 3
+"""Two samples of each round: the first is always the slower one."""
+STILL = [0.21, 0.2, 0.2, 0.21] * 3
+EXCLUDED = "the control is 1.175 [1.150, 1.200], not 1"
+
+
+def metric(value: float, low: float | None, high: float | None, name: str = "x") -> Metric:
+    return Metric(name=name, value=value, unit="ratio", provenance="measured", low=low, high=high)
+
+
+def found(ours: list[float], **details: Any) -> Found:
+    times = {"ours": ours, "theirs": [0.3] * len(ours)}
+    return Found(times, Usage(1.0, 3.0, 2.0, 2), {"pinned_cores": "0", "threads": "1"}, details)
+
+
+def case(*of_takes: list[float], again: bool = True, status: str = "done") -> tuple[Outcome, list[int]]:
+    """A case whose processes find these samples of ours, one after another, and the rounds asked for."""
+    asked: list[int] = []
+
+    def take(rounds: int) -> list[Found]:
+        asked.append(rounds)
+        return [found(of_takes[len(asked) - 1])] * 2
+
+    def numbers(times: Any, processes: Any) -> Outcome:
+        return Outcome(tuple(steps_of(times)), {"mine": 1}, status, "")  # type: ignore[arg-type]
+
+    return side_by_side(take, numbers, 12, again=again), asked
+
+
+@pytest.mark.parametrize(
+    ("takes", "rounds", "word", "why"),
+    [
+        ([STILL], [12], "", ""),
+        ([DRIFTING, STILL], [12, 24], "", f"with 2 times the rounds, because at first {EXCLUDED}"),
+        ([DRIFTING, DRIFTING], [12, 24], "contaminated", f"and before, in half the rounds: {EXCLUDED}"),
+    ],
+)
+def test_a_void_case_is_measured_once_more_with_more_rounds(
+    takes: list[list[float]], rounds: list[int], word: str, why: str
+) -> None:
+    outcome, asked = case(*takes)
+    kept = decode(encode(record(metrics=outcome.metrics, details=outcome.details)))
+    assert asked == rounds
+    assert (kept.details["rounds"], kept.details["mine"]) == (rounds[-1], 1)
+    assert kept.details["threads"] == ["1", "1"]
+    assert kept.details.get("void", "").startswith(EXCLUDED if word else "")
+    assert state_of(kept)[0] == word
+    assert state_of(kept)[1].endswith(why)
+    assert [each.name for each in kept.metrics] == [
+        "step of ours", "step of theirs", "control", "used by others",
+    ]  # fmt: skip
+    assert kept.metric("used by others").value == pytest.approx((3.0 - 2.0) / 4.0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("samples", "sign", "bound", "said"),
+    [
+        ([0.97, 0.98, 0.99], ">=", 0.95, "yes"),
+        ([0.94, 0.98, 0.99], ">=", 0.95, "yes, within the noise"),
+        ([0.90, 0.94, 0.99], ">=", 0.95, "NO, within the noise"),
+        ([0.90, 0.91, 0.92], ">=", 0.95, "NO"),
+        ([30.0, 40.0, 50.0], "<=", 60.0, "yes"),
+        ([70.0, 80.0, 90.0], "<=", 60.0, "NO"),
+        ([0.97], ">=", 0.95, "yes, within the noise"),  # one sample has no interval
+    ],
+)
+def test_a_target_is_judged_by_median_and_interval(
+    samples: list[float], sign: Any, bound: float, said: str
+) -> None:
+    assert verdict(from_samples("x", samples, "ratio"), sign, bound, None) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "reach", "said", "faster"),
+    [
+        (1.10, (0.98, 1.03), "NO", True),
+        (1.10, (0.89, 1.05), "NO, within the noise", None),  # identical code was further from 1
+        (0.90, (0.98, 1.03), "yes", False),
+        (0.90, (0.95, 1.15), "yes, within the noise", None),
+    ],
+)
+def test_nothing_is_certain_within_the_noise_floor(
+    value: float, reach: tuple[float, float], said: str, faster: bool | None
+) -> None:
+    ratio, control = metric(value, value - 0.01, value + 0.01), metric(1.0, *reach)
+    assert verdict(ratio, "<=", 1.0, control) == said
+    assert is_faster(ratio, control) is faster
+    assert measured(ratio) == f"{value:.3f} [{value - 0.01:.3f}, {value + 0.01:.3f}]"
+
+
+@pytest.mark.parametrize("name", ["engines"])
+def test_no_experiment_judges_anything_under_a_control_that_is_not_one(name: str) -> None:
+    """The committed records, as if their controls had been others."""
+    tables = experiment(name).tables
+    assert tables is not None
+
+    def judged(samples: list[float]) -> list[str]:
+        control = from_samples("control", samples, "ratio")
+        records = [
+            replace(
+                each,
+                metrics=tuple(control if own.name == "control" else own for own in each.metrics),
+                details={key: value for key, value in each.details.items() if key not in ("void", "before")},
+            )
+            for each in Store(REFERENCE / "cpu-2-cores").load(name).records
+        ]
+        return re.findall(r"  (void|faster|slower)\b", tables(records))
+
+    assert set(judged([0.99, 1.0, 1.0, 1.0, 1.01])) == {"faster", "slower"}
+    assert set(judged([1.15, 1.175, 1.175, 1.175, 1.2])) == {"void"}

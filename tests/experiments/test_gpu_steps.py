@@ -4,7 +4,6 @@ one: what is taken in which order, what is skipped, what is left and what is sai
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,10 +15,8 @@ import pytest
 from records import record
 
 from gpipe_bench.experiments import gpu
-from gpipe_bench.experiments.commands.cli import main as cli
 from gpipe_bench.experiments.commands.cli import parser as cli_parser
 from gpipe_bench.experiments.gpu import DONE, FAILED, LACKING, NO_GPU, STEPS, Step, main
-from gpipe_bench.experiments.paper import on_gpus
 from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.experiment import RunOptions, select
 from gpipe_bench.harness.store import Store
@@ -86,22 +83,6 @@ def test_commands_are_taken_in_turn_and_the_next_call_goes_on(
     assert Store(out / "records.jsonl").load("table1") == Store(out / "records").load("table1")
 
 
-def test_tests_that_failed_are_due_again(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever was measured after them is worth nothing while they fail; a command's cases are on record."""
-    monkeypatch.setattr(gpu, "command", lambda step, *_: python("raise SystemExit(1)"))
-    monkeypatch.setattr(gpu, "absent", lambda *_: [])
-    monkeypatch.setattr(gpu, "STEPS", [step("tests", "pytest -m gpu"), step("table", "table4")])
-    results = out / "of another machine"
-    for _ in range(2):
-        assert main(["--results", str(results)]) == FAILED
-    said = capsys.readouterr().out
-    assert said.count("tests: exit status 1") == 2
-    assert said.count("table: ended before") == 1
-    assert (results / "ended.txt").read_text().split() == ["table"]
-
-
 def test_a_command_is_interrupted_when_the_time_is_over(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,59 +140,21 @@ def test_finding_out_what_is_missing_needs_nothing() -> None:
     assert "python -m pip install 'torch>=2.11' " in found.stderr
 
 
-@pytest.mark.parametrize(
-    ("version", "requirement", "fits"),
-    [
-        ("2.11.0", "p>=2.11", True),
-        ("2.9", "p>=2.11", False),
-        ("2", "p>=2.0,<3", True),
-        ("0.19.0+cu130", "p>=0.19", True),
-        ("1.0rc1", "p", True),
-    ],
-)
-def test_versions_are_compared_by_their_numbers(
-    monkeypatch: pytest.MonkeyPatch, version: str, requirement: str, fits: bool
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    assert (gpu.absent([requirement]) == []) == fits
-
-
 def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path: Path) -> None:
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         assert 0 < step.minutes <= 9
-        words = gpu.command(step, 8, tmp_path)
+        words = gpu.command(step, tmp_path)
         if "pytest" in words:
             continue
         options = cli_parser(["run"]).parse_args(words[3:])
-        gpus = 0 if options.gpus is None else options.gpus
         only: dict[str, tuple[str, ...]] = {}
         for text in options.only:
             key, _, value = text.partition("=")
             only[key] = (*only.get(key, ()), value)
         experiment = load(options.name)
-        cases = experiment.cases(RunOptions(profile="full", device="cuda", gpus=gpus))
-        assert select(cases, only | ({"part": (on_gpus.PART,)} if gpus else {}))
+        cases = experiment.cases(RunOptions(profile="full", device="cuda"))
+        assert select(cases, only)
         assert options.results == tmp_path
     memory = {step.name: step.memory_gib for step in STEPS}
     assert memory["baseline"] == max(half.cap_gib for half in HALVES.values())
-
-
-def test_the_list_says_what_would_run_and_what_it_takes(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "ask_torch", lambda: {**ONE, "gib": 24.0})
-    assert cli(["list", "--machine", "--device", "cuda", "--results", str(out), "--json"]) == 0
-    checks = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
-    steps = [name.removeprefix("step ") for name in checks if name.startswith("step ")]
-    assert steps == [step.name for step in STEPS]
-    assert checks["gpus"]["found"] == "1 x Fake H100, 80 GiB"
-    fits, does_not, alone = (
-        checks[f"step {name}"] for name in ("baseline", "table2-transformer", "pipelines")
-    )
-    assert (fits["status"], fits["found"]) == ("ok", "at most 1 min a case and 16 GiB of a GPU (estimated)")
-    assert (does_not["status"], does_not["remedy"]) == ("optional", "needs 75 GiB (estimated)")
-    assert (alone["status"], alone["remedy"]) == ("optional", "needs 2 GPUs")
-    monkeypatch.setattr(gpu, "ask_torch", lambda: NONE)
-    assert cli(["list", "--machine", "--device", "cuda", "--results", str(out)]) == 1
-    assert "missing: gpus" in capsys.readouterr().out

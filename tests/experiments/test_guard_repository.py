@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,16 +15,8 @@ from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, benchmarks_of, subject_of
-from gpipe_bench.experiments.guard.command import Command, check_numbers
+from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
-
-USES_PACKAGE = """
-import sys
-{before}
-import their_package
-
-BENCHMARKS = {{"work": lambda: their_package.work}}
-"""
 
 
 @pytest.fixture
@@ -73,17 +62,10 @@ def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path)
     assert judged.cpu.value > 1.5  # it computes, rather than waits
 
 
-def test_modules_below_src_are_found(theirs: Path, start: Callable[..., Arm]) -> None:
-    (theirs / "src").mkdir()
-    (theirs / "models").rename(theirs / "src" / "models")
-    assert start().build("rows").result
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("BENCHMARKS = {}", "declares no benchmarks"),
-        ("import nothing_of_that_name", "No module named"),
         ("import sys; sys.exit('leaves')", "SystemExit: leaves"),
     ],
 )
@@ -97,7 +79,6 @@ def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, said: str) -
     ("function", "said"),
     [
         ("lambda: 3", "ValueError: once returned int; it must"),
-        ("lambda: lambda: sys.exit(4)", "SystemExit: 4"),
         ("lambda: lambda: threading.Event().wait()", "has not answered for 1 s"),
     ],
 )
@@ -115,66 +96,37 @@ def test_a_function_that_can_not_be_timed_says_so(
 # Where modules come from
 
 
-@pytest.mark.parametrize(
-    ("place", "before"),
-    [
-        ("theirs/python", ""),  # as an editable installation finds it
-        ("theirs/python", "sys.path.insert(0, {place!r})"),
-        ("elsewhere", ""),  # another clone's
-        ("elsewhere/site-packages", ""),
-    ],
-)
+@pytest.mark.parametrize("place", ["theirs/python", "elsewhere/site-packages"])
 def test_a_module_that_is_not_the_arms_own_is_refused_by_name(
-    theirs: Path, start: Callable[..., Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    place: str, before: str,
-) -> None:  # fmt: skip
-    """It would be the same in all arms, and "same" a lie."""
+    theirs: Path, start: Callable[..., Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As an editable installation finds it: it would be the same in all arms, and "same" a lie."""
     base, folder = tmp_path / "base", tmp_path / place
     for each in (base / "python", theirs / "python", folder):
         write(each / "their_package" / "__init__.py", "def work(): return 1")
-    before = before.format(place=str(folder))
-    if not before:
-        monkeypatch.setenv("PYTHONPATH", str(folder))
-    write(theirs / "benchmarks.py", USES_PACKAGE.format(before=before))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    text = "import their_package\nBENCHMARKS = {'work': lambda: their_package.work}"
+    write(theirs / "benchmarks.py", text)
     with pytest.raises(WorkerError, match=f"module their_package comes from {folder}/.*not from {base}"):
         start(base).build("work")
-
-
-def test_a_package_of_the_arms_own_and_what_is_not_the_repositorys_are_fine(
-    theirs: Path, start: Callable[..., Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An installed package that is not theirs; a module of theirs that has a standard one's name."""
-    base = tmp_path / "base"
-    write(base / "src" / "their_package" / "__init__.py", "import numpy, statistics\ndef work(): return 7")
-    write(base / "tools" / "json" / "__init__.py", "")
-    (theirs / "src").mkdir()
-    write(theirs / "benchmarks.py", USES_PACKAGE.format(before="import json"))
-    assert start(base).build("work").result == 7
 
 
 # One fault takes no other down
 
 
-@pytest.fixture
-def new(theirs: Path) -> Path:
-    """Their repository with a benchmark of what the last commit had not, and one that fails."""
-    write(theirs / "models" / "more.py", "def work(): return 1")
-    text = (theirs / "benchmarks.py").read_text()
-    write(
-        theirs / "benchmarks.py",
-        f"{text}\ndef build_new():\n    import models.more\n    return models.more.work\n"
-        "def build_bad():\n    raise SystemExit(5)\n"
-        'BENCHMARKS |= {"bad": build_bad, "new": build_new}\n',
-    )
-    return theirs
-
-
 def test_a_benchmark_that_the_base_lacks_is_new_and_one_that_exits_is_named(
-    new: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    theirs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """And the others are timed, with the whole summary."""
+    write(theirs / "models" / "more.py", "def work(): return 1")
+    with (theirs / "benchmarks.py").open("a") as file:
+        file.write(
+            "def build_new():\n    import models.more\n    return models.more.work\n"
+            "def build_bad():\n    raise SystemExit(5)\n"
+            'BENCHMARKS |= {"bad": build_bad, "new": build_new}\n'
+        )
     summary = tmp_path / "summary.md"
-    asked = ["guard", "--repo", str(new), "--base", "HEAD", "--benchmarks", "benchmarks.py", "--json"]
+    asked = ["guard", "--repo", str(theirs), "--base", "HEAD", "--benchmarks", "benchmarks.py", "--json"]
     asked += ["--budget-s", "1", "--markdown", str(summary)]
     assert main(asked) == 3
     out, err = capsys.readouterr()
@@ -219,21 +171,6 @@ def test_what_is_compiled_is_built_for_both(
     assert "work runs work, which is compiled; --build COMMAND builds it" in capsys.readouterr().err
 
 
-def test_the_guard_of_others_needs_no_torch(theirs: Path) -> None:
-    """As its action installs it."""
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from gpipe_bench.experiments.commands.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    given = ["guard", "--repo", str(theirs), "--base", "HEAD", "--command", "echo 7", "--number", "7"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given], env={**os.environ, "PYTHONPATH": str(verb.ROOT)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout.endswith("guard: passed\n"), done.stderr
-
-
 # What is refused before anything is measured
 
 
@@ -254,20 +191,10 @@ FILE = ["--benchmarks", "benchmarks.py"]
     ("arguments", "message"),
     [
         (["--repo", ".", "--base", "HEAD"], "name one thing to be timed: --benchmarks FILE for functions"),
-        ([*FILE, "--command", "x", "--base", "HEAD"], "name one thing to be timed"),
-        (["--repo", ".", *FILE], "against one of its revisions; give it, --base REF"),
-        (["--repo", "nowhere", *FILE, "--base", "HEAD"], "--repo nowhere is no folder"),
         ([*FILE, "--base", "no-such"], "unknown revision 'no-such'"),
-        ([*FILE, "--base", "HEAD", "--update"], "this project's own counters"),
-        ([*FILE, "--base", "HEAD", "--path", "lib"], "has no such folder"),
-        ([*FILE, "--base", "HEAD", "--number", "x"], "--number is about a command; give it, --command LINE"),
-        (["--benchmarks", "no.py", "--base", "HEAD"], "--benchmarks no.py is no file"),
         ([*FILE, "--base", "HEAD", "--only", "row"], "unknown benchmark 'row' (did you mean 'rows'?)"),
         ([*FILE, "--base", "HEAD", "--build", "echo no compiler; exit 7"],
          "failed with status 7 in the working tree: no compiler"),
-        (["--base", "HEAD", "--build", "make"], "--build is about --benchmarks or --command"),
-        (["--markdown", "out.md"], "give a revision to compare with, --base REF"),
-        (["--require-conclusive"], "give a revision, --base REF"),
         (["--only", "tiny-layers"], "--only is about what is timed; give a revision, --base REF"),
     ],
 )  # fmt: skip
@@ -282,9 +209,8 @@ def test_bad_usage_is_one_line_with_the_remedy_here_and_in_the_summary(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert "passed" not in captured.out
-    if "--markdown" not in arguments:
-        assert main(["guard", *arguments, "--markdown", str(summary)]) == 2
-        assert summary.read_text().startswith("### guard: not run\n\n")
+    assert main(["guard", *arguments, "--markdown", str(summary)]) == 2
+    assert summary.read_text().startswith("### guard: not run\n\n")
 
 
 # Commands that print a number
@@ -333,17 +259,8 @@ def test_a_command_of_any_language_is_guarded_against_its_base(
         ("4 threads on cpu0\n12.5ms", "", [12.5]),
         ("1,234,567 instructions:u", "", [1234567.0]),
         ("rate=3e-4/s v1.2", "", [3e-4]),
-        ("15,16 s", "", [15.16]),
-        ("took 12.5 ms\x1b[39m", "", [12.5]),
-        ("1,23,4", "", ValueError("printed '1,23,4', which is no number; --number REGEX names it")),
         ("a: 1 s\nb: 4 s", r"(\d+) s$", [1.0, 4.0]),
-        ("total 7", r"total \d+", ValueError("printed 'total 7', which is no number")),
         ("done", "", ValueError("printed no number on standard output, but done")),
-        (
-            "",
-            r"\d+",
-            ValueError("nothing that --number '.*' matches on standard output, but nothing at all"),
-        ),
         ("0", "", ValueError("printed 0; ratios are compared, so print numbers above 0")),
     ],
 )
@@ -367,19 +284,12 @@ def test_the_number_of_an_output(said: str, pattern: str, numbers: list[float] |
             ["--command", "sleep 60 & wait", "--timeout-s", "0.2"],
             "has not ended for 0.2 s; --timeout-s gives",
         ),
-        (["--command", "echo none"], "of base (.*) printed no number on standard output, but none"),
-        (["--command", "cat work.sh", "--number", "(4|110)"], "base 1, head 2, control 1; give a --number"),
         (
             ["--command", "sleep 0.2; echo 1", "--budget-s", "2"],
             "the first look needs 72 of them in .*--budget-s",
         ),
-        (["--command", "echo 1", "--number", "("], "--number '(' is no regular expression"),
-        (["--command", "echo 1", "--number", "(a)(b)"], "has 2 groups; put one around the number"),
-        (["--command", " "], "--command is empty; give what prints a number"),
-        (["--command", "echo 1", "--timeout-s", "-1"], "--timeout-s is -1; give the seconds that one run"),
         (["--command", "echo 1", "--build", "grep -q 110 work.sh"], "failed with status 1 in the base's"),
         (["--command", "echo took 15.2 ms for 1000 items"], "printed 1000 last in every run of the base"),
-        (["--command", "cat work.sh"], "printed 100 last in every run of the base, and no revision's"),
         (
             ["--command", "wc -c < work.sh; grep -q 110 work.sh && date +1.%N || date +1000.%N"],
             "about a power of 1000 apart: its unit changes",
@@ -393,18 +303,3 @@ def test_a_command_that_can_not_be_measured_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     for part in message.split(".*"):
         assert part in line
-
-
-def test_a_number_is_compared_in_one_unit() -> None:
-    """Also where only some runs change it, as timeit does at a boundary, or with the comma of thousands."""
-    command = Command("true")
-    check_numbers({"base": [998.0, 997.0], "head": [999.0, 996.0], "control": [997.0, 998.0]}, command)
-    for other in (1.01, 9.99e5):
-        with pytest.raises(ValueError, match="of the head and 997.5 of the base, .* its unit changes"):
-            check_numbers(
-                {"base": [998.0, 997.0], "head": [999.0, other], "control": [997.0, 998.0]}, command
-            )
-    check_numbers({arm: [7.0] * 9 for arm in ("base", "head", "control")}, Command("true", r"(\d+) items"))
-    rate = Command("true", higher_is_better=True)
-    with pytest.raises(ValueError, match="printed 4 last"):
-        check_numbers({arm: [0.25] * 9 for arm in ("base", "head", "control")}, rate)

@@ -1,16 +1,18 @@
-"""A checkout of the base in repositories made for the purpose, and where the guard refuses to measure any."""
+"""A checkout of the base, the processes of the guard, and where it refuses to measure."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from gpipe_bench.experiments.commands import guard as verb
-from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.experiments.guard.trees import base_tree, check_place, merge_base
+from gpipe_bench.experiments.guard.arms import Worker, WorkerError
+from gpipe_bench.experiments.guard.trees import base_tree, merge_base
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -48,55 +50,16 @@ def worktrees(root: Path) -> int:
 
 def test_the_base_is_where_the_head_left_and_then_it_is_gone(repository: Path) -> None:
     (repository / "file.txt").write_text("not committed")
-    with base_tree(repository, "main") as base:
+    with pytest.raises(KeyboardInterrupt), base_tree(repository, "main") as base:  # noqa: PT012
         assert (base.path / "file.txt").read_text() == "first"
         assert base.commit == git(repository, "rev-parse", "main~1")
         assert worktrees(repository) == 2
+        (base.path / "new.txt").write_text("left behind")
+        raise KeyboardInterrupt
     assert not base.path.parent.exists()
     assert worktrees(repository) == 1
     assert (repository / "file.txt").read_text() == "not committed"
     assert git(repository, "rev-parse", "--abbrev-ref", "HEAD") == "feature"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_it_is_gone_after_a_failure_too(repository: Path, error: type[BaseException]) -> None:
-    paths = []
-
-    def work() -> None:
-        with base_tree(repository, "main") as base:
-            (base.path / "new.txt").write_text("left behind")
-            paths.append(base.path)
-            raise error
-
-    with pytest.raises(error):
-        work()
-    assert not paths[0].parent.exists()
-    assert worktrees(repository) == 1
-
-
-def test_a_folder_of_a_larger_repository_is_found_again(repository: Path) -> None:
-    inner = repository / "inner"
-    inner.mkdir()
-    (inner / "x").write_text("x")
-    git(repository, "add", "inner")
-    git(repository, "commit", "--quiet", "--message", "inner")
-    with base_tree(inner, "HEAD") as base:
-        assert (base.path / "x").read_text() == "x"
-
-
-def test_hooks_of_the_repository_do_not_run(repository: Path) -> None:
-    hook = repository / ".git" / "hooks" / "post-checkout"
-    hook.parent.mkdir(exist_ok=True)
-    hook.write_text("#!/bin/sh\ntouch ran-a-hook\n")
-    hook.chmod(0o755)
-    with base_tree(repository, "main") as base:
-        assert not (base.path / "ran-a-hook").exists()
-
-
-def test_inside_a_hook_the_folder_counts(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_DIR", "/nowhere/.git")
-    monkeypatch.setenv("GIT_INDEX_FILE", "/nowhere/index")
-    assert len(merge_base(repository, "main")) == 40
 
 
 def test_what_a_killed_guard_left_is_removed_by_the_next(repository: Path, tmp_path: Path) -> None:
@@ -134,51 +97,13 @@ def test_submodules_are_checked_out_too(
     assert worktrees(repository) == 1
 
 
-@pytest.mark.parametrize("ref", ["nonsense", "--all", "", "main:file.txt"])
+@pytest.mark.parametrize("ref", ["nonsense", "--all"])
 def test_an_unknown_revision_is_named(repository: Path, ref: str) -> None:
     with pytest.raises(ValueError, match=f"unknown revision '{ref}'; fetch it first"):
         merge_base(repository, ref)
 
 
-def test_no_repository_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no git repository .*run this in a clone"):
-        merge_base(tmp_path, "main")
-
-
-def test_no_git_at_all_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="git can't be started"):
-        merge_base(tmp_path, "main")
-
-
-def test_a_shallow_clone_is_told_how_to_go_on(repository: Path, tmp_path: Path) -> None:
-    git(tmp_path, "clone", "--quiet", "--depth", "1", "--no-single-branch", f"file://{repository}", "shallow")
-    with pytest.raises(ValueError, match="shallow: git fetch --unshallow, or fetch-depth:"):
-        merge_base(tmp_path / "shallow", "origin/main")
-
-
-def test_another_history_has_no_base(repository: Path) -> None:
-    git(repository, "checkout", "--quiet", "--orphan", "other")
-    commit(repository, "other")
-    with pytest.raises(ValueError, match="'main' and HEAD have no common"):
-        merge_base(repository, "main")
-
-
 # Where it is started
-
-MODULE = "package/__init__.py"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A repository with the guarded package."""
-    root = tmp_path / "checkout"
-    (root / "package").mkdir(parents=True)
-    (root / MODULE).touch()
-    git(root, "init", "-q")
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", "first")
-    return root
 
 
 @pytest.fixture
@@ -190,62 +115,41 @@ def other(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("arguments", [[], ["--base", "HEAD"], ["--update"]])
-def test_in_another_repository_nothing_is_measured(
-    other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    measured: list[str] = []
-    for tier in ("check_counters", "check_time"):
-        monkeypatch.setattr(verb, tier, lambda *_: measured.append("something"))
-    monkeypatch.chdir(other)
-    assert main(["guard", *arguments]) == 2
-    assert measured == []
-    captured = capsys.readouterr()
-    assert "passed" not in captured.out
-    assert f"measures {verb.ROOT}" in captured.err
+@pytest.fixture
+def start() -> Iterator[object]:
+    workers: list[Worker] = []
+
+    def worker(code: str) -> Worker:
+        workers.append(Worker("arm", [sys.executable, "-c", code], os.environ))
+        return workers[-1]
+
+    yield worker
+    for each in workers:
+        each.kill()
 
 
-def test_its_own_folders_are_the_right_place(checkout: Path, tmp_path: Path) -> None:
-    check_place(checkout, MODULE, checkout)
-    check_place(checkout, MODULE, checkout / "package")
-    link = tmp_path / "link"
-    link.symlink_to(checkout)
-    check_place(checkout, MODULE, link / "package")
-    check_place(link, MODULE, checkout)
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.exit('no such layer')", "process of arm ended with exit status 1:\nno such layer"),
+        ("import os; os.kill(os.getpid(), 9)", "process of arm ended with exit status -9"),
+        ("print('hello', flush=True); input()", "process of arm answered b'hello', which is no JSON"),
+        ("""print('{"error": "out of memory"}', flush=True); input()""", "^arm: out of memory"),
+    ],
+)
+def test_one_that_does_not_answer_says_why(start, code: str, said: str) -> None:
+    with pytest.raises(WorkerError, match=said):
+        start(code).receive(10)
 
 
-def test_a_project_below_the_top_of_a_repository(other: Path) -> None:
-    (other / "project" / "package").mkdir(parents=True)
-    (other / "project" / MODULE).touch()
-    git(other, "add", "-A")
-    check_place(other / "project", MODULE, other)
-
-
-def test_elsewhere_nothing_is_measured(checkout: Path, other: Path, tmp_path: Path) -> None:
-    """In another worktree, in somebody else's repository, from a hook of this one, and outside of any."""
-    tree = tmp_path / "tree"
-    git(checkout, "worktree", "add", "-q", "--detach", os.fspath(tree))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GIT_DIR", os.fspath(checkout / ".git"))
-        for folder in (tree / "package", other, tmp_path):
-            with pytest.raises(
-                ValueError, match=f"measures {checkout}, .* and {folder} is not in it; cd to a"
-            ):
-                check_place(checkout, MODULE, folder)
-    check_place(tree, MODULE, tree)
-
-
-def test_an_installed_package_is_no_checkout(other: Path) -> None:
-    """Not even where the environment lies in the very repository."""
-    site = other / ".venv" / "site-packages"
-    (site / "package").mkdir(parents=True)
-    (site / MODULE).touch()
-    (other / ".gitignore").write_text(".venv\n")
-    with pytest.raises(ValueError, match="it is not a checkout of a repository; cd to a clone"):
-        check_place(site, MODULE, other)
-
-
-def test_an_unpacked_archive_can_be_guarded_from_within(tmp_path: Path) -> None:
-    """Counters need no history."""
-    (tmp_path / "package").mkdir()
-    check_place(tmp_path, MODULE, tmp_path / "package")
+def test_killing_it_ends_its_children_too(start) -> None:
+    worker = start(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+        "print('{\"child\": %d}' % child.pid, flush=True); input()"
+    )
+    child = psutil.Process(worker.receive(10)["child"])
+    worker.kill()
+    assert not psutil.pid_exists(worker.pid)
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

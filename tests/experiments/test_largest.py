@@ -1,10 +1,13 @@
-"""The largest models fit, the next ones do not, and the paper's are no larger."""
+"""The largest models that fit, and what Table 1's published memory may have counted."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from gpipe_bench.experiments.paper import largest as search
 from gpipe_bench.experiments.paper.largest import (
@@ -14,11 +17,25 @@ from gpipe_bench.experiments.paper.largest import (
     largest,
     place,
     place_anyhow,
-    place_best,
 )
-from gpipe_bench.models.paper import COLUMNS, GIB, Column
-from gpipe_bench.pipeline import StagePeaks
-from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.experiments.paper.profiles import (
+    Label,
+    Reading,
+    Relabel,
+    amoebanet,
+    profiled,
+)
+from gpipe_bench.experiments.paper.profiles import transformer as relabelled
+from gpipe_bench.experiments.paper.stages import (
+    Combination,
+    counted,
+    stages_of,
+)
+from gpipe_bench.models.paper import COLUMNS, Column, column
+from gpipe_bench.pipeline import Boundary, Profiler
+from gpipe_bench.pipeline.memory.profile import ModelProfile
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import LayerProfile
 
 PIPELINES = [each for each in COLUMNS["transformer"] if not each.is_naive]
 
@@ -53,34 +70,6 @@ def test_transformers(each: Column, precision: str, attention: str) -> None:
     check(setting, found)
     assert place(setting, found.num_layers + 1, 0, setting.batch_size) is None, "one layer more"
     assert found.num_layers >= each.num_layers
-
-
-class Counting(StagePeaks):
-    """Counts what a search asks for."""
-
-    looked_at = cuts = 0
-
-    def peak(self, start: int, stop: int) -> int:
-        Counting.looked_at += 1
-        return super().peak(start, stop)
-
-    def partition(self, cap_bytes: int) -> Partition | None:
-        Counting.cuts += 1
-        return super().partition(cap_bytes)
-
-
-def test_the_search_cuts_few_models_and_looks_at_few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is only asked whether it fits is not cut as well as can be: up to 2,300 layers in 128
-    stages took 29 best cuts and looks at 350,000 stages.
-    """
-    monkeypatch.setattr(search, "StagePeaks", Counting)
-    monkeypatch.setattr(Counting, "looked_at", 0)
-    monkeypatch.setattr(Counting, "cuts", 0)
-    setting = transformer(PIPELINES[-1], attention="explicit")
-    assert setting.num_stages == 128
-    assert largest(setting).num_layers == 2045
-    assert Counting.cuts == 1, "of the model that was found"
-    assert Counting.looked_at <= 70_000
 
 
 def test_whether_a_model_fits_is_what_its_best_cut_says() -> None:
@@ -126,46 +115,100 @@ def test_the_paper_s_sizes_are_exact() -> None:
     }  # fmt: skip
 
 
-def test_a_cap_decides() -> None:
-    half = dataclasses.replace(transformer(PIPELINES[1]), cap_gib=8.0)
-    full = transformer(PIPELINES[1])
-    assert half.cap_bytes == 8 * GIB
-    assert full.cap_bytes == 16 * GIB
-    smaller, larger = largest(half), largest(full)
-    check(half, smaller)
-    assert smaller.num_layers < larger.num_layers
-    assert place(half, larger.num_layers, 0, half.batch_size) is None
+def with_settings(**changes: Any) -> Combination:
+    """Plain settings, with some changes."""
+    plain = {
+        "activation_format": "float32", "gradient_copies": 0, "boundary_tensors": "inputs",
+        "partition_cost": "operations", "partition_rule": "least variance", "num_microbatches": 4,
+    }  # fmt: skip
+    assert set(changes) <= set(plain)
+    return {**plain, **changes}
 
 
-def test_without_a_cap_everything_has_a_place() -> None:
-    setting = dataclasses.replace(transformer(PIPELINES[1]), cap_gib=0.01)
-    assert place(setting, 103, 0, 32) is None
-    found = place_anyhow(setting, 103, 0, 32)
-    assert found.peak_bytes > setting.cap_bytes
-    assert found.peak_bytes == place_anyhow(transformer(PIPELINES[1]), 103, 0, 32).peak_bytes
+def total(settings: Combination, where: Column) -> int:
+    stages = stages_of("transformer", where, settings)
+    assert stages is not None
+    return sum(counted(stage, settings) for stage in stages)
 
 
-def test_the_best_number_of_micro_batches_is_the_best_of_all() -> None:
-    setting = transformer(PIPELINES[1])
-    best = place_best(setting, 103, 0)
-    placed = [place_anyhow(setting, 103, 0, count) for count in setting.microbatch_counts()]
-    least = min(each.peak_bytes for each in placed)
-    assert best.peak_bytes == least
-    assert best.num_microbatches == min(each.num_microbatches for each in placed if each.peak_bytes == least)
+# ------------------------------------------------------------------ the model
 
 
-def test_a_cap_that_nothing_fits_is_named() -> None:
-    setting = dataclasses.replace(transformer(PIPELINES[1]), cap_gib=0.25)
-    with pytest.raises(ValueError, match=r"accelerator\(s\) with mini-batch 32: the smallest"):
-        largest(setting)
+@pytest.mark.parametrize("name", ["naive-1", "pipeline-1"])
+def test_what_is_kept_by_every_operation_is_this_engines_memory(name: str) -> None:
+    """Without gradients, and with one copy of them, as the memory model has them that real steps check; but
+    for the gradient of the one parameter that is being added, which is counted with the others here.
+    """
+    where = column("transformer", name)
+    count = 1 if where.is_naive else 32
+    placed = place_anyhow(
+        Setting("transformer", 1, where.is_naive, "float32", "explicit"), where.num_layers, 0, count
+    )
+    stage = placed.stages[0]
+    settings = with_settings(num_microbatches=32)
+    assert total(settings, where) == pytest.approx(stage.working_set, rel=5e-3)
+    with_gradients = total({**settings, "gradient_copies": 1}, where)
+    assert with_gradients == pytest.approx(stage.working_set + stage.gradients, rel=5e-3)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot cut 5 layers into 8"):
-        place(transformer(PIPELINES[1]), 3, 0, 32)
+def test_each_setting_does_what_it_says() -> None:
+    where = column("transformer", "pipeline-8")
+    base = total(with_settings(), where)
+    gradients = 4 * (103 * 50_358_272 + 65_536_000 + 65_568_000)
+    assert total(with_settings(gradient_copies=2), where) - base == pytest.approx(2 * gradients, rel=0.1)
+    assert total(with_settings(activation_format="bfloat16"), where) < 0.6 * base
+    assert total(with_settings(num_microbatches=8), where) < 0.6 * base
+    # Each of the first seven stages keeps what it sends for every micro-batch of the mini-batch.
+    sent = 7 * 32 * 1024 * 2048 * 4
+    assert total(with_settings(boundary_tensors="inputs and outputs"), where) - base == sent
 
 
-def test_the_search_starts_where_every_stage_has_a_layer() -> None:
-    setting = Setting("transformer", 16, False, "float32", cap_gib=2.0)
-    found = largest(setting)
-    assert found.num_layers + 2 >= 16
+# ------------------------------------------------------------------ the search
+
+
+def block(width: int, examples: int) -> LayerProfile:
+    layer = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
+    inputs = Boundary.of(torch.empty(examples, width, 5, 7, requires_grad=True))
+    return Profiler(with_shapes=True).layer(layer, inputs)
+
+
+def fields(profile: LayerProfile) -> list[object]:
+    return [
+        dataclasses.astuple(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        for value in (getattr(profile, each.name) for each in dataclasses.fields(profile))
+    ]
+
+
+def test_a_relabelled_profile_is_that_of_the_other_size() -> None:
+    relabel = Relabel((Label(61, 61, 12), Label(43, 43, 6)))
+    assert fields(relabel.profile(block(61, 43))) == fields(block(12, 6))
+
+
+def check_equal(made: ModelProfile, direct: ModelProfile) -> None:
+    assert [layer.num_parameters for layer in made.layers] == [
+        layer.num_parameters for layer in direct.layers
+    ]
+    assert [(a.inputs, a.outputs) for a in made.layers] == [(a.inputs, a.outputs) for a in direct.layers]
+    for mine, other in zip((*made.layers, made.loss), (*direct.layers, direct.loss), strict=True):
+        assert stage_bytes([mine]) == stage_bytes([other]), mine.name
+    assert stage_bytes(made.layers, made.loss) == stage_bytes(direct.layers, direct.loss)
+
+
+def test_amoebanet_from_its_kinds_is_amoebanet_profiled_layer_by_layer(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Of any depth and width it takes 20 profiled layers."""
+    run, traced = Profiler._run, list[str]()
+
+    def counting(self: Profiler, layer: nn.Module, *ends: Any) -> LayerProfile:
+        traced.append(type(layer).__name__)
+        return run(self, layer, *ends)
+
+    monkeypatch.setattr(Profiler, "_run", counting)
+    made = [amoebanet(Reading(), *size) for size in ((9, 48, 2), (72, 1600, 7))]
+    assert len(traced) <= 20
+    check_equal(made[0], profiled(Reading(), "amoebanet", 2, num_layers=9, num_filters=48))
+
+
+@pytest.mark.parametrize(("examples", "attention"), [(1, "explicit"), (2, "explicit"), (5, "fused")])
+def test_the_transformer_at_another_micro_batch(examples: int, attention: str) -> None:
+    made = relabelled(Reading(), 2, examples, attention)
+    check_equal(made, profiled(Reading(), "transformer", examples, num_layers=2, attention=attention))

@@ -1,12 +1,17 @@
-"""The experiment on schedules: published rates to the last digit, all side by side, what the records say."""
+"""Published schedules and steps of others, recomputed and predicted."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from pandas import DataFrame
 from records import ran
 
 from gpipe_bench.experiments.beyond import published, schedules
+from gpipe_bench.experiments.beyond.plan import published_steps
+from gpipe_bench.experiments.beyond.plan.experiment import EXPERIMENT as PLAN
+from gpipe_bench.experiments.beyond.plan.experiment import figures, tables
 from gpipe_bench.experiments.beyond.schedules import EXPERIMENT, frontier
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
@@ -25,15 +30,6 @@ def test_rates_of_table_5_agree_to_the_last_printed_digit(row) -> None:
     """Whatever is printed of it, but ZB-2p, which a search found that is not ours."""
     (setting,) = row.settings
     assert f"{published.value_of(row, *setting):.4f}" == PRINTED[row.table, row.row, row.column].printed
-
-
-def test_the_cost_of_zb_h2_is_a_span_and_not_the_makespan() -> None:
-    """With the makespan the rate would be 0.1003 and not 0.0698."""
-    (row,) = (row for row in RATES if (row.row, row.column) == ("bubble rate of ZB-H2", "6.2B, p=8, m=24"))
-    timeline = published.laid_out(row.made(24, None), row.times_ms(), row.link())
-    whole_ms = 24 * sum(row.times_ms()[kind] for kind in "FB")
-    assert f"{1 - whole_ms / timeline.makespan_s:.4f}" == "0.1003"
-    assert f"{1 - whole_ms / published.span(timeline):.4f}" == "0.0698"
 
 
 def test_every_published_number_has_a_row_and_an_entry_with_its_unit_and_a_verdict() -> None:
@@ -58,21 +54,6 @@ def test_every_published_number_has_a_row_and_an_entry_with_its_unit_and_a_verdi
 
 
 # Slots of M = K, 2K and 4K, as the closed forms have them.
-SLOTS = {
-    ("1f1b", 2): (9, 15, 27), ("1f1b", 4): (21, 33, 57), ("1f1b", 8): (45, 69, 117),
-    ("interleaved", 2): (7.5, 13.5, 25.5), ("interleaved", 4): (16.5, 28.5, 52.5),
-    ("interleaved", 8): (34.5, 58.5, 106.5),
-    ("zb-h1", 2): (7, 13, 25), ("zb-h1", 4): (15, 27, 51), ("zb-h1", 8): (31, 55, 103),
-    (schedules.GENERATED, 4): (15, 27, 51), (schedules.GENERATED_V, 4): (13.5, 25.5, 49.5),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "num_workers"), SLOTS)
-def test_steps_in_slots(name: str, num_workers: int) -> None:
-    made = [
-        schedules.schedule_of(name, num_workers, times * num_workers, "never") for times in schedules.TIMES
-    ]
-    assert tuple(schedules.in_slots(each).makespan_s for each in made) == SLOTS[name, num_workers]
 
 
 def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
@@ -88,31 +69,73 @@ def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
     assert EXPERIMENT.tables([]) == ""
 
 
-def test_smoke_is_a_part_of_short() -> None:
-    smoke, short = (EXPERIMENT.cases(RunOptions(profile=profile)) for profile in ("smoke", "short"))
-    assert len(smoke) < len(short)
-    assert sum(case.estimate_s for case in smoke) < 40
-
-
 def test_nothing_beats_a_schedule_on_the_frontier() -> None:
     known = {"a": (1.0, 9.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (3.0, 5.0), "e": (3.5, 4.0)}
     points = DataFrame([(name, *place) for name, place in known.items()], columns=["name", "time", "memory"])
     assert [*frontier(points).name] == ["a", "c"]
 
 
-def test_costs_of_stages_come_back_as_steps_and_memory() -> None:
-    """A tiny model, measured for real: every schedule has a step, a bubble and a peak."""
-    found = ran(
-        EXPERIMENT, {"part": "measured costs", "model": "transformer", "num_microbatches": 4}, "smoke"
+def test_every_published_step_says_what_it_was() -> None:
+    found = published_steps.steps()
+    assert len({step.name for step in found}) == len(found) >= 8
+    for step in found:
+        assert step.source
+        assert step.differs
+        assert step.pp * step.dp * step.fsdp * step.tp == step.accelerators
+        assert step.batch_size % (step.dp * step.fsdp * step.num_microbatches) == 0
+        assert bool(step.speed) != bool(step.step_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "measured_s", "step_s"),
+    [
+        ("Llama 3 8B, 8 H100, FSDP", 2.843, 2.98),
+        ("Llama 2 13B, 64 A100, FSDP", 3.789, 3.74),
+        ("GPT-3 22B, 8 A100, TP", 1.42, 1.47),
+    ],
+)
+def test_a_published_step_is_predicted(name: str, measured_s: float, step_s: float) -> None:
+    (step,) = (each for each in published_steps.steps() if each.name == name)
+    middle_s, low_s, high_s = step.predicted()
+    assert step.measured_s == pytest.approx(measured_s, rel=1e-3)
+    assert middle_s == pytest.approx(step_s, rel=0.02)
+    assert low_s < step.measured_s < high_s < 1.6 * low_s
+
+
+def test_published_steps_are_recorded_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = published_steps.steps()[:2]
+    monkeypatch.setattr(published_steps, "steps", lambda: few)
+    ranges = iter([(few[0].measured_s, 2.0, 3.0), (9.0, 8.0, 12.0)])
+    monkeypatch.setattr(published_steps.Step, "predicted", lambda step: next(ranges))
+    found = ran(PLAN, {"part": published_steps.PART})
+    assert [each.value for each in found.metrics] == [few[0].measured_s, 9.0]
+    text = tables([found])
+    assert "1 of 2 inside, the widest range a factor of 1.50; asked: 75% of them, and at most 1.6: NO" in text
+    assert figures([found]) == []
+
+
+def test_a_sweep_is_judged_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the third way there is twice the mini-batch, so that it is the fastest that was measured; the second
+    one is predicted to be.
+    """
+    step = published_steps.steps()[0]
+    ways = tuple(
+        replace(
+            step,
+            name="a sweep",
+            num_microbatches=number,
+            batch_size=size,
+            step_s=measured_s,
+            speed=0.0,
+            memory_gib=0.0,
+        )
+        for number, size, measured_s in ((1, 8, 4.0), (2, 8, 3.0), (4, 16, 5.0))
     )
-    for name in schedules.NAMES:
-        for remat in schedules.REMATS:
-            key = {"schedule": name, "K": 2, "M": 4, "remat": remat}
-            for what in ("step", "bubble", "peak memory"):
-                assert found.metric(what, **key).value > 0
-    steps = {
-        name: found.metric("step", schedule=name, K=2, M=4, remat="never").value
-        for name in ("1f1b", "zb-h1", schedules.GENERATED)
-    }
-    assert steps[schedules.GENERATED] <= min(steps["1f1b"], steps["zb-h1"]) * (1 + 1e-9)
-    assert "Transformer-48" in EXPERIMENT.tables([found])
+    monkeypatch.setattr(published_steps, "sweeps", lambda: {"a sweep": ways})
+    assert PLAN.cases(RunOptions(profile="short"))[-1].key == {"part": published_steps.SWEEPS}
+    ranges = iter([(4.0, 3.5, 4.5), (2.0, 1.5, 2.5), (6.0, 4.0, 7.0)])
+    monkeypatch.setattr(published_steps.Step, "predicted", lambda step: next(ranges))
+    found = ran(PLAN, {"part": published_steps.SWEEPS})
+    assert len({str(each.key["name"]) for each in found.metrics}) == 3
+    line = next(line for line in tables([found]).splitlines() if line.startswith("a sweep"))
+    assert line.split()[2:] == ["3", "2", "0.50", "20.0", "%"]

@@ -1,8 +1,7 @@
-"""A stage run alone holds what the memory model says; on a GPU, what the allocator says."""
+"""A stage run alone, and whole real steps, hold what the memory model says."""
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +12,14 @@ from records import record
 from gpipe_bench.experiments.paper.largest import Placement, Setting
 from gpipe_bench.experiments.paper.table1 import real_steps
 from gpipe_bench.experiments.paper.table1.experiment import EXPERIMENT
+from gpipe_bench.experiments.paper.table1.real_steps import verify
 from gpipe_bench.experiments.paper.table1.shown import LARGEST
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import decode, encode
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models import paper as paper_models
-from gpipe_bench.pipeline import Boundary, Profiler, StagePeaks
+from gpipe_bench.pipeline import Boundary, Pipeline, Profiler, StagePeaks
 from gpipe_bench.pipeline.memory.profile import PRECISIONS, ModelProfile
-from gpipe_bench.pipeline.memory.tracker import LiveMemory
 
 HALVES = {
     "amoebanet": {"num_layers": 3, "num_filters": 16, "image_size": 96, "num_classes": 10, "aux_head": True},
@@ -85,46 +84,6 @@ def test_every_stage_alone_holds_what_is_modelled(
 
 
 EARLIER, WORKSPACE = 5 * 2**20, 32 * 2**20
-
-
-class FakeAllocator:
-    """An accelerator's absolute counter over the storages of the CPU: it knows of tensors that were there
-    before, and the first use of a library takes memory that is never given back.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.live, self.more = LiveMemory(), EARLIER
-        warm_up = real_steps.warm_up
-        monkeypatch.setattr(real_steps, "warm_up", lambda device: (warm_up(device), self.use_library()))
-        monkeypatch.setattr(real_steps.devices, "reset_peak", lambda device: self.live.reset_peaks())
-        monkeypatch.setattr(
-            real_steps.devices, "peak_bytes", lambda device: self.live.peak_bytes.get("", 0) + self.more
-        )
-
-    def use_library(self) -> None:
-        self.more = EARLIER + WORKSPACE
-
-
-def test_an_allocators_absolute_numbers_become_those_of_the_stage(
-    small: tuple[str, Setting, Placement], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither what was there before counts, nor a library's workspace, nor targets of other stages."""
-    half, setting, placement = small
-    for part in real_steps.distinct_parts(setting, placement):
-        counted = measure(part, half, setting, "cpu").num_bytes
-        given, fake = arguments(part, half, setting, "cpu"), FakeAllocator(monkeypatch)
-        with fake.live:
-            found = real_steps.measure(*given[:-2], real_steps.Allocator(torch.device("cpu")))
-        assert found == (counted, WORKSPACE)
-
-
-@pytest.mark.parametrize("small", ["transformer"], indirect=True)
-def test_equal_stages_are_run_once(small: tuple[str, Setting, Placement]) -> None:
-    _, setting, placement = small
-    one_layer_each = tuple(range(start, start + 1) for start in range(8))
-    eight = dataclasses.replace(placement, partition=one_layer_each, stages=placement.stages[:1] * 8)
-    parts = real_steps.distinct_parts(dataclasses.replace(setting, num_stages=8), eight)
-    assert [part.index for part in parts] == [0, 1, 7]
 
 
 class Accelerator:
@@ -208,3 +167,32 @@ def test_on_a_gpu_the_allocator_agrees(small: tuple[str, Setting, Placement]) ->
         measured = measure(part, half, setting, "cuda")
         # Tiny tensors in blocks of 512 bytes.
         assert measured.num_bytes == pytest.approx(part.memory.peak, rel=0.25)
+
+
+NAME = "transformer-lm"
+
+
+def test_the_model_meets_real_steps() -> None:
+    found = verify(NAME, 2, "always", 4)
+    assert len(found.tracked) == 2
+    assert found.largest_error < 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_stage_keeps_from_the_first_step_is_counted(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = verify(NAME, 2, "always", 4).tracked
+
+    class Hoarding(Pipeline):
+        def step(self, *arguments: Any, **options: Any) -> Any:
+            result = super().step(*arguments, **options)
+            kept = self.stages[stage].__dict__.setdefault("kept", {})
+            kept.setdefault("first", [torch.zeros(2500)])  # 10,000 bytes, deep inside
+            return result
+
+    monkeypatch.setattr(real_steps, "Pipeline", Hoarding)
+    after = verify(NAME, 2, "always", 4).tracked
+    assert [b - a for a, b in zip(before, after, strict=True)] == [
+        10_000 * (index == stage) for index in range(2)
+    ]

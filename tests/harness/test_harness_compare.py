@@ -1,14 +1,27 @@
-"""Comparisons: every cell of a touched table is there once, and each footnote stands once with one number."""
+"""Comparisons and tables: every cell once, footnotes, intervals and frames."""
 
 from __future__ import annotations
 
+import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from records import metric, record
+from scipy.stats import bootstrap
 
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.paper import load_paper
-from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.report.side import side_by_side
-from gpipe_bench.harness.report.table import answer, counts_text, tables_of, text_table
+from gpipe_bench.harness.record import (
+    BEFORE,
+    BEHIND,
+    Metric,
+    frame,
+    from_samples,
+    interval_name,
+    median_interval,
+)
+from gpipe_bench.harness.report.grid import Grid, fill, within
+from gpipe_bench.harness.report.table import tables_of, text_table
 from gpipe_bench.harness.verdict import Result
 
 TABLE = "table1-transformer"
@@ -51,35 +64,11 @@ def test_the_interchanged_pair_is_judged_corrected_and_says_so(comparisons):
     assert (activation.corrected, activation.verdict) == (11.7, "below")
 
 
-def test_ours_is_in_the_papers_unit_with_its_ratio(comparisons):
-    memory = at(comparisons, "pipeline-8", "parameter memory")
-    assert memory.unit == "GiB"
-    assert memory.ours == pytest.approx(59.433, abs=1e-3)
-    assert memory.ratio == pytest.approx(59.433 / 59.5, abs=1e-5)
-    assert memory.verdict == "below"
-    assert (memory.range_low, memory.range_high) == (memory.ours, memory.ours)
-    assert memory.fails_above == pytest.approx(memory.ours + 0.05)
-    assert memory.provenance == "modelled"
-
-
-def test_the_peer_stands_beside_the_paper_in_the_papers_unit():
-    rows = compare([cell("pipeline-1", "parameter memory", 3.8, "GB", table="table1-amoebanet")])
-    peer = at(rows, "pipeline-1", "parameter memory")
-    assert peer.peer_printed == "3.57 GiB"
-    assert peer.peer == pytest.approx(3.57 * 2**30 / 1e9)
-    assert "torchgpipe" in text_table(rows)
-
-
 def test_a_cell_of_ours_that_the_paper_lacks_comes_after_its_table_rows():
     rows = compare([cell("pipeline-4", "parameter memory", 5.0, "GiB"), *MEMORY])
     extra = at(rows, "pipeline-4", "parameter memory")
     assert (extra.paper, extra.verdict, extra.unit, extra.ours) == (None, "not comparable", "GiB", 5.0)
     assert rows[-1] == extra
-
-
-def test_a_cell_given_twice_is_refused():
-    with pytest.raises(ValueError, match="cell table1-transformer / parameter memory /"):
-        compare([MEMORY[0], MEMORY[0]])
 
 
 def test_the_two_questions_are_rows_of_their_own():
@@ -122,29 +111,99 @@ def test_an_explanation_shared_by_cells_is_one_footnote_and_the_verdicts_show_by
     assert "ours / paper" in table
 
 
-def test_counts_in_words():
-    assert counts_text([]) == "nothing counted"
-    rows = compare(MEMORY)
-    words = [answer(row) for row in rows if row.counted]
-    said = counts_text(rows)
-    for word, plural in (("follows", "follow"), ("differs", "differ"), ("no test",) * 2, ("not run",) * 2):
-        count = words.count(word)
-        assert (f"{count} {plural if count > 1 else word}" in said) == (count > 0), word
+COLUMNS = ["", "ours|theirs"]
+GRID = Grid(title="A title", columns=COLUMNS, lines=[["K=2", 1.5], ["a|b\nc", 12]], notes=["a note"])
 
 
-def test_machines_are_set_side_by_side_question_by_question():
-    """What one machine answers and the other does not stands beside the number all the same."""
+def test_markdown_keeps_each_line_on_one_and_escapes_pipes():
+    assert GRID.markdown().splitlines() == [
+        "**A title**",
+        "",
+        r"|        | ours\|theirs   |",
+        "|--------|----------------|",
+        "| K=2    | 1.5            |",
+        r"| a\|b c | 12             |",
+        "a note",
+    ]
 
-    def ratio(column, value, question):
-        number = Metric(name="x", value=value, unit="ratio", provenance="modelled")
-        place = {"table": "figure3-resnet101", "row": "normalized throughput", "column": column}
-        return Result(metric=number, question=question, **place)
 
-    published, here = ratio("pipeline-4", 2.6, "as published"), ratio("pipeline-4", 1.1, "here")
-    cells = compare([published, here, ratio("pipeline-8", 8.7, "here")])
-    side = side_by_side({"a": cells, "b": compare([here])}, {"a": [], "b": []})
-    parts = [(row.part, row.known.column) for row in side.rows]
-    assert parts.count(("as published", "pipeline-4")) == parts.count(("here", "pipeline-4")) == 1
-    assert side.text().index("resnet101, computed from") < side.text().index("resnet101, run here")
-    row = next(row for row in side.rows if (row.part, row.known.column) == ("here", "pipeline-8"))
-    assert row.cells[1].verdict == "not run", "whatever it was asked as"
+def test_a_wide_table_is_wrapped_and_then_goes_below_itself() -> None:
+    """Within so many columns; outside of the block it is as wide as it is."""
+    words = "what is asked of them all, and how it came out in the end"
+    wide = Grid(columns=["", "asked", "number"], lines=[["first", words, "12 ms"]], right=frozenset({2}))
+    whole = wide.text()
+    with within(40):
+        lines = wide.text().splitlines()
+        assert max(map(len, lines)) <= 40
+        assert " ".join(" ".join(line[7:31] for line in lines[2:]).split()) == words
+        assert fill(words).count("\n") == 1
+        many = Grid(columns=["", *(f"K={k}" for k in range(9))], lines=[["row", *("1234567890" * 9)[:9]]])
+        narrow = Grid(columns=["", *"abc"], lines=[["row", *["12345678901234"] * 3]], title="named once")
+        parts = narrow.text().split("\n\n")
+    assert many.text().count("row") == 1
+    assert [part.split()[0] for part in parts] == ["named", "a", "c"]
+    assert all("row" in part for part in parts[1:])
+    assert wide.text() == whole
+    with within(40):
+        empty = Grid(columns=["", "asked", ""], lines=[["first", words, ""]]).text()
+    assert "first" in empty, "a column with nothing in it"
+
+
+STEPS = (
+    metric(2.0, name="step", key={"M": 4, "remat": "always"}, low=1.5, high=2.5),
+    metric(3, name="step", key={"M": 8, "K": 4}),
+)
+RECORDS = [
+    record(1, case={"K": 2, "model": "resnet101"}, metrics=STEPS),
+    record(2, case={"K": 8, "model": "unet"}, metrics=(), status="skipped", reason="needs 8 devices"),
+]
+
+
+def test_a_row_for_each_quantity_and_one_for_a_record_without() -> None:
+    found = frame(RECORDS)
+    assert list(found.columns) == [*BEFORE, "K", "model", "M", "remat", *BEHIND]
+    values = zip(found.record, found.K, found.metric.fillna(""), found.value.fillna(0), strict=True)
+    assert list(values) == [(0, 2, "step", 2.0), (0, 4, "step", 3.0), (1, 8, "", 0.0)]
+    assert [f"M={each}" for each in found.M[:2]] == ["M=4", "M=8"], "although the third has none"
+    assert list(found.reason) == ["", "", "needs 8 devices"]
+    table = found.query("metric == 'step'").pivot(index="K", columns="M", values="unit").fillna("-")
+    grid = Grid(columns=["K", *table.columns], lines=list(table.itertuples()))
+    assert [line.split() for line in grid.text().splitlines()[2:]] == [["2", "s", "-"], ["4", "-", "s"]]
+    assert frame([]).empty
+
+
+def test_a_key_named_like_a_column_is_refused() -> None:
+    with pytest.raises(ValueError, match="metric is a column's name; choose"):
+        frame([record(case={"value": 1})])
+
+
+samples = st.lists(st.floats(0.001, 1000), min_size=2, max_size=20)
+
+
+@settings(max_examples=40)
+@given(samples)
+def test_the_interval_holds_the_median_lies_within_the_samples_and_repeats(values):
+    metric = from_samples("time", values, "s")
+    assert min(values) <= metric.low <= metric.value <= metric.high <= max(values)
+    assert metric.value == numpy.median(values)
+    assert metric.samples == tuple(values)
+    assert from_samples("time", values, "s") == metric
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.95])
+def test_the_interval_is_that_of_scipys_bootstrap(confidence):
+    values = numpy.random.default_rng(2).lognormal(size=14)
+    theirs = bootstrap(
+        (values,), numpy.median, confidence_level=confidence, n_resamples=2000, method="percentile",
+        random_state=numpy.random.default_rng(181106965),
+    ).confidence_interval  # fmt: skip
+    assert median_interval(values, confidence) == pytest.approx(theirs, rel=1e-12)
+
+
+def test_an_interval_has_a_per_cent_from_six_samples_on():
+    """A bootstrap of fewer gives the smallest and the largest, which hold it less often than it says."""
+    few, enough = (from_samples("time", [float(n) for n in range(count)], "s") for count in (5, 6))
+    assert (few.low, few.high, interval_name(5)) == (0.0, 4.0, "smallest to largest of 5")
+    assert interval_name(6) == "95 % interval"
+    assert (enough.low, enough.high) == median_interval(enough.samples)
+    assert from_samples("time", [1.0], "s").low is None

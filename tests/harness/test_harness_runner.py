@@ -1,21 +1,27 @@
-"""The runner: nothing finished is lost or run twice, and everything that goes wrong is a record."""
+"""The runner: nothing finished is lost or run twice, cases beside each other, progress."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import sys
-import types
+import os
+import pty
+import select
+import subprocess
 
 import fake_experiment
+import psutil
 import pytest
+from command_line import START, Gate, start
 from fake_experiment import steps
+from records import record
 
-import gpipe_bench.harness.workers
-from gpipe_bench.harness.experiment import Case, Outcome, RunOptions, select
+from gpipe_bench.harness import environment
+from gpipe_bench.harness import experiment as experiments
+from gpipe_bench.harness.experiment import Case, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.runner import Reporter, run_experiment
-from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.runner import BarReporter, Reporter, reporter, run_experiment
+from gpipe_bench.harness.workers import sensible_jobs
 
 
 def go(store, experiment=fake_experiment.EXPERIMENT, **arguments):
@@ -61,13 +67,6 @@ def test_what_would_give_another_result_is_run_again(store, log, change):
     assert steps(log) == [1, 2, 3, 4, 5] * 2
 
 
-def test_an_option_the_results_do_not_depend_on_changes_nothing(store, log):
-    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, options=())
-    go(store, experiment)
-    go(store, experiment, options=RunOptions(device="cuda", seed=3))
-    assert steps(log) == [1, 2, 3, 4, 5]
-
-
 def test_a_crash_is_a_record_with_its_traceback_and_the_run_goes_on(store, log, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_2", "crash")
     monkeypatch.setenv("FAKE_STEP_3", "exit")
@@ -85,28 +84,12 @@ def test_a_crash_is_a_record_with_its_traceback_and_the_run_goes_on(store, log, 
     assert [record.status for record in again.records] == ["done", "done", "failed", "failed", "done"]
 
 
-def test_an_outcome_of_the_wrong_kind_is_a_failure_with_its_name(store):
-    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, run=lambda case, options: {"time": 1})
-    result, _ = go(store, experiment)
-    assert {record.reason for record in result.failed} == {"TypeError: fake returned dict, not an Outcome"}
-
-
 def test_a_unit_that_nobody_knows_is_a_failed_case_and_not_a_comparison_that_fails(store):
     odd = Outcome((Metric("length", 1.0, "furlong", "modelled"),))
     experiment = dataclasses.replace(fake_experiment.EXPERIMENT, run=lambda case, options: odd)
     reasons = {record.reason for record in go(store, experiment)[0].failed}
     assert all("metric 'length': unknown unit 'furlong'; known are bytes, MB," in each for each in reasons)
     assert len(reasons) == 1
-
-
-def test_a_skipped_case_has_its_reason_and_is_tried_again(store, log, monkeypatch):
-    monkeypatch.setenv("FAKE_STEP_2", "skip")
-    result, _ = go(store)
-    assert (result.records[1].status, result.records[1].reason) == ("skipped", "needs 8 devices")
-    assert result.failed == []
-    monkeypatch.delenv("FAKE_STEP_2")
-    assert go(store)[0].records[1].status == "done"
-    assert steps(log) == [1, 2, 3, 4, 5, 2]
 
 
 class OutOfMemoryError(RuntimeError):
@@ -123,12 +106,7 @@ def chained():
     ("error", "reason"),
     [
         (MemoryError("no room"), "MemoryError: no room"),
-        (MemoryError(), "MemoryError"),
         (chained(), "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory",
-        ),
         (  # of another process, and of a library's own workspace
             RuntimeError("process 1: torch.OutOfMemoryError: CUDA out of memory."),
             "RuntimeError: process 1: torch.OutOfMemoryError: CUDA out of memory.",
@@ -146,59 +124,6 @@ def test_running_out_of_memory_is_a_result(store, error, reason):
     assert go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))[0].reused == 1
 
 
-def test_an_error_that_only_mentions_memory_is_a_failure(store):
-    result, _ = go(store, raising(RuntimeError("out of memory, says the message")))
-    assert len(result.failed) == 5
-
-
-def test_memory_of_the_device_is_given_back_after_running_out(store, monkeypatch):
-    calls = []
-    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(empty_cache=lambda: calls.append(1)))
-    monkeypatch.setattr(gpipe_bench.harness.workers, "environment", lambda: {"load": None})
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    go(store, raising(MemoryError("no room")), options=RunOptions(device="cpu", only={"step": ("1",)}))
-    assert calls == [1]
-
-
-def test_results_that_can_not_be_written_are_handed_over_and_the_run_goes_on(tmp_path):
-    store = Store(tmp_path)
-    store.path("fake").symlink_to("/dev/full")
-    stream = io.StringIO()
-    seen = []
-    result = run_experiment(
-        fake_experiment.EXPERIMENT, RunOptions(device="cpu"), store, reporter=Reporter(stream),
-        on_record=lambda record, saved: seen.append((record.case["step"], saved)),
-    )  # fmt: skip
-    assert seen == [(step, False) for step in range(1, 6)]
-    assert len(result.unsaved) == len(result.records) == 5
-    assert stream.getvalue().count("No space left on device") == 5
-    assert "not a regular file" in stream.getvalue()
-
-
-def test_a_record_says_where_it_comes_from(store):
-    result, _ = go(store, command="python -m experiments run fake")
-    environment = result.records[0].environment
-    assert result.records[0].command == "python -m experiments run fake"
-    assert result.records[0].options == {"device": "cpu", "engine": None, "seed": 0}
-    assert environment["versions"]["msgspec"]
-    assert len(environment["code_sha256"]) == 64
-    assert {"load", "load_after", "cpu_model", "cores_logical", "git_commit", "git_dirty"} <= set(environment)
-
-
-def test_two_cases_with_one_key_are_a_mistake_of_the_experiment(store):
-    experiment = dataclasses.replace(
-        fake_experiment.EXPERIMENT, cases=lambda options: [Case({"K": 2}), Case({"K": 2})]
-    )
-    with pytest.raises(ValueError, match="fake has two cases K=2; keys"):
-        go(store, experiment)
-
-
-@pytest.mark.parametrize("value", [float("nan"), (1, 2), object()])
-def test_a_key_that_would_not_survive_storage_is_refused(value):
-    with pytest.raises(ValueError, match="case key"):
-        Case({"K": value})
-
-
 CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M": None, "K": 2})]
 
 
@@ -213,19 +138,136 @@ CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M
     ],
 )
 def test_only_selects(only, chosen):
-    assert select(CASES, only) == [CASES[place] for place in chosen]
+    assert experiments.select(CASES, only) == [CASES[place] for place in chosen]
 
 
-def test_a_profile_the_experiment_lacks_is_named():
-    experiment = dataclasses.replace(fake_experiment.EXPERIMENT, profiles={"short": "all"})
-    with pytest.raises(ValueError, match="fake has no profile 'full'; allowed:"):
-        go(Store("unused"), experiment, options=RunOptions(profile="full"))
+UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
+# The fake experiment, as one that times nothing, on the command line.
+COMMAND = "import dataclasses, fake_experiment\n" + (
+    "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
+)
 
 
-def test_a_status_without_a_reason_becomes_a_failure(store):
-    experiment = dataclasses.replace(
-        fake_experiment.EXPERIMENT, run=lambda case, options: Outcome(status="skipped")
-    )
-    assert {record.reason for record in go(store, experiment)[0].failed} == {
-        "ValueError: a record with status 'skipped' needs a reason"
-    }
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+def beside(store, jobs, experiment=UNTIMED, **arguments):
+    reporter = Reporter(io.StringIO())
+    options = RunOptions(device="cpu")
+    return run_experiment(experiment, options, store, reporter=reporter, jobs=jobs, **arguments)
+
+
+def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatch):
+    """Steps 1 and 2 wait for each other; one after the other they would wait for ever."""
+    os.mkfifo(tmp_path / "meeting")
+    monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
+    result = beside(store, 2)
+    assert sorted(steps(log)) == [1, 2, 3, 4, 5]
+    assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
+    assert {record.status for record in result.records} == {"done"}
+    assert (result.ran, result.reused, result.interrupted) == (5, 0, False)
+
+
+def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
+    monkeypatch.setenv("FAKE_STEP_2", "killed")
+    monkeypatch.setenv("FAKE_STEP_4", "crash")
+    result = beside(store, 2)
+    assert [record.status for record in result.records] == ["done", "failed", "done", "failed", "done"]
+    reasons = {record.case["step"]: record.reason for record in result.failed}
+    assert "the process that ran it was ended; if memory was short, use --jobs 1" in reasons[2]
+    assert reasons[4] == "RuntimeError: the wheel came off"
+    monkeypatch.delenv("FAKE_STEP_2")
+    monkeypatch.delenv("FAKE_STEP_4")
+    assert {record.status for record in beside(store, 2).records} == {"done"}
+
+
+def test_the_processes_end_with_a_killed_run(tmp_path, gate):
+    """Else a training that nobody waits for could go on for days."""
+    run = start(
+        "run", "fake", "--device", "cpu", "--jobs", "2", "--results", tmp_path / "results", code=COMMAND,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, FAKE_GATE=str(gate.folder),
+    )  # fmt: skip
+    gate.wait()
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) >= 2
+    run.kill()
+    run.wait(60)
+    _, alive = psutil.wait_procs(children, timeout=300)
+    assert not alive
+
+
+@pytest.mark.parametrize(("cores", "share", "jobs"), [(1, None, 1), (2, None, 2), (64, None, 8), (4, 1.5, 1)])
+def test_as_many_by_default_as_the_cores_and_the_container_allow(monkeypatch, cores, share, jobs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(environment, "_cgroup_cpus", lambda: share)
+    assert sensible_jobs() == jobs
+
+
+SHOWN = [Case({"step": step}, estimate_s=10) for step in (1, 2, 3)]
+
+
+def tell(reporter):
+    reporter.begin(SHOWN, 1)
+    reporter.started(SHOWN[0])
+    reporter.finished(SHOWN[0], record(1, duration_s=0.0), reused=True)
+    reporter.finished(SHOWN[1], record(2, duration_s=20.0), reused=False)
+    reporter.warn("[bold]mind the gap[/bold]")
+    reporter.finished(SHOWN[2], record(3, status="failed", reason="wheel [off]", duration_s=1), reused=False)
+    reporter.end()
+
+
+class Terminal:
+    """A pseudo terminal: something that is one for the program, and can be read back."""
+
+    def __enter__(self):
+        self.master, slave = pty.openpty()
+        self.stream = os.fdopen(slave, "w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *error):
+        self.stream.close()
+        os.close(self.master)
+
+    def read(self):
+        self.stream.flush()
+        content = b""
+        while select.select([self.master], [], [], 0)[0]:
+            content += os.read(self.master, 65536)
+        return content.decode()
+
+
+def test_lines_say_what_happened_and_how_long_it_takes():
+    stream = io.StringIO()
+    tell(Reporter(stream))
+    assert stream.getvalue().splitlines() == [
+        "3 cases, about 30 s",
+        "[2/3] step=2: done in 20.0 s, 17 s left",
+        "warning: [bold]mind the gap[/bold]",
+        "[3/3] step=3: failed: wheel [off], 0 s left",
+        "1 of 3 cases were on record already",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    for name in ("CI", "NO_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with Terminal() as terminal:
+        shown = reporter(terminal.stream, {"TERM": "xterm"})
+        assert isinstance(shown, BarReporter)
+        tell(shown)
+        text = terminal.read()
+    assert "\x1b[" in text
+    for part in (
+        "0/3",
+        "30 s left",
+        "3/3",
+        "[bold]mind the gap[/bold]",
+        "step=3: failed: wheel [off]",
+        "1 of 3 cases",
+    ):
+        assert part in text

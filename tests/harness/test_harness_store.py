@@ -1,20 +1,80 @@
-"""The store: whatever happens to a file costs at most the line it happens to, and is reported."""
+"""Records, their file, and files that are replaced: whatever happens costs at most a line."""
 
 from __future__ import annotations
 
 import os
+import pathlib
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import record
+from records import metric, record
 
-from gpipe_bench.harness.record import SCHEMA, encode
-from gpipe_bench.harness.store import Store, StoreError, latest
+from gpipe_bench.harness.record import SCHEMA, decode, encode
+from gpipe_bench.harness.store import Store, StoreError, latest, write_whole
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=20)
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.none() | st.booleans() | texts | numbers
+plain = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
+)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(texts, scalars, max_size=4), st.dictionaries(texts, plain, max_size=4), texts)
+def test_a_line_holds_a_record_and_gives_it_back(case, details, reason):
+    written = record(case=case, details=details, reason=reason)
+    line = encode(written)
+    assert b"\n" not in line
+    assert decode(line) == written
+    assert decode(line).identity == written.identity
+
+
+def test_numbers_of_numpy_and_paths_become_plain_data():
+    details = {"array": numpy.arange(3), "number": numpy.float32(0.5), "path": pathlib.PurePosixPath("a/b")}
+    written = record(details=details, metrics=(metric(numpy.float64(1.5)), metric(numpy.int64(3), name="n")))
+    read = decode(encode(written))
+    assert read.details == {"array": [0, 1, 2], "number": 0.5, "path": "a/b"}
+    assert [each.value for each in read.metrics] == [1.5, 3]
+
+
+def test_identity_tells_cases_apart_and_nothing_else():
+    one = record(case={"K": 2, "M": 4})
+    assert one.identity == record(case={"M": 4, "K": 2}, status="failed", reason="x", duration_s=9).identity
+    others = [
+        record(case={"K": 2}),
+        record(case={"K": 2, "M": 4.0}),
+        record(case={"K": 2, "M": "4"}),
+        record(case={"K": 2, "M": 4}, profile="full"),
+        record(case={"K": 2, "M": 4}, revision=2),
+        record(case={"K": 2}, options={"M": 4}),
+    ]
+    assert len({one.identity, *(other.identity for other in others)}) == 1 + len(others)
+
+
+def test_a_metric_is_found_by_its_name_and_whole_key():
+    assert record().metric("time") == metric()
+    assert record().metric("space") is None
+    several = [metric(n, key={"K": n, "link": "PCIe, same share"}) for n in (2, 4)]
+    found = decode(encode(record(metrics=(metric(), *several))))
+    assert found.metric("time", link="PCIe, same share", K=4) == several[1]
+    assert found.metric("time") == metric()
+    assert found.metric("time", K=4) is None
+    assert several[1].label == "time K=4 link=PCIe, same share"
+
+
+def test_control_characters_of_a_record_are_spelled_out():
+    """But for tabs and ends of lines; a backslash that stands there already is one."""
+    found = decode(encode(record(reason="a\x1b[2J\x9bb\x7f\r\b\n\tc\\u001b\\\\\x07 é")))
+    assert found.reason == "a\\x1b[2J\\x9bb\\x7f\\x0d\\x08\n\tc\\u001b\\\\\\x07 é"
+    assert decode(encode(found)) == found
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,38 +84,12 @@ def store(tmp_path):
     return Store(tmp_path / "made" / "on demand")
 
 
-def test_what_is_appended_is_loaded_in_order(store):
-    records = [record(step) for step in (3, 1, 2)]
-    for each in records:
-        store.append(each)
-    assert store.load("fake").records == tuple(records)
-    assert store.load("fake").problems == ()
-    assert store.load("other").records == ()
-
-
 def test_the_last_record_of_a_case_wins_whatever_its_clock_says(store):
     store.append(record(1, started_at="2026-02-02T00:00:00+00:00", duration_s=1))
     store.append(record(2))
     store.append(record(1, started_at="1999-01-01T00:00:00+00:00", duration_s=2))
     found = latest(store.load("fake").records)
     assert [(each.case["step"], each.duration_s) for each in found.values()] == [(2, 0.5), (1, 2)]
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_a_torn_tail_never_reaches_the_next_record(tmp_path_factory, data):
-    store = Store(tmp_path_factory.mktemp("store"))
-    store.append(record(1))
-    store.append(record(2))
-    content = store.path("fake").read_bytes()
-    first = content.index(b"\n") + 1
-    keep = data.draw(st.integers(first, len(content)))
-    store.path("fake").write_bytes(content[:keep])
-    store.append(record(3))
-    loaded = store.load("fake")
-    whole = keep >= len(content) - 1  # only the newline is missing: the record is complete
-    assert [each.case["step"] for each in loaded.records] == ([1, 2, 3] if whole else [1, 3])
-    assert [problem.line for problem in loaded.problems] == ([] if whole or keep == first else [2])
 
 
 def test_every_kind_of_bad_line_is_reported_and_the_rest_used(store):
@@ -95,14 +129,6 @@ def test_a_disk_that_fills_up_within_a_line_leaves_the_file_as_it_was(tmp_path):
     assert [each.case["step"] for each in store.load("fake").records] == [1, 2]
 
 
-def test_a_folder_that_can_not_be_made_is_an_error_and_reads_as_empty(tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    store = Store(tmp_path / "file" / "results")
-    with pytest.raises(StoreError, match="Not a directory"):
-        store.append(record(1))
-    assert store.load("fake") == Store(tmp_path / "nothing").load("fake")
-
-
 WRITER = """
 import sys
 from records import record
@@ -130,3 +156,47 @@ def test_two_processes_write_at_once_without_losing_or_mixing_lines(tmp_path):
     assert loaded.problems == ()
     for name in ("one", "two"):
         assert [each.case["step"] for each in loaded.records if each.profile == name] == list(range(100))
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from gpipe_bench.harness.store import write_whole
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+write_whole(Path(sys.argv[1]), "new " * 10_000)
+"""
+
+
+def test_folders_are_made_and_the_file_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "page.html"
+    for text in ("first\n", "é: 第二\n"):
+        write_whole(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert [each.name for each in path.parent.iterdir()] == ["page.html"]
+
+
+def test_an_interrupt_right_behind_the_replacement_is_that_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def interrupted(source: str, target: Path) -> None:
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "page.html", "new")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("page.html", "new")]
+
+
+def test_no_room_for_the_new_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "counters.json"
+    write_whole(path, "old")
+    process = subprocess.run(
+        [sys.executable, "-c", FULL, str(path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "OSError" in process.stderr
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["counters.json"]

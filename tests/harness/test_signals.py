@@ -8,18 +8,16 @@ import select
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 from command_line import START, Gate, lines, start, surroundings
 
-from gpipe_bench.harness.signals import check, held, number_of, starting, stopping
+from gpipe_bench.harness.signals import number_of, stopping
 
 RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
 # Cases beside each other, in processes of their own.
-BESIDE = "import dataclasses, fake_experiment\n" + (
-    "fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)\n" + START
-)
 ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
@@ -111,38 +109,19 @@ def test_a_run_ends_with_all_that_it_launched(tmp_path, arrived, descendants, to
     assert nobody_is_left(family)
 
 
-def test_a_launched_process_that_somebody_ends_is_a_failed_case(tmp_path, arrived, descendants):
-    results = tmp_path / "results"
+@pytest.mark.alone
+def test_it_takes_no_longer_than_two_seconds(tmp_path, arrived, descendants):
+    """As docs/commands.md promises, of a machine with a core to spare."""
     process = command(
-        "run", "fake", "--device", "cpu", "--results", results, code=RANKS, FAKE_ARRIVED=str(arrived.path)
+        "run", "fake", "--device", "cpu", "--results", tmp_path, code=RANKS, FAKE_ARRIVED=str(arrived.path)
     )
-    launched, grandchild = map(int, arrived().split())
-    descendants(process)
-    os.kill(launched, signal.SIGTERM)
-    os.kill(grandchild, signal.SIGKILL)  # nobody's child by now; it would keep the pipe to us open
-    found, out, err = ending_of(process)
-    assert found == 3, err
-    assert "the comparison" in out
-    assert kept(results) == [(1, "done"), (2, "failed"), (3, "done")]
-
-
-@pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_cases_beside_each_other_end_too(tmp_path, gate, descendants, number, status):
-    results = tmp_path / "results"
-    process = command(
-        "run", "fake", "--device", "cpu", "--jobs", "2", "--json", "--results", results, "--only", "step=1",
-        "--only", "step=2", code=BESIDE, FAKE_GATE=str(gate.folder),
-    )  # fmt: skip
-    process.stdout.readline()
-    gate.wait()
-    family = descendants(process)
-    assert len(family) >= 2
-    os.killpg(process.pid, number)
-    found, _, err = ending_of(process)
-    assert found == status, err
-    assert "1 finished cases are kept" in err
-    assert kept(results) == [(1, "done")]
+    arrived()
+    family, start_s = descendants(process), time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    ending_of(process)
     assert nobody_is_left(family)
+    is_loaded = os.getloadavg()[0] >= (os.cpu_count() or 1)
+    assert time.monotonic() - start_s < (300 if is_loaded else 2)
 
 
 @pytest.mark.parametrize(("number", "status"), ENDINGS)
@@ -192,19 +171,6 @@ def test_a_library_that_swallows_the_interrupt_does_not_hold_it_up(tmp_path, gat
     assert kept(results) == [(1, "done")]
 
 
-def test_a_signal_that_the_shell_told_it_to_ignore_stays_ignored(tmp_path, gate):
-    """As in `nohup` and in the background of a script."""
-    code = START.replace("signal.default_int_handler", "signal.SIG_IGN")
-    process = start(
-        "run", "fake", "--device", "cpu", "--results", tmp_path, code=code, FAKE_GATE=str(gate.folder)
-    )
-    gate.wait()
-    process.send_signal(signal.SIGINT)
-    gate.release()
-    assert ending_of(process)[0] == 0
-    assert [step for step, _ in kept(tmp_path)] == [1, 2, 3, 4, 5]
-
-
 @pytest.fixture
 def default_handlers():
     """Also in a background job, which was told to ignore interrupts: it would wait for one for ever."""
@@ -232,46 +198,3 @@ def test_the_way_out_is_taken_in_good_order(number, status, default_handlers):
     assert cleaned
     assert 128 + number_of(caught.value) == status
     assert signal.getsignal(number) is before
-
-
-def test_what_is_held_together_is_done_whole(default_handlers):
-    done = []
-
-    def work():
-        with stopping(), held():
-            os.kill(os.getpid(), signal.SIGTERM)
-            done.append("whole")
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == ["whole"]
-
-
-def test_the_signals_of_a_forked_child_are_its_own(default_handlers):
-    with stopping():
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
-        check()  # nobody has asked us
-
-
-def test_an_interrupt_waits_for_a_process_that_is_starting():
-    """It is blocked from the process's first moment until that says that it has started."""
-    code = (
-        "import signal\n"
-        "from gpipe_bench.harness.signals import started\n"
-        "is_blocked = lambda: signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())\n"
-        "before = is_blocked()\n"
-        "started()\n"
-        "print(before, is_blocked())"
-    )
-    with starting():
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=surroundings()
-        )
-        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
-    assert done.stdout.split() == ["True", "False"]
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

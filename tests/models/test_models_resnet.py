@@ -1,12 +1,16 @@
 """ResNet-101 against torchvision's, with the same weights, and cut in the middle of a block."""
 
+import importlib
 import re
+import subprocess
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.models import MODELS
+from gpipe_bench.models import MODELS, torchvision_shim
 from gpipe_bench.models.torchvision_shim import import_torchvision
 
 
@@ -48,11 +52,6 @@ def test_outputs_gradients_and_statistics_equal_torchvisions(pair):
         torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-10, atol=1e-12)
 
 
-def test_parameters_and_buffers_are_torchvisions_in_its_order(pair):
-    theirs, ours = pair
-    assert list(from_torchvision(theirs.state_dict())) == list(ours.state_dict())
-
-
 def small(**options):
     defaults = {"num_classes": 3, "num_blocks": (1, 2, 1, 1), "num_filters": 4}
     return MODELS["resnet101"](**defaults | options)
@@ -77,42 +76,86 @@ def test_every_cut_hands_on_one_tensor_or_the_tensor_and_its_skip():
     assert state.shape == (2, 3)
 
 
-def test_nothing_overwrites_its_input():
-    model = small()
-    state = torch.randn(2, 3, 32, 32)
-    for name, layer in model.named_children():
-        tensors = state if isinstance(state, tuple) else (state,)
-        copies = [tensor.clone() for tensor in tensors]
-        state = layer(state)
-        assert all(map(torch.equal, tensors, copies)), name
+# The shim declares operators only where torchvision's own import fails for want of them
 
 
-def test_the_first_stack_projects_its_skip_and_the_others_halve_the_map():
-    model = small(num_blocks=(2, 2, 2, 2))
-    projections = [
-        name for name, layer in model.named_children() if getattr(layer, "downsample", None) is not None
-    ]
-    assert projections == [f"layer{i}_0_residual" for i in (1, 2, 3, 4)]
-    strides = {
-        name: layer.module.stride[0]
-        for name, layer in model.named_children()
-        if name.endswith(("_conv1", "_conv2", "_conv3"))
-    }
-    assert [name for name, stride in strides.items() if stride == 2] == [
-        f"layer{i}_0_conv2" for i in (2, 3, 4)
-    ]
+class Recorder:
+    """Stands for `torch.library.Library`: remembers what was declared."""
+
+    declared: list[str]
+
+    def __init__(self, namespace, kind):
+        assert (namespace, kind) == ("torchvision", "FRAGMENT")
+
+    def define(self, schema):
+        self.declared.append(schema.split("(")[0])
 
 
-def test_scaled_down_sizes_and_classes():
-    model = small(num_filters=8, num_classes=7)
-    assert model(torch.randn(2, 3, 40, 40)).shape == (2, 7)
-    assert len(model) == 4 + 11 * 5 + 3
-    assert model.fc.in_features == 8 * 8 * 4
+@pytest.fixture
+def failing_import(monkeypatch):
+    """Returns a function that makes the next imports of torchvision raise the given errors, then
+    succeed.
+    """
+    package = ModuleType("torchvision")
+    Recorder.declared = []
+    monkeypatch.setattr(torch.library, "Library", Recorder)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torchvision_shim, "_declared", {})
+    monkeypatch.setattr(
+        sys, "modules", dict(sys.modules) | {"torchvision.half_done": ModuleType("half_done")}
+    )
+
+    def prepare(*errors):
+        queue = list(errors)
+
+        def import_module(name):
+            assert name == "torchvision"
+            if queue:
+                raise queue.pop(0)
+            return package
+
+        monkeypatch.setattr(importlib, "import_module", import_module)
+        return package
+
+    return prepare
 
 
-def test_initial_weights_are_torchvisions():
-    torch.manual_seed(0)
-    model = small(num_filters=32)
-    square, widening = model.layer4_0_conv2.module.weight, model.layer4_0_conv3.module.weight
-    assert square.std().item() == pytest.approx((2 / (256 * 9)) ** 0.5, rel=0.02)
-    assert widening.std().item() == pytest.approx((2 / 1024) ** 0.5, rel=0.02)
+def missing(operator):
+    return RuntimeError(f"operator torchvision::{operator} does not exist")
+
+
+def test_a_working_torchvision_is_left_alone(failing_import):
+    package = failing_import()
+    assert import_torchvision() is package
+    assert Recorder.declared == []
+    assert "torchvision.half_done" in sys.modules
+
+
+def test_missing_operators_are_declared_one_after_the_other(failing_import):
+    package = failing_import(missing("nms"), missing("qnms"))
+    assert import_torchvision() is package
+    assert Recorder.declared == ["nms", "qnms"]
+    assert "torchvision.half_done" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "error",
+    [missing("roi_align"), RuntimeError("out of luck"), ImportError("no torchvision")],
+    ids=["operator", "runtime", "import"],
+)
+def test_other_failures_are_not_hidden(failing_import, error):
+    failing_import(error)
+    with pytest.raises(type(error), match=str(error)):
+        import_torchvision()
+    assert Recorder.declared == []
+
+
+def test_the_installed_torchvision_can_be_imported_and_models_does_not_do_it():
+    script = (
+        "import sys, models; assert 'torchvision' not in sys.modules; "
+        "from gpipe_bench.models.torchvision_shim import import_torchvision as load; "
+        "tv = load(); assert tv is load(); import torch, torchvision; assert torchvision is tv; "
+        "print(tv.transforms.CenterCrop(2)(torch.ones(3, 4, 4)).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "torch.Size([3, 2, 2])", done.stderr

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import growth_cases
+import over_processes_cases as cases
 import pytest
 import torch
 from case_runner import watched
@@ -24,8 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpipe_bench.experiments.beyond.plan import peaks
-from gpipe_bench.experiments.beyond.plan.steps import Planned
+from gpipe_bench.experiments.beyond.plan.steps import title
 from gpipe_bench.pipeline import (
     Boundary,
     Pipeline,
@@ -45,88 +45,31 @@ mse_loss, cross_entropy = nn.functional.mse_loss, nn.functional.cross_entropy
 
 
 # Messages
-
-
-class Apart(nn.Module):
-    """Adds what it computes to its input: no graph keeps its output."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + torch.tanh(value * self.scale)
-
-
-class Kept(Apart):
-    """Keeps its own output, as a rectifier does."""
-
-    def forward(self, value: Tensor) -> Tensor:
-        return torch.relu(value + self.scale)
-
-
-Built = tuple[list[nn.Module], Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]
-MICROBATCHES, BATCH_SIZE = 4, 8
 # Of shared memory, for the header and the loss, which the model counts as the few bytes that they are.
 PAGES = 2 * mmap.PAGESIZE + 64
-
-
-def built(make: Callable[[int], nn.Module], width: int) -> Built:
-    data = torch.zeros(BATCH_SIZE, width)
-    return [make(width) for _ in range(8)], data, data, mse_loss
-
-
-def small() -> Built:
-    """Messages of 16 KiB."""
-    return built(Apart, 2048)
-
-
-def small_kept() -> Built:
-    """The same of outputs that a graph holds."""
-    return built(Kept, 2048)
-
-
-def large() -> Built:
-    """Messages of 320 KiB."""
-    return built(Apart, 2**15 + 2**13)
-
-
-MODELS = ("small", "small_kept", "large")
-
-
-def planned(name: str) -> Planned:
-    """One of the models, for two processes."""
-    return Planned(name, f"test_memory_over_processes:{name}", {}, "tiny", batch_size=BATCH_SIZE)
-
-
-def count_workers() -> dict[str, list[int]]:
-    """What one process does: bytes of each way to train, by model, and by model over gloo."""
-    ways = peaks.ways(planned("small"), MICROBATCHES)
-    found = {name: peaks.count(planned(name), ways) for name in MODELS}
-    return found | {"over gloo": peaks.count(planned("large"), ways[:4], share_memory=False)}
 
 
 @pytest.fixture(scope="module")
 def counted() -> list[dict[str, list[int]]]:
     """By process, model and way."""
-    return launch(count_workers, 2, device="cpu")
+    return launch(cases.count_all, 2, device="cpu")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases.MODELS)
 def test_peaks_of_workers_are_those_of_real_steps(name: str, counted: list[dict[str, list[int]]]) -> None:
     """Every worker, under every schedule of the experiment. What is sent counts whole, also where a sender's
     graph holds it: without recomputation that is an upper estimate.
     """
-    ways, most = peaks.ways(planned("small"), MICROBATCHES), 1.15 if name.endswith("kept") else 1.01
-    for place, modelled in enumerate(peaks.peaks_of(planned(name), ways)):
+    ways, most = cases.ways(), 1.15 if name.endswith("kept") else 1.01
+    for place, modelled in enumerate(cases.peaks_of(cases.planned(name), ways)):
         for found, peak in zip(counted, modelled, strict=True):
             real = found[name][place]
-            assert 0.99 * real - PAGES <= peak <= most * real + PAGES, peaks.title(ways[place])
+            assert 0.99 * real - PAGES <= peak <= most * real + PAGES, title(ways[place])
 
 
 def test_through_gloo_messages_take_as_much(counted: list[dict[str, list[int]]]) -> None:
     for found in counted:
-        assert found["over gloo"] == pytest.approx(found["large"][:4], rel=0.01, abs=PAGES)
+        assert found["large over gloo"] == pytest.approx(found["large"][:4], rel=0.01, abs=PAGES)
 
 
 # Stages and weights that both processes hold

@@ -33,7 +33,7 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.plan.edges import turns
 from gpipe_bench.pipeline.plan.schedule import channels, dependencies, execution_order, transfers
 from gpipe_bench.pipeline.ranks.connect import refuse_edges
-from gpipe_bench.planner.breakdown import breakdown
+from gpipe_bench.planner.predict import breakdown
 
 
 def written(*rows: str, remat: str = "never") -> Schedule:

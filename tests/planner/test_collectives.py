@@ -10,19 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_bench.pipeline import FREE, SLOTS, Action, Kind, Link, Schedule, Timeline, gpipe, named, replay
+from gpipe_bench.pipeline import (
+    FREE,
+    SLOTS,
+    Action,
+    Kind,
+    Link,
+    Schedule,
+    Timeline,
+    gpipe,
+    named,
+    one_f_one_b,
+    replay,
+)
 from gpipe_bench.pipeline.plan.links import Bucket, Gather
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.planner.breakdown import COLLECTIVES, PARTS, breakdown
 from gpipe_bench.planner.collectives import (
     all_gather_s,
     all_reduce_s,
-    data_parallel,
     fetched,
     pass_s,
     sharded,
 )
+from gpipe_bench.planner.predict import COLLECTIVES, PARTS, Breakdown, breakdown
 
 LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]
 RANKS = st.integers(1, 64)
@@ -38,28 +49,11 @@ def test_a_ring_is_its_hops(num_bytes: int, ranks: int) -> None:
     assert all_reduce_s(exact, ranks, LINK) == 2 * hops_s
 
 
-def test_numbers_by_hand() -> None:
-    """Four ranks, 400 bytes: 3 hops of 100 bytes, 1.1 s each; twice for an all-reduce."""
-    assert all_gather_s(400, 4, LINK) == pytest.approx(3.3)
-    assert all_reduce_s(400, 4, LINK) == pytest.approx(6.6)
-    assert all_reduce_s(400, 1, LINK) == 0
-    assert all_reduce_s(400, 4, FREE) == 0
-
-
 def test_two_ranks_on_a_link_whose_directions_share_it_send_one_after_the_other() -> None:
     both_ways = Link("shared", 0, 100, shares_directions=True)
     assert all_gather_s(400, 2, Link("full duplex", 0, 100)) == 2
     assert all_gather_s(400, 2, both_ways) == 4
     assert all_gather_s(400, 3, both_ways) == pytest.approx(2 * 400 / 3 / 100)  # each link is used one way
-
-
-def test_buckets_leave_as_the_backward_goes_from_the_last_layer_to_the_first() -> None:
-    """Layers of 1, 3 and 4 s: the last one's gradients are there after 4 of 8 s, the next one's after 7."""
-    layers = [[10.0], [30.0, 20.0], [40.0]]
-    found = data_parallel(layers, 2, Link("link", 0, 1), backward_s=[1, 3, 4], bucket_bytes=40)
-    # 40 closes at once; 20 + 30 is past 40; 10 is the rest, which leaves in the end.
-    assert [bucket.ready for bucket in found] == [4 / 8, 7 / 8, 1]
-    assert [bucket.takes_s for bucket in found] == [40, 50, 10]  # 2 hops of a half
 
 
 def test_shards_are_scattered_layer_by_layer_and_then_summed_over_replicas() -> None:
@@ -77,17 +71,6 @@ def test_gathering_ahead_hides_behind_the_layer_before() -> None:
     assert pass_s([], [], 2, link, ahead=True) == 0
 
 
-def test_a_pass_back_scatters_behind_the_layer_after() -> None:
-    """Gathers and scatters of 1 s. Layer 1: gathered 0-1, runs 1-4, while layer 0's is gathered, 1-2;
-    scattered 4-5. Layer 0 runs 4-7, scattered 7-8.
-    """
-    link = Link("link", 0, 1)
-    assert pass_s([2.0, 2.0], [3.0, 3.0], 2, link, ahead=True, scattered=True) == 8 - 6
-    assert pass_s([2.0, 2.0], [3.0, 3.0], 2, link, ahead=False, scattered=True) == 4
-    # Of 4 s each: gathered 0-4, runs 4-7; layer 0's gathered 4-8; scatter 8-12; layer 0 runs 8-11, 12-16.
-    assert pass_s([8.0, 8.0], [3.0, 3.0], 2, link, ahead=True, scattered=True) == 16 - 6
-
-
 def test_parameters_are_fetched_layer_by_layer_and_needed_as_the_forward_goes() -> None:
     found = fetched([4.0, 0.0, 8.0], 2, Link("link", 0, 1), forward_s=[1, 2, 1])
     assert found == (Gather(0, 2), Gather(0.75, 4))
@@ -101,20 +84,6 @@ def test_a_first_forward_waits_inside_for_what_it_needs() -> None:
         ("0F1", 6, 8),
     ]
     assert spans(timeline) == [("gather 0", 0, 0, 1), ("gather 1", 0, 1, 5)]
-
-
-def test_a_stage_fetches_while_it_waits_for_its_input() -> None:
-    timeline = replay(gpipe(2, 1, "never"), SLOTS, gathers=[[], [Gather(0, 1)]])
-    assert timeline.makespan_s == 6
-    late = replay(gpipe(2, 1, "never"), SLOTS, gathers=[[], [Gather(0, 1.5)]])
-    assert late.makespan_s == 6.5
-
-
-def test_the_stages_of_a_worker_fetch_one_after_the_other() -> None:
-    both = Schedule("both", 2, 1, "never", (tuple(map(Action.parse, ("0F0", "1F0", "1B0", "0B0"))),), (0, 0))
-    timeline = replay(both, SLOTS, gathers=[[Gather(0, 2)], [Gather(0, 2)]])
-    assert spans(timeline) == [("gather 0", 0, 0, 2), ("gather 0", 1, 2, 4)]
-    assert [event.end_s for event in timeline.events[:2]] == [3, 5]
 
 
 def spans(timeline: Timeline) -> list[tuple[str, int, float, float]]:
@@ -133,12 +102,6 @@ def test_buckets_leave_inside_the_last_backward_and_the_update_waits() -> None:
     assert timeline.makespan_s == 11
 
 
-def test_the_end_of_a_step_waits_for_reductions_without_an_update() -> None:
-    timeline = replay(gpipe(1, 1, "never"), SLOTS, reductions=[[Bucket(1, 2)]])
-    assert timeline.makespan_s == 5
-    assert timeline.idle_s == 2
-
-
 def test_a_bucket_waits_for_the_one_before_on_its_worker() -> None:
     """Stages 0 and 1 on one worker: what stage 1 sends late keeps stage 0's waiting."""
     both = Schedule("both", 2, 1, "never", (tuple(map(Action.parse, ("0F0", "1F0", "1B0", "0B0"))),), (0, 0))
@@ -153,13 +116,6 @@ def test_buckets_leave_inside_the_last_w_where_backwards_are_split() -> None:
         last = timeline.of_stage(span.stage)[-1]
         assert last.action.kind in (Kind.W, Kind.B)
         assert span.start_s == last.end_s
-
-
-def test_collectives_inside_an_action_make_it_longer() -> None:
-    schedule = gpipe(2, 2, "never")
-    waits_s = {Kind.F: 1, Kind.B: 3}
-    together = replay(schedule, SLOTS, collective_s=waits_s)
-    assert together == replay(schedule, {Kind.F: 2, Kind.B: 5})
 
 
 def test_the_timeline_keeps_its_reductions() -> None:
@@ -178,13 +134,6 @@ def test_the_breakdown_names_what_is_waited_for() -> None:
     assert {part: float(value) for part, value in found.seconds.items() if value} == {
         "computation": 6, COLLECTIVES: 2 * (11 - 6), "bubble": 6,
     }  # fmt: skip
-
-
-def test_reductions_that_the_step_hides_cost_nothing() -> None:
-    """Stage 1 is through at 4, and stage 0 at 6: two seconds for its reduction."""
-    found = breakdown(gpipe(2, 1, "never"), SLOTS, reductions=[[], [Bucket(1, 2)]])
-    assert found.makespan_s == 6
-    assert found.seconds[COLLECTIVES] == 0
 
 
 COSTS = st.integers(0, 9)
@@ -231,3 +180,71 @@ def test_the_parts_add_up_and_a_step_is_no_shorter_for_a_grid(data: st.DataObjec
             if schedule.worker(span.stage) == worker and span.name.startswith("reduce")
         ]
         assert all(first.end_s <= second.start_s for first, second in pairwise(mine))
+
+
+# The attribution of device-seconds
+
+
+def parts(found: Breakdown) -> dict[str, float]:
+    """The parts that are not zero."""
+    assert tuple(found.seconds) == PARTS
+    return {part: float(seconds) for part, seconds in found.seconds.items() if seconds}
+
+
+def times(forward: tuple[float, ...], backward: tuple[float, ...], recompute: tuple[float, ...] = ()):
+    """By (stage, kind)."""
+    found = {(stage, Kind.F): value for stage, value in enumerate(forward)}
+    found |= {(stage, Kind.B): value for stage, value in enumerate(backward)}
+    return found | {(stage, Kind.R): value for stage, value in enumerate(recompute)}
+
+
+def test_communication_that_computation_hides_costs_nothing() -> None:
+    """Stage 1 takes the first micro-batch from 2 to 10, and the second one's message arrives at 3."""
+    uneven = times((1, 8), (1, 8))
+    schedule = gpipe(2, 2, "never")
+    free, slow = (
+        breakdown(schedule, uneven),
+        breakdown(schedule, uneven, Link("slow", 0, 1), activation_bytes=[1]),
+    )
+    # First message: on the critical path, 1 s. Second: hidden. Gradients: the last one alone counts, 1 s.
+    assert slow.makespan_s == free.makespan_s + 2
+    assert slow.seconds["communication"] == 4
+    assert slow.seconds["load imbalance"] == free.seconds["load imbalance"]
+    assert slow.seconds["bubble"] == free.seconds["bubble"]
+
+
+def test_setup_counts_with_the_waiting_for_it() -> None:
+    """The first stage divides the inputs for 1 s, while the second one waits."""
+    found = breakdown(gpipe(2, 1, "never"), SLOTS, setup_s=[1, 0])
+    assert found.makespan_s == 7
+    assert parts(found) == {"computation": 6, "setup": 2, "bubble": 6}
+
+
+def test_all_reasons_at_once() -> None:
+    """K = 2, M = 2 by hand, the last micro-batch kept, 1 s for a message, the set-up and each weight update.
+
+    stage 0: set-up 0-1, F0 1-2, F1 2-3, B1 14-15, R0 15-16, B0 20-21, update 21-22
+    stage 1:             F0 3-6, F1 6-9, B1 9-13, R0 13-15, B0 15-19, update 19-20
+    """
+    found = breakdown(
+        gpipe(2, 2, "except_last"), times((1, 3), (1, 4), (1, 2)), Link("slow", latency_s=1),
+        setup_s=[1, 0], update_s=[1, 1],
+    )  # fmt: skip
+    assert found.makespan_s == 22
+    # Free link: 20. Without set-up: 19. Even stages (F 2, R 1.5, B 2.5): 3 x 4.5 + 1.5, update 1: 16.
+    assert parts(found) == {
+        "computation": 2 * (1 + 1) + 2 * (3 + 4), "recompute": 3, "weight update": 2, "setup": 2,
+        "communication": 4, "load imbalance": 2 * (19 - 16), "bubble": 44 - 18 - 3 - 2 - 2 - 4 - 6,
+    }  # fmt: skip
+
+
+numbers = st.floats(0, 10, allow_nan=False)
+
+
+@given(st.integers(1, 6), st.integers(1, 8), numbers, numbers)
+def test_even_stages_have_no_imbalance(num_stages: int, num_microbatches: int, f: float, b: float) -> None:
+    for make in (gpipe, one_f_one_b):
+        found = breakdown(make(num_stages, num_microbatches, "never"), {Kind.F: f, Kind.B: b})
+        assert found.seconds["load imbalance"] == 0
+        if f + b:
+            assert found.shares["bubble"] == Fraction(num_stages - 1, num_microbatches + num_stages - 1)

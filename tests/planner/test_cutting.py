@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpipe_bench.pipeline import FREE, NAMED, Action, Kind, Link, Schedule, named, replay
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.planner.cuts import best_cut
+from gpipe_bench.planner.search import best_cut
 from gpipe_bench.planner.steps import LayerTimes, LongSteps, QuickSteps, StageTimes
 
 SLOW = Link("slow", 0.25, 4.0)
@@ -118,6 +119,11 @@ def test_a_cut_fits_and_takes_what_the_replay_says(case: tuple[Schedule, LayerTi
     if found is not None:
         assert room(found.stages, found.remat)
         assert replayed_s(schedule, times, found.stages, found.remat, link) == pytest.approx(found.step_s)
+        plain = partial(best_cut, schedule, times, steps.makespan_s, fits=fits, remats=REMATS)  # type: ignore[arg-type]
+        first = plain()
+        assert first is not None
+        assert plain(below_s=1.000001 * first.step_s + 1e-6) == first
+        assert plain(below_s=0.0) is None
     elif not schedule.placement:
         every = all_cuts(times.num_layers, schedule.num_stages)
         assert not any(room(cut, ("blocks",) * len(cut)) for cut in every)
@@ -160,10 +166,3 @@ def test_only_what_must_is_recomputed() -> None:
     assert found is not None
     assert (found.remat[1:], found.remat[0]) == (("never", "never"), "always")
     assert best_cut(named("1f1b", 3, 6), times, lasts, fits=lambda *_: False) is None
-
-
-def test_rows_that_wait_for_each_other_are_refused() -> None:
-    row = (Action(0, Kind.F, 0), Action(0, Kind.B, 0))
-    other = (Action(1, Kind.B, 0), Action(1, Kind.F, 0))
-    with pytest.raises(ValueError, match="schedule 'circle' deadlocks: worker 0 stands at 0B0 and needs 1B0"):
-        QuickSteps(Schedule("circle", 2, 1, "never", (row, other)))

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 from planning_models import costs_of, planned
-from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_bench.experiments.commands.cli import main
-from gpipe_bench.models import MODELS
-from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.pipeline import LINKS, Link
-from gpipe_bench.pipeline.memory.tracker import on_this_rank
 from gpipe_bench.planner import Request, Space, plan
 from gpipe_bench.planner.infeasible import smallest
 from gpipe_bench.planner.model import built
@@ -28,10 +18,6 @@ from gpipe_bench.planner.search import Search
 
 NEAR = Link("near", 1e-4, 1e6)
 REQUEST = Request(accelerators=4, memory_bytes=2**40, batch_size=16, link=NEAR)
-SMALL = {
-    "num_layers": 1, "d_model": 64, "ffn_dim": 96, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 96,
-    "seq_len": 40, "rope_theta": 1e4,
-}  # fmt: skip
 
 
 def test_a_plan_fits_into_the_smallest_peak() -> None:
@@ -135,66 +121,6 @@ def test_fewer_accelerators_where_sums_are_dear() -> None:
     assert used.best.step_s > alone
 
 
-def test_hosts_with_the_same_link_between_them_change_nothing() -> None:
-    model, few = planned("plain", 8), Space(schedules=("1f1b",))
-    request = replace(REQUEST, accelerators=8, batch_size=8)
-    one = plan(model, request, space=few, costs=costs_of(model)).best
-    two = plan(model, replace(request, hosts=2, between=NEAR), space=few, costs=costs_of(model)).best
-    assert one.step_s <= two.step_s * (1 + 1e-9)
-
-
-@contextmanager
-def ranks(number: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def kept_bytes(model: torch.nn.Sequential, tokens: torch.Tensor, precision: str) -> list[tuple[int, int]]:
-    """What each layer of a rank saves for its backward, and its weights."""
-    found, value = [], tokens
-    for layer in model:
-        weights = [on_this_rank(p) for p in layer.parameters()]
-        mine = {p.untyped_storage().data_ptr() for p in weights}
-        saved: dict[int, int] = {}
-
-        def note(tensor: torch.Tensor, mine: set[int] = mine, saved: dict[int, int] = saved) -> torch.Tensor:
-            storage = on_this_rank(tensor).untyped_storage()
-            if storage.data_ptr() not in mine:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        half = torch.autocast("cpu", torch.bfloat16, enabled=precision != "float32", cache_enabled=False)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each), half:
-            value = layer(value if value.dtype == torch.int64 else value.detach().requires_grad_())
-        value = on_this_rank((value.to_local() if isinstance(value, DTensor) else value) * 1)
-        found.append((sum(saved.values()), sum(p.numel() * p.itemsize for p in weights)))
-    return found
-
-
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_rank_of_divided_layers_holds_what_real_tensors_say(precision: str) -> None:
-    """What lies between blocks is divided by tokens; norms, casts and logits are whole on each of four."""
-    model = built("small", "llama", SMALL, 2)
-    profile = model.profile_of(2, precision, tp=4)
-    whole = model.profile_of(2, precision)
-    torch.manual_seed(0)
-    with ranks(4):
-        real = MODELS["llama"](**SMALL)
-        tensor_parallel(real, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), sequence=True)
-        found = kept_bytes(real, torch.zeros(2, 40, dtype=torch.int64), precision)
-    for layer, (saved, weights) in zip(profile.layers, found, strict=True):
-        kept = sum(layer.first.sizes[number] for number in layer.first.kept)
-        assert kept == saved, layer.name
-        assert layer.parameter_bytes == weights, layer.name
-    block, undivided = profile.layers[1], whole.layers[1]
-    assert block.first.kept_inside > 1.25 * undivided.first.kept_inside / 4
-    assert profile.layers[-1].outputs == whole.layers[-1].outputs
-    assert not dist.is_initialized()
-
-
 def test_a_rank_of_gpt_2_holds_its_part_of_what_megatron_divides() -> None:
     sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 50, "seq_len": 8}
     model = built("small", "gpt2", sizes, 2)
@@ -222,3 +148,20 @@ def test_more_of_anything_is_never_slower_and_a_choice_among_less_never_faster()
         assert step_s(replace(given, **more)) <= limit_s, more  # type: ignore[arg-type]
     for less in ({"schedules": ("1f1b",)}, {"sharded": False}, {"pp": (1,)}, {"fewer": False}):
         assert step_s(given, replace(few, **less)) * (1 + 1e-9) >= limit_s / (1 + 1e-9), less  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "returned type int; it takes no arguments and returns"),
+        ("apart", r"the inputs have \[2, 3\] examples"),
+        ("broken", "failed with RuntimeError: no such thing"),
+        ("no_layers", "returned layers of type list of 1: return an nn.Sequential"),
+        ("indivisible", "returned type int as its fifth value"),
+        ("missing", "start from the folder that holds the module"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_line(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        planned(name)
+    assert "\n" not in str(refused.value)

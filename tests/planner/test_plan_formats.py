@@ -102,16 +102,6 @@ def test_torch_trains_by_what_we_write_to_our_weights(way: str, trained: dict[st
     assert len(seen) == 12 + way.startswith("tied"), "weight and bias of six layers, and of the embedding"
 
 
-def test_a_schedule_that_torch_has_is_named_and_others_lie_beside_the_script() -> None:
-    plain = model_of("planning_models:plain", 16)
-    made = written("torch", plain, WAYS["1f1b"], REQUEST)
-    assert made.rows == ""
-    assert "schedule = Schedule1F1B(stages[0]" in made.text
-    made = written("torch", plain, WAYS["zb-h1"], REQUEST)
-    assert made.rows.splitlines()[1].startswith("1F0,1I0,")
-    assert "_load_csv" in made.text
-
-
 # Megatron-LM
 
 

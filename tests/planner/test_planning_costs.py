@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from dataclasses import replace
 from itertools import accumulate
-from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpipe_bench.pipeline import Action, Event, Link, gpipe, named
-from gpipe_bench.planner import Candidate, Costs, Request
+from gpipe_bench import planner
+from gpipe_bench.pipeline import LINKS, Action, Event, Link, gpipe, named
+from gpipe_bench.planner import Candidate, Costs, Prediction, Request
 from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import all_reduce_s
-from gpipe_bench.planner.costs import SizeCosts, kinds_of
+from gpipe_bench.planner.costs import kinds_of
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.probes import Probed, ProbeRun, Step, Taken, run_of
 from gpipe_bench.planner.request import Topology
 from gpipe_bench.planner.steps import times_on
-
-
-def some() -> Costs:
-    size = SizeCosts(
-        layers_s={"G": (1.0, 2.0, 4.0), "B": (2.0, 4.0, 8.0), "B first": (1.5, 3.0, 6.0)},
-        action_s={"G": 0.25, "B": 0.5},
-        whole_s={"G": 8.0},
-        activation_bytes=(10.0, 20.0),
-        gradient_bytes=(10.0, 20.0),
-    )
-    return Costs(
-        sizes={4: size},
-        update_s=(0.1, 0.2, 0.3),
-        parameter_bytes=((4, 8), (), (12,)),
-        gap_s=0.01,
-        step_s=0.5,
-        link=Link("between processes", 1e-4, inf, source="measured"),
-        sum_link=Link("sums of two processes", 1e-4, 1e9, source="measured"),
-        jitter=(((1.0, 1.1), (0.9,)),),
-        low=0.9,
-        high=1.2,
-        provenance={"layers": "measured"},
-    )
-
-
-def test_a_stage_takes_its_layers_and_an_action_once() -> None:
-    at = some().at(4)
-    assert at.seconds("G", range(0, 2)) == 3.25
-    assert at.seconds("B", range(1, 3)) == 12.5
-    assert at.seconds("B first", range(1, 3)) == 9.5
-    with pytest.raises(ValueError, match="no seconds of W; there are"):
-        at.seconds("W first", range(0, 1))
 
 
 def test_kinds_tell_graphs_and_first_gradients_apart() -> None:
@@ -194,19 +165,31 @@ def test_parts_take_what_they_took() -> None:
     assert measured([probed(0), probed(1)]).shards(2, 2, 2, request.link) is None
 
 
-def test_a_file_keeps_parts() -> None:
-    assert sharing().to_data()["sizes"]["2"]["shards_s"]["2"]["G"] == 11.0
+# Values that a plan is asked, may choose and answers
+
+REQUEST = Request(accelerators=8, memory_bytes=2**30, batch_size=64, link=LINKS["nvlink4"])
+CANDIDATE = Candidate(
+    cut=(range(0, 3), range(3, 5)), schedule="1f1b", num_microbatches=4, remat=("always", "never"),
+    num_workers=2, dp=2, fsdp=2, fsdp_level=3,
+)  # fmt: skip
+PREDICTION = Prediction(
+    candidate=CANDIDATE, batch_size=64, step_s=2.0, low_s=1.0, high_s=4.0, peak_bytes=(5, 7),
+    peak_when=("0B0", "1B0"), parts_s={"computation": 2.0},
+)  # fmt: skip
 
 
-def test_stages_that_are_slower_than_their_layers_make_the_layers_longer() -> None:
-    costs = measured([probed(0, action_s=0.0), probed(1, action_s=0.0)])
-    slow = measured([probed(0, action_s=-0.25), probed(1, action_s=-0.25)])
-    assert costs.at(2).action_s["G"] == 0
-    at = slow.at(2)
-    assert at.action_s["G"] == 0
-    assert sum(at.layers_s["G"]) == pytest.approx(10 - 0.5)  # two stages, each a quarter less
+def test_a_prediction_names_its_fullest_worker() -> None:
+    assert (PREDICTION.peak, PREDICTION.fullest, PREDICTION.examples_per_s) == (7, 1, 32.0)
+    facts = PREDICTION.describe()
+    assert (facts["cut"], facts["remat"], facts["peak_bytes"]) == ([3, 2], ["always", "never"], [5, 7])
 
 
-def test_jitter_is_what_an_action_took_over_its_median() -> None:
-    costs = measured([probed(0), probed(1)])
-    assert costs.jitter == (((1.0, 1.0), (1.0, 1.0)),)
+def test_the_values_need_no_torch() -> None:
+    for name in ("request", "candidate", "costs", "steps"):
+        tree = ast.parse((Path(planner.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
+        imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert all(
+            module.split(".")[0] in sys.stdlib_module_names
+            or module.startswith(("gpipe_bench.pipeline.plan.", "gpipe_bench.planner."))
+            for module in imported
+        ), (name, imported)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import planning_models
 import pytest
 
-from gpipe_bench.experiments.beyond.plan.steps import WAYS, ranked, searched, title, with_replicas
+from gpipe_bench.experiments.beyond.plan.steps import WAYS, searched
 from gpipe_bench.pipeline import FREE, Link, partition
 from gpipe_bench.planner import Candidate, Costs, Request, Space
 from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s
 from gpipe_bench.planner.costs import SizeCosts
-from gpipe_bench.planner.predict import Layout, predict
+from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.search import Search
 
 NEAR, FAR = Link("near", 1e-3, 1e9), Link("far", 1e-2, 1e8)
@@ -65,33 +65,11 @@ def test_every_price_of_a_step_stands_in_its_place() -> None:
     assert slow.parts_s["communication"] == pytest.approx(1.0)
 
 
-def test_recomputation_is_as_the_stages_have_it() -> None:
-    never = predict(candidate(), costs(), request()).step_s
-    always = predict(candidate(remat="always"), costs(), request()).step_s
-    first = replace(candidate(), remat=("always", "never"))
-    assert never < predict(first, costs(), request()).step_s <= always
-
-
 def test_replicas_wait_for_the_sum_of_their_gradients() -> None:
     given = costs(parameter_bytes=((1000,),) * 4)
     one = predict(candidate(number=2), given, request(NEAR, 4, 4)).step_s
     two = predict(candidate(number=2, dp=2), given, request(NEAR, 4, 8)).step_s
     assert two == pytest.approx(one + all_reduce_s(2000, 2, NEAR))
-
-
-def test_sums_that_processors_make_are_behind_the_backward_and_on_their_own_link() -> None:
-    """Four layers of one replica, whose buckets leave inside the backward where something else sums."""
-    link, slow = Link("measured", 0.0, 1e9, source="test"), Link("sums", 0.0, 1e3, source="test")
-    given = costs(parameter_bytes=((2**21,),) * 4, link=link)
-    whole = replace(candidate(number=2, dp=2), cut=(range(4),), num_workers=1, remat=("never",))
-    asked = request(link, 2, 8)
-    inside = predict(whole, given, asked).step_s
-    one = predict(replace(whole, dp=1), given, replace(asked, accelerators=1, batch_size=4)).step_s
-    behind = predict(whole, replace(given, sum_link=slow), asked).step_s
-    assert inside - one < 4 * all_reduce_s(2**21, 2, link)  # but for the last of them
-    assert behind - one == pytest.approx(4 * all_reduce_s(2**21, 2, slow))
-    elsewhere = replace(asked, link=NEAR)  # a link that was not measured here: nothing is known of its sums
-    assert predict(whole, replace(given, sum_link=slow), elsewhere).step_s < behind
 
 
 def test_jitter_makes_a_pipeline_wait() -> None:
@@ -104,18 +82,6 @@ def test_jitter_makes_a_pipeline_wait() -> None:
     assert predict(candidate(), costs(jitter=late), request(), draws=0).step_s == plain.step_s
     again = predict(candidate(number=4), costs(jitter=late), request())
     assert again == step  # the draws are the same every time
-
-
-def test_what_costs_do_not_know_widens_the_range() -> None:
-    step = predict(candidate(), costs(low=0.5, high=2.0), request())
-    assert (step.low_s, step.high_s) == (step.step_s / 2, step.step_s * 2)
-
-
-def test_a_slow_worker_makes_the_step_longer_by_what_the_others_wait() -> None:
-    layout = Layout(candidate(number=4), costs(), request())
-    plain_s = layout.timeline().makespan_s
-    assert layout.timeline([2.0, 2.0]).makespan_s == pytest.approx(2 * plain_s)
-    assert plain_s < layout.timeline([1.0, 2.0]).makespan_s < 2 * plain_s
 
 
 def test_only_messages_that_leave_a_host_take_the_slow_link() -> None:
@@ -174,21 +140,6 @@ def test_every_pass_gathers_where_nothing_is_kept() -> None:
         predict(candidate("zb-h1", **shared), given, request(NEAR, 2, 8))
 
 
-def test_a_plan_has_each_way_once_and_the_fastest_first() -> None:
-    model = planning_models.planned("tied", 8)
-    known = planning_models.costs_of(model, (2, 4, 8))
-    asked = request(batch_size=8)
-    found = ranked(known, asked, (1, 2, 4))
-    assert [each.step_s for each in found] == sorted(each.step_s for each in found)
-    names = [title(each.candidate) for each in found]
-    assert len(names) == len(set(names))
-    assert {each.candidate.microbatch_size(8) for each in found} == {2, 4, 8}
-    assert {each.candidate.dp for each in found} == {1, 2}
-    assert "1f1b, M = 1" not in names  # its rows are GPipe's
-    assert "gpipe, M = 1" in names
-    assert {each.candidate.remat[0] for each in found} == {"never", "except_last", "always"}
-
-
 def test_what_is_ranked_is_what_the_search_of_the_verb_finds() -> None:
     """Each with the cut that it lays out, and of what recomputes nothing its first is the ranking's."""
     model = planning_models.planned("tied", 8)
@@ -200,22 +151,3 @@ def test_what_is_ranked_is_what_the_search_of_the_verb_finds() -> None:
     found = searched(known, asked, (2, 4))
     never = [each for each in found if each.remat[0] == "never" and each.dp == 1]
     assert best.candidate == never[0]
-
-
-def test_two_replicas_are_planned_and_the_best_of_them_runs() -> None:
-    known = planning_models.costs_of(planning_models.planned("tied", 8), (2, 4))
-    ranking = ranked(known, request(batch_size=8), (2, 4))
-    replicas = [each for each in ranking if each.candidate.dp == 2]
-    assert {title(each.candidate) for each in replicas} == {
-        f"dp = 2, 1f1b, M = {number}{again}" for number in (1, 2) for again in ("", ", remat always")
-    }
-    # Each has the whole model and half of the examples, all at once: forwards, backwards twice as long,
-    # updates, and what each of the two actions costs.
-    forward_s, backward_s = (sum(known.at(4).layers_s[kind]) for kind in ("F", "B"))
-    parts_s = forward_s + backward_s + sum(known.update_s)
-    assert parts_s <= replicas[0].step_s <= parts_s + 0.003
-    pipelines = [(place, each) for place, each in enumerate(ranking) if each.candidate.dp == 1]
-    chosen = with_replicas(pipelines[:2], ranking)
-    assert [each for _, each in chosen if each.candidate.dp == 2] == replicas[:1]
-    assert [place for place, _ in chosen] == sorted(place for place, _ in chosen)
-    assert with_replicas(chosen, ranking) == chosen

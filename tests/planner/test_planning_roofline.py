@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_bench.models import MODELS
-from gpipe_bench.pipeline import LINKS, Boundary, Profiler
+from gpipe_bench.pipeline import LINKS, Boundary
 from gpipe_bench.planner import Request, model_of, roofline
 from gpipe_bench.planner.accelerators import ACCELERATORS
 from gpipe_bench.planner.costs import SizeCosts
@@ -52,32 +52,6 @@ def test_in_bfloat16_operands_are_cast_before() -> None:
     assert moved([product]) == 2 * (2 * data + weights)
 
 
-class Batched(nn.Module):
-    """A product that torch looks at through `_unsafe_view`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.device.type == "cpu"  # asks, and moves nothing
-        return x @ self.weight
-
-
-def test_views_and_questions_move_nothing() -> None:
-    found = of(Batched(), 2, ROWS, WIDTH)
-    assert [each.moved for each in found.forward] == [4 * (2 * 2 * ROWS * WIDTH + WIDTH * WIDTH)]
-
-
-def test_an_operation_in_place_reads_and_writes() -> None:
-    class Twice(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + x).mul_(2.0)
-
-    found = of(Twice(), ROWS, WIDTH)
-    assert [each.moved for each in found.forward] == [2 * 4 * ROWS * WIDTH] * 2
-
-
 LENGTH, HEADS, CHANNELS = 320, 2, 16
 
 
@@ -110,39 +84,6 @@ def test_fused_attention_multiplies_for_half_of_all_pairs(
     assert len(fused) == 1
     size = 2 if precision == "bfloat16" else 4
     assert 0 <= fused[0].moved - (4 * size * LENGTH * width + 4 * HEADS * LENGTH) <= 64  # and the seeds
-
-
-def test_without_a_kernel_all_pairs_are_multiplied() -> None:
-    found = of(block(0.0), 1, LENGTH, HEADS * CHANNELS, attention="math")
-    width = HEADS * CHANNELS
-    assert flops(found.forward) == 12 * width**2 * 2 * LENGTH + 2 * 2 * LENGTH**2 * width
-
-
-@pytest.mark.parametrize("precision", [None, torch.bfloat16])
-def test_a_gpu_keeps_no_weights_of_attention_whatever_it_drops(precision: torch.dtype | None) -> None:
-    def kept(dropout: float, attention: str) -> list[int]:
-        inputs = Boundary.of(torch.empty(2, LENGTH, HEADS * CHANNELS, requires_grad=True))
-        first = Profiler(precision, attention=attention).layer(block(dropout), inputs).first
-        return [first.sizes[serial] for serial in first.kept]
-
-    pairs, elements = 2 * HEADS * LENGTH**2, 2 * LENGTH * HEADS * CHANNELS
-    size = 4 if precision is None else 2
-    assert max(kept(0.1, "cpu")) >= pairs * size
-    assert max(kept(0.1, "flash")) == 4 * elements * size < pairs * size  # the feed-forward's
-    masks = sum(kept(0.1, "flash")) - sum(kept(0.0, "flash"))
-    assert masks == 2 * elements  # a byte each of what attention and the feed-forward return
-
-
-class Grouped(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        q, k = x[:, :4], x[:, 4:]
-        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-
-
-@pytest.mark.parametrize(("precision", "kernels"), [("bfloat16", 1), ("float32", 2)])
-def test_grouped_keys_are_fused_in_16_bits_alone(precision: str, kernels: int) -> None:
-    found = of(Grouped(), 2, 6, LENGTH, CHANNELS, precision=precision)
-    assert sum(each.flops > 0 for each in found.forward) == kernels
 
 
 def test_seconds_are_those_of_the_slowest_part() -> None:
@@ -199,15 +140,3 @@ def test_an_optimizer_moves_its_state_once() -> None:
     bandwidth = 0.8 * 0.92 * ACCELERATORS["a100"].bytes_per_s
     assert found.update_s[0] == pytest.approx(28 * parameters / bandwidth)
     assert (found.low, found.high) == (0.8, 1.25)
-
-
-def test_between_two_products_a_compiler_makes_one_kernel() -> None:
-    product = Operation(1.0, False, {0: 10.0}, {1: 10.0})
-    first = Operation(0.0, False, {1: 10.0, 2: 1.0}, {3: 10.0})
-    second = Operation(0.0, False, {3: 10.0}, {4: 10.0})
-    last = Operation(1.0, False, {4: 10.0}, {5: 10.0})
-    found = list(roofline.fused([product, first, second, last]))
-    assert found == [product, Operation(0.0, False, {1: 10.0, 2: 1.0}, {4: 10.0}), last]
-    # What a product reads behind the kernel is written, though the kernel reads it, too.
-    also = last._replace(reads={3: 10.0, 4: 10.0})
-    assert list(roofline.fused([product, first, second, also]))[1].writes == {3: 10.0, 4: 10.0}

@@ -8,14 +8,13 @@ from itertools import combinations, pairwise, product
 import pytest
 from planning_models import costs_of, planned
 
-from gpipe_bench.pipeline import LINKS, NAMED, Link, Transport, grid_peak_bytes, named, pipeline_memory
+from gpipe_bench.pipeline import LINKS, Link, Transport, grid_peak_bytes, named, pipeline_memory
 from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.planner import Request, Space, link_named, link_within, plan
-from gpipe_bench.planner.candidate import REMATS, Grid, Way
-from gpipe_bench.planner.cuts import Cut
+from gpipe_bench.planner.candidate import Grid, Way
 from gpipe_bench.planner.request import Topology, ways
-from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.search import Cut, Search
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
 TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)
@@ -74,24 +73,6 @@ def test_a_workers_bytes_are_those_of_the_memory_model(name: str, remat: str) ->
     assert [each.when for each in found.memory] == [each.when for each in supposed]
 
 
-def test_a_tied_weight_is_one_where_one_worker_has_both_its_layers() -> None:
-    search = search_of(name="tied")
-    (tie,) = search.ties_over(1)
-    assert tie.layers == (0, 7)
-    way = Way(Grid(1, 4), "1f1b", 1, 4, 1)
-    alone = search.found(way, Cut((range(8),), ("never",), 1.0)).memory[0]
-    search.ties_over = lambda tp: ()
-    twice = search.found(way, Cut((range(8),), ("never",), 1.0)).memory[0]
-    size = 40 * 16 * 4
-    assert tie.num_bytes == size
-    assert twice.parameters - alone.parameters == size
-    assert twice.optimizer_state - alone.optimizer_state == 2 * size + 4, "and the count of its steps"
-    search.ties_over = lambda tp: (tie,)
-    two = Way(Grid(2, 2), "1f1b", 1, 4, 2)
-    halves = search.found(two, Cut((range(4), range(4, 8)), ("never",) * 2, 1.0))
-    assert sum(each.parameters for each in halves.memory) == alone.parameters + size
-
-
 @pytest.mark.parametrize("shared", ["tied", "frozen"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("remat", ["never", "always"])
@@ -138,26 +119,6 @@ def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
         assert least <= mine.peak <= 1.2 * least
 
 
-@pytest.mark.parametrize(
-    ("grid", "name"),
-    [
-        *product([Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3), Grid(1, 2, 2, 3)], ["plain", "tied"]),
-        (Grid(2, tp=2), "divided"),
-    ],
-)
-def test_no_cut_holds_less_than_the_least_of_its_grid(name: str, grid: Grid) -> None:
-    search = search_of(name=name)
-    way = Way(grid, "1f1b", 1, 4, 2)
-    least, layers = search.room(way).least_bytes(), search.costs.num_layers
-    ends = range(1, layers) if grid.pp == 2 else (layers,)
-    cuts = [tuple(s for s in (range(end), range(end, layers)) if len(s)) for end in ends]
-    peaks = [search.found(way, Cut(cut, ("always",) * grid.pp, 1.0)).peak for cut in cuts]
-    assert 0 < least <= min(peaks)
-    if (name, grid) == ("plain", Grid(2, 2)):  # weights, gradients, Adam's two moments and counts, halved
-        tensors = [p.numel() for layer in planned("plain").layers for p in layer.parameters()]
-        assert least == (4 * 4 * sum(tensors) + 4 * len(tensors)) // 2
-
-
 def test_ways_are_left_out_only_where_they_take_longer_than_what_is_kept() -> None:
     search = search_of()
     found = search.run(kept=3)
@@ -170,26 +131,6 @@ def test_ways_are_left_out_only_where_they_take_longer_than_what_is_kept() -> No
         for way in every
         if way.grid.fsdp == 1 and (each := search.best_of(way))
     )
-
-
-def test_what_fits_is_what_the_memory_says() -> None:
-    """Whatever is known beforehand of weights and graphs."""
-    search = search_of(replace(TWO, memory_bytes=1, batch_size=8), name="tied")
-    answers = set()
-    for name, grid in product(("interleaved", "zb-v", "1f1b"), (Grid(2), Grid(2, 2), Grid(2, 1, 2, 2))):
-        per_worker = NAMED[name].stages_per_worker or 2
-        way = Way(grid, name, per_worker, 4, 2)
-        room, stages = search.room(way), 2 * per_worker
-        cut = tuple(range(a, b) for a, b in pairwise((0, *range(3, 2 + stages), 8)))
-        for worker in range(2):
-            mine = [cut[stage] for stage in search.schedule(way).stages_of(worker)]
-            for remat in product(REMATS, repeat=per_worker):
-                peak = room.memory(worker, tuple(mine), remat).peak
-                for cap in (peak - 1, peak, peak // 2, 2 * peak):
-                    fits = room.fits(worker, tuple(mine), remat, cap)
-                    assert fits == (peak <= cap)
-                    answers.add(fits)
-    assert answers == {False, True}
 
 
 def test_links_by_what_people_call_them() -> None:
@@ -218,13 +159,6 @@ def test_what_sends_most_is_nearest() -> None:
     assert Topology(request, Grid(1, 1, 4)).ring("fsdp") == NEAR  # of the first host alone
     one = Topology(replace(request, hosts=1), Grid(2, 4))
     assert one.boundaries((0, 1, 1, 0)) == (NEAR, NEAR, NEAR)
-
-
-def test_replicas_that_straddle_hosts_are_far() -> None:
-    """Three workers of four replicas on two hosts of six: the second worker's are on both."""
-    request = Request(accelerators=12, memory_bytes=1, batch_size=8, link=NEAR, between=FAR, hosts=2, cards=4)
-    grid = Topology(request, Grid(3, 4))
-    assert (grid.ring("dp").name, grid.boundaries((0, 1, 2))) == ("far x 4", (FAR, FAR))
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.timed.side_by_side import take_turns
+from gpipe_bench.experiments.beyond.side_by_side import take_turns
 from gpipe_bench.harness.rounds import (
     Usage,
     against_itself,
     differences,
-    level,
     orders,
     ratios,
-    repeats_for,
-    slowest,
     turns,
     used_by_others,
 )
-from gpipe_bench.planner import timing
-from gpipe_bench.planner.timing import time_step
+from gpipe_bench.planner import Request, link_named, timing
+from gpipe_bench.planner.measured import measured, sizes_worth
+from gpipe_bench.planner.model import Subject
+from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, probe
 
 # Whose turn it is
 
@@ -64,21 +65,7 @@ def test_all_arms_take_as_many_steps_as_their_samples_need(monkeypatch: pytest.M
     assert max(gradients) == 3  # those of a sample's own steps, and none from before it
 
 
-def test_a_process_without_a_part_in_an_arm_only_waits() -> None:
-    assert time_step(None, [], repeats=5) == 0.0
-
-
-def test_a_sample_takes_as_many_steps_as_fill_it() -> None:
-    assert repeats_for([0.012, 0.010, 0.5], 0.06) == 6
-    assert repeats_for([0.0101, 0.02], 0.06) == 6
-    assert repeats_for([1.0], 0.06) == 1
-
-
 # What is made of the samples
-
-
-def test_a_step_takes_as_long_as_its_slowest_process() -> None:
-    assert slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}]) == {"a": [2.0, 5.0]}
 
 
 def test_a_drift_within_the_rounds_cancels() -> None:
@@ -98,10 +85,6 @@ def test_differences_are_paired_by_round() -> None:
     assert differences(times, "more", "less", 10.0) == pytest.approx([20.0, 200.0])
 
 
-def test_a_level_is_the_median_of_logarithms() -> None:
-    assert level([1.0, math.e**2], "a step") == pytest.approx(1.0)
-
-
 # Who else was busy
 
 
@@ -112,6 +95,33 @@ def test_what_no_process_of_ours_used_was_used_by_others() -> None:
     assert used_by_others([Usage(6.0, 5.9, 10.0, 2)]) == 0.0  # clocks that tick coarsely owe nobody anything
 
 
-def test_usage_is_what_came_after_its_start() -> None:
-    assert Usage(5.0, 20.0, 110.0, 2).since(Usage(1.0, 15.0, 100.0, 2)) == Usage(4.0, 5.0, 10.0, 2)
-    assert all(value >= 0 for value in Usage.now())
+# Probes of layers: how often each is timed, and what is said of it
+
+LOOPBACK = link_named("loopback")
+REQUEST = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=LOOPBACK)
+
+
+def test_sizes_of_one_micro_batch_alone_are_not_timed() -> None:
+    assert sizes_worth([1, 2, 4, 8, 16], REQUEST) == [1, 2, 4, 8]
+    assert sizes_worth([16], REQUEST) == [16]
+    assert sizes_worth([1, 16], replace(REQUEST, accelerators=1)) == [1, 16]
+
+
+def probed(*sizes: int, **more: Any) -> Probed:
+    """Of six layers in this process."""
+    job = ProbeJob(Subject("planning_models:plain"), sizes, **more)
+    try:
+        return probe(Bench(job))
+    finally:
+        gc.unfreeze()
+
+
+def test_each_size_is_timed_in_every_way_as_often_as_there_are_rounds() -> None:
+    found = probed(2, 1, rounds=2)
+    counts = Counter((run.size, run.way) for run in found.runs)
+    assert counts == {(size, way): 4 for size in (1, 2) for way in ("fine", "coarse")}
+    assert found.activation_bytes == found.gradient_bytes == {size: (64.0 * size,) * 5 for size in (1, 2)}
+    assert found.parameter_bytes == ((4 * 16 * 16, 4 * 16),) * 6
+    fine = next(run for run in found.runs if run.way == "fine")
+    assert {action.stage for action in fine.actions} == {layer for layer, _ in fine.update_s} == set(range(6))
+    assert measured([found]).at(2).seconds("G", range(6)) > 0

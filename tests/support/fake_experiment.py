@@ -7,7 +7,6 @@ which the case `step=2` waits, FAKE_MEETING a named pipe at which `step=1` and `
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from collections.abc import Sequence
@@ -28,13 +27,6 @@ def cases(options: RunOptions) -> list[Case]:
     return [
         Case({"step": step, "kind": "even" if step % 2 == 0 else "odd"}, estimate_s=2.0)
         for step in range(1, steps + 1)
-    ]
-
-
-def grouped_cases(options: RunOptions) -> list[Case]:
-    """The same, the odd ones as a group."""
-    return [
-        dataclasses.replace(case, group="odd" if case.key["kind"] == "odd" else "") for case in cases(options)
     ]
 
 
@@ -85,11 +77,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
 def steps(log: Path) -> list[int]:
     """The cases that were run, in order, from the file that FAKE_LOG names."""
     return [int(line.split()[0]) for line in log.read_text().splitlines()]
-
-
-def processes(log: Path) -> dict[int, int]:
-    """The number of the process that ran each case."""
-    return {int(step): int(process) for step, process in map(str.split, log.read_text().splitlines())}
 
 
 def cells(records: Sequence[Record]) -> list[Result]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from gpipe_bench.experiments.paper.timed.replay import Cuts, TimedActions
+from gpipe_bench.experiments.paper.timed.replay import TimedActions
 from gpipe_bench.experiments.paper.timed.results import Found, Steps
 from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
 from gpipe_bench.harness.rounds import Usage
@@ -53,13 +52,6 @@ def found(*each: Steps) -> Found:
     return Found(
         each, dict.fromkeys((1, 8, 16, 32), layers_s), 1000, 1e12, {"threads": "1"}, Usage(1.0, 2.0, 1.0, 2)
     )
-
-
-def cuts(**uneven: Sequence[range]) -> Cuts:
-    """Of eight layers into even stages, and as `uneven` has it for its number of stages."""
-    even = {k: tuple(range(n * 8 // k, (n + 1) * 8 // k) for n in range(k)) for k in (2, 4, 8)}
-    others = {setting: {len(cut): tuple(cut)} for setting, cut in uneven.items()}
-    return Cuts({"operations, least variance": even, **others}, [10] * 8, [100] * 8, [100] * 8)
 
 
 def job_of(*configurations: Configuration, **more: Any) -> Job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from gpipe_bench.harness.experiment import Case, Experiment, RunOptions
@@ -32,30 +31,15 @@ def ran(experiment: Experiment, key: dict[str, Scalar], profile: str = "short") 
     """A case that is run here, as it would be recorded."""
     found = experiment.run(Case(key), RunOptions(profile=profile))
     return record(
-        experiment=experiment.name,
-        profile=profile,
-        case=key,
-        metrics=found.metrics,
-        details=found.details,
-    )
+        experiment=experiment.name, profile=profile, case=key, status=found.status, reason=found.reason,
+        metrics=found.metrics, details=found.details,
+    )  # fmt: skip
 
 
-def of_first_schema(*names: str, **changes: Any) -> bytes:
-    """A line as the first version wrote it: metrics without a key, whose names say everything.
-
-    The value of each is its place, counted from 1, and a half.
-    """
-    metrics = [
-        {"name": name, "value": place + 0.5, "unit": "ms", "provenance": "replayed", "low": None,
-         "high": None, "samples": [place + 0.5], "higher_is_better": None, "note": ""}
-        for place, name in enumerate(names, start=1)
-    ]  # fmt: skip
-    fields: dict[str, Any] = {
-        "schema": 1, "experiment": "fake", "profile": "short", "case": {"step": 1}, "status": "done",
-        "reason": "", "metrics": metrics, "details": {}, "environment": {}, "command": "run fake",
-        "started_at": "2026-01-01T00:00:00+00:00", "duration_s": 0.5, "revision": 1, "options": {},
-    }  # fmt: skip
-    return json.dumps({**fields, **changes}, separators=(",", ":")).encode()
+def all_ran(experiment: Experiment, **wanted: Scalar) -> list[Record]:
+    """Those of the short profile that have these values."""
+    keys = [case.key for case in experiment.cases(RunOptions())]
+    return [ran(experiment, key) for key in keys if wanted.items() <= key.items()]
 
 
 def metric(value: float | int | None = 1.5, **changes: Any) -> Metric:

@@ -70,43 +70,6 @@ def make(folder: Path) -> Path:
     return folder
 
 
-_COUNTER = r"""
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-
-/* Prints how much it worked, as if measured: with noise that follows from how often it was run. */
-int main(int count, char **given) {
-    long run = 0;
-    FILE *file = count > 1 ? fopen(given[1], "r+") : NULL;
-    if (!file || fscanf(file, "%ld", &run) != 1) return 1;
-    rewind(file);
-    fprintf(file, "%ld", run + 1);
-    fclose(file);
-    srand48(run);
-    double noise = sqrt(-2 * log(1 - drand48())) * cos(6.283185307179586 * drand48());
-    printf("counted %.3f units\n", 1e6 * (1 + MORE) * exp(0.05 * noise));
-    return 0;
-}
-"""
-
-
-def make_counter(folder: Path) -> Path:
-    """A repository without any Python: a program in C that `make` builds as `work`, with one commit."""
-    folder.mkdir()
-    (folder / "work.c").write_text(_COUNTER)
-    (folder / ".gitignore").write_text("work\n")
-    git(folder, "init", "-q")
-    count_more(folder, 0.0)
-    return folder
-
-
-def count_more(folder: Path, share: float) -> None:
-    """Commits that the program counts more by that share; an empty commit where that is not new."""
-    (folder / "Makefile").write_text(f"work: work.c Makefile\n\t$(CC) -DMORE={share} -o work work.c -lm\n")
-    commit(folder, "count")
-
-
 def slow_down(folder: Path, share: float) -> None:
     """From here on every step takes longer by that share."""
     (folder / "models" / "__init__.py").write_text(f"SLOWER_BY = {share}\n")

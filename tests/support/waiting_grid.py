@@ -4,11 +4,22 @@ there is nothing to compute with on four processes.
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Timer
+from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
+from torch import Tensor
+
+from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.pipeline import Kind, Schedule, Timeline, named, replay
+from gpipe_bench.pipeline.mesh.collectives import Collectives
 from gpipe_bench.pipeline.plan.links import Bucket
+from gpipe_bench.pipeline.ranks.wire import Transit
 
 LAYERS, SUMMED = 4, 1024  # that wait, on a worker; numbers of a layer's parameter, whose sum is a bucket
 FORWARD_S, BACKWARD_S, SUM_S = 0.02, 0.04, 0.04
@@ -46,15 +57,47 @@ class Waits(NamedTuple):
         return found[0]
 
 
+class _Late:
+    """A sum that is not over before the link has carried it."""
+
+    def __init__(self, work: Any, end_s: float) -> None:
+        self._work, self._end_s = work, end_s
+
+    def wait(self) -> object:
+        self._work.wait()
+        engine_turns.wait_until(self._end_s)
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        Timer(max(0.0, self._end_s - time.perf_counter()), partial(future.set_result, None)).start()
+        return future
+
+
+@contextmanager
+def slow_sums(seconds: Callable[[int], float]) -> Iterator[None]:
+    """Within it, a sum over replicas takes `seconds` of its bytes on a link that carries one at a time."""
+    free_s = 0.0
+    at_once = Collectives.sum
+
+    def late(self: Collectives, numbers: Tensor) -> Transit:
+        nonlocal free_s
+        free_s = max(free_s, time.perf_counter()) + seconds(numbers.nbytes)
+        return _Late(at_once(self, numbers), free_s)
+
+    with mock.patch.object(Collectives, "sum", late):
+        yield
+
+
 def wait(case: Waits) -> tuple[float, Timeline]:
     """What each process does: the fastest step, with the timeline of its replica."""
-    import torch
-    from torch import nn
+    from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.functional import mse_loss
 
-    from gpipe_bench.experiments.beyond.grid import timed_steps
-    from gpipe_bench.experiments.paper.timed.engine_turns import Waiting, slow_sums
+    from gpipe_bench.experiments.beyond.engine_turns import Waiting
     from gpipe_bench.pipeline import Pipeline
+    from gpipe_bench.planner.timing import time_step
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     layers = [Waiting(SUMMED, FORWARD_S, BACKWARD_S) for _ in range(2 * LAYERS)]
@@ -62,9 +105,12 @@ def wait(case: Waits) -> tuple[float, Timeline]:
     pipeline = Pipeline(layers, mesh=mesh, num_microbatches=2, schedule=case.rows, cost=even, bucket_bytes=1)
     batch, found = torch.ones(2, 1), list[tuple[float, Timeline]]()
     with slow_sums(lambda num_bytes: SUM_S if num_bytes >= 4 * SUMMED else 0.0):
-        steps = timed_steps(pipeline, batch, batch, nn.functional.mse_loss)
-        for step in islice(steps, 2, 2 + case.num_steps):
-            found.append(step)
-            if step[0] <= case.enough_s:
-                break
+        for number in range(2 + case.num_steps):
+            step_s = torch.tensor(time_step(lambda: pipeline.step(batch, batch, mse_loss), [pipeline]))
+            dist.all_reduce(step_s, dist.ReduceOp.MAX)
+            step = float(step_s), pipeline.gather_timeline()
+            if number >= 2:
+                found.append(step)
+                if step[0] <= case.enough_s:
+                    break
     return min(found, key=lambda step: step[0])

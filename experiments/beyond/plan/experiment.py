@@ -1,8 +1,8 @@
 """Whether a plan is right: predicted before, run after, and the choice's regret.
 
 Expected: on two processes of a quiet machine the predicted steps are within a few percent of those that ran,
-in the same order, and the configuration that the plan puts first is the fastest of those that ran or nearly;
-peaks are within a percent. About half an hour on two laptop cores, which should have nothing else to do:
+in the same order, and the configuration that the plan puts first is the fastest of those that ran or nearly.
+About half an hour on two laptop cores, which should have nothing else to do:
 
     python -m experiments run plan
 """
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpipe_bench.experiments.beyond.plan import peaks, published_steps, steps
+from gpipe_bench.experiments.beyond.plan import published_steps, steps
 from gpipe_bench.experiments.beyond.plan.steps import MODELS
+from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
 from gpipe_bench.experiments.drawing import COLORS, picture
-from gpipe_bench.experiments.paper.timed.side_by_side import measured, trust_of
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
 from gpipe_bench.harness.report.grid import Grid
@@ -25,32 +25,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-SECONDS = {
-    steps.PART: {"smoke": 16.0, "short": 200.0, "full": 560.0},
-    peaks.PART: {"smoke": 8.0, "short": 25.0, "full": 25.0},
-}
+SECONDS = {"smoke": 16.0, "short": 200.0, "full": 560.0}
 
 
 def cases(options: RunOptions) -> list[Case]:
     asked = [
-        Case({"part": part, "model": model}, SECONDS[part][options.profile])
-        for part in (steps.PART, peaks.PART)
+        Case({"part": steps.PART, "model": model}, SECONDS[options.profile])
         for model in MODELS[options.profile]
     ]
     if options.profile == "smoke":
         return asked
-    asked.append(Case({"part": published_steps.PART}, published_steps.SECONDS))
-    if published_steps.sweeps():
-        asked.append(Case({"part": published_steps.SWEEPS}, published_steps.SECONDS))
-    return asked
+    parts = (published_steps.PART, published_steps.SWEEPS)
+    return [*asked, *(Case({"part": part}, published_steps.SECONDS) for part in parts)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     match case.key["part"]:
         case steps.PART:
             return steps.run(case.key, options)
-        case peaks.PART:
-            return peaks.run(case.key, options)
         case published_steps.SWEEPS:
             return published_steps.run_sweeps()
     return published_steps.run()
@@ -82,7 +74,6 @@ RULES = (
     Rule("rank correlation, median over models", "rank_correlation", True, 0.9),
     Rule("regret, median over models", "median_regret", False, 0.03),
     Rule("regret, worst of a model", "worst_regret", False, 0.03),
-    Rule("error of the fullest worker's peak bytes, worst", "memory_error", False, 0.01),
 )
 
 
@@ -123,33 +114,10 @@ def choices(ran: DataFrame) -> DataFrame:
     return order.fillna(0.0).to_frame("rank correlation").assign(regret=first / models.measured.min() - 1)
 
 
-def counted(records: Sequence[Record]) -> DataFrame:
-    """A row for each configuration whose bytes were counted: the error of the fullest worker's, which is what
-    a plan has to say, and the largest of any worker, with their signs.
-    """
-    from pandas import DataFrame
-
-    rows = []
-    for record in of_case(records, "done", part=peaks.PART):
-        names = dict.fromkeys(str(metric.key["configuration"]) for metric in record.metrics)
-        for name in names:
-            found, real = (
-                [m.value or 0 for m in record.metrics if (m.name, m.key["configuration"]) == (what, name)]
-                for what in (peaks.MODELLED, peaks.COUNTED)
-            )
-            errors = [mine / theirs - 1 for mine, theirs in zip(found, real, strict=True)]
-            fullest = max(found) / max(real) - 1
-            of_any = max(errors, key=abs)
-            rows.append({"model": record.details["title"], "fullest": fullest, "of_any": of_any})
-    return DataFrame(rows)
-
-
-def found(ran: DataFrame, counted: DataFrame) -> dict[str, float]:
-    """All that the rules are about, over everything that is not void; without `memory_error` where no bytes
-    were counted.
-    """
+def found(ran: DataFrame) -> dict[str, float]:
+    """All that the rules are about, over everything that is not void."""
     own = choices(ran)
-    numbers = {
+    return {
         "configurations": len(ran),
         "models": ran.model.nunique(),
         "median_error": ran.error.abs().median(),
@@ -158,17 +126,15 @@ def found(ran: DataFrame, counted: DataFrame) -> dict[str, float]:
         "median_regret": own.regret.median(),
         "worst_regret": own.regret.max(),
     }
-    return numbers | ({"memory_error": counted.fullest.abs().max()} if len(counted) else {})
 
 
 def tables(records: Sequence[Record]) -> str:
-    """The rules, a block for each model, the peaks, and what others measured."""
-    steps_ran, bytes_counted = ran(records), counted(records)
+    """The rules, a block for each model, and what others measured."""
+    steps_ran = ran(records)
     judged = steps_ran[~steps_ran.void] if len(steps_ran) else steps_ran
     grids = [
-        *([_rules(found(judged, bytes_counted))] if len(judged) else []),
+        *([_rules(found(judged))] if len(judged) else []),
         *(_model(record, ran([record])) for record in of_case(records, "done", part=steps.PART)),
-        *([_peaks(bytes_counted)] if len(bytes_counted) else []),
         *map(published_steps.table, of_case(records, "done", part=published_steps.PART)),
         *map(_sweeps, of_case(records, "done", part=published_steps.SWEEPS)),
     ]
@@ -184,12 +150,9 @@ def _rules(numbers: dict[str, float]) -> Grid:
     lines = []
     for rule in RULES:
         show = "{:.0f}".format if rule.bound >= 1 else "{:.2f}".format if rule.at_least else percent
-        value = numbers.get(rule.number)
         asked = f"{'>=' if rule.at_least else '<='} {show(rule.bound)}"
-        if value is None:
-            lines.append([rule.what, asked, "-", "not run"])
-        else:
-            lines.append([rule.what, asked, show(value), "yes" if rule.holds(value) else "NO"])
+        value = numbers[rule.number]
+        lines.append([rule.what, asked, show(value), "yes" if rule.holds(value) else "NO"])
     return Grid(
         title="Plans against what ran: what was asked, and what was found",
         columns=["", "asked", "found", "holds?"],
@@ -226,23 +189,6 @@ def _model(record: Record, ran: DataFrame) -> Grid:
             *([f"void: {void}; measure again"] if void else []),
         ],
     )  # fmt: skip
-
-
-def _peaks(counted: DataFrame) -> Grid:
-    lines = [
-        [model, str(len(own)), *(percent(max(own[what], key=abs), "+.2f") for what in ("fullest", "of_any"))]
-        for model, own in counted.groupby("model", sort=False)
-    ]
-    return Grid(
-        title="Peak bytes, predicted against counted over two processes: the largest error",
-        columns=["model", "configurations", "of the fullest worker", "of any worker"],
-        lines=lines,
-        notes=[
-            "Both are what a worker's device would hold: storages, and the buffers that messages come "
-            "into, which lie here in memory that two processes map. What ranks tell one another beside "
-            "them, a few hundred bytes, is counted and not predicted."
-        ],
-    )
 
 
 def _sweeps(record: Record) -> Grid:
@@ -326,7 +272,7 @@ EXPERIMENT = Experiment(
     source="beyond the paper",
     describe=(
         "Layers are timed, all ways to train on two processes predicted, the best five and five others run: "
-        "error, rank correlation, regret, peaks; and published steps of the largest models on paper."
+        "error, rank correlation, regret; and published steps of the largest models on paper."
     ),
     profiles={
         "smoke": "one tiny model, three configurations",

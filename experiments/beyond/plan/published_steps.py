@@ -1,9 +1,12 @@
 """Steps that others measured on many accelerators (results/published-steps.toml), predicted on paper.
 
-They are laid out as they were stated and not searched for: the cut is even by the work of layers, and memory
-is not asked. A share of recomputation between none and all lies between those two steps. Layers are a
-roofline of the accelerator and links are nominal, so every number is modelled and has the range of the share
-of the peak.
+They are laid out as they were stated and not searched for: the cut is even by the work of layers, and there
+is memory for all of them. A share of recomputation between none and all lies between those two steps. Layers
+are a roofline of the accelerator and links are nominal, so every number is modelled and has the range of the
+share of the peak.
+
+Where memory was published, too, the peak is what `plan --pp 1 --num-microbatches 1 --remat ...` says of that
+grid. What was published is what torch's allocator had reserved, its fragments included.
 
 Sweeps are ways to train one model on one cluster that somebody tried in turn: a plan needs no right number to
 be right, only the right order.
@@ -37,6 +40,11 @@ SECONDS = 130.0
 """Approximate seconds of each of the two cases."""
 HOST = 8
 """Accelerators of a host, in all of them."""
+RECOMPUTED = {0.0: "never", 0.5: "selective", 1.0: "blocks"}
+"""What `--remat` calls a share of recomputation."""
+MEMORY_ERROR = 0.1
+"""What a predicted peak may be away from a published one, for the allocator's fragments and for whether a
+selective checkpoint keeps every product or every second one: fixed before any of them was predicted."""
 INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
 """The share of the steps that is asked to lie in its predicted range, and how wide that may be at most, its
 upper end over its lower end: fixed before any of them was predicted."""
@@ -52,12 +60,12 @@ def request_of(
 
 
 def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Prediction:
-    """A way, cut evenly by the work of layers."""
+    """A way, cut evenly by the work of layers; its bytes are counted where the costs have profiles."""
     seconds = costs.at(way.microbatch_size).layers_s
     ahead_s, back_s = seconds[forward_kind(seconds)], seconds["B"]
     cut = partition([a + b for a, b in zip(ahead_s, back_s, strict=True)], way.num_stages)
     candidate = way.candidate(cut, (remat,) * way.num_stages)
-    return predict(candidate, replace(costs, profiles=None), request, parts=False)
+    return predict(candidate, costs, request, parts=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +99,7 @@ class Step:
     fuses: bool = False
     speed: float = 0.0
     step_s: float = 0.0
+    memory_gib: float = 0.0
 
     @property
     def measured_s(self) -> float:
@@ -109,6 +118,20 @@ class Step:
 
     def predicted(self) -> tuple[float, float, float]:
         """Seconds of the step, and the ends of its range."""
+        costs, request, way = self._costs()
+        costs = replace(costs, profiles=None)
+        none, every = (as_stated(costs, request, way, remat) for remat in ("never", "always"))
+        middle, low, high = (
+            (1 - self.recomputed) * getattr(none, end) + self.recomputed * getattr(every, end)
+            for end in ("step_s", "low_s", "high_s")
+        )
+        return middle, low, high
+
+    def peak_gib(self) -> float:
+        """Peak of the fullest accelerator, with the recomputation that `plan` has a name for."""
+        return as_stated(*self._costs(), RECOMPUTED[self.recomputed]).peak / 2**30
+
+    def _costs(self) -> tuple[Costs, Request, Way]:
         from gpipe_bench.planner.accelerators import accelerator
         from gpipe_bench.planner.roofline import by_roofline
 
@@ -120,13 +143,7 @@ class Step:
         on = replace(accelerator(self.device, self.precision), fuses=self.fuses)
         costs = by_roofline(self.model(), request, (size,), on)
         grid = Grid(self.pp, self.dp, self.fsdp, self.level, self.tp)
-        way = Way(grid, self.schedule, self.stages_per_worker, self.num_microbatches, size)
-        none, every = (as_stated(costs, request, way, remat) for remat in ("never", "always"))
-        middle, low, high = (
-            (1 - self.recomputed) * getattr(none, end) + self.recomputed * getattr(every, end)
-            for end in ("step_s", "low_s", "high_s")
-        )
-        return middle, low, high
+        return costs, request, Way(grid, self.schedule, self.stages_per_worker, self.num_microbatches, size)
 
 
 @cache
@@ -170,6 +187,7 @@ def _outcome(named: Sequence[tuple[str, Step]]) -> Outcome:
         {"name": name, "source": step.source, "differs": step.differs, "measured_s": step.measured_s}
         | {"sweep": step.name, "batch_size": step.batch_size}
         | dict(zip(("step_s", "low_s", "high_s"), step.predicted(), strict=True))
+        | ({"memory_gib": step.memory_gib, "peak_gib": step.peak_gib()} if step.memory_gib else {})
         for name, step in named
     ]
     metrics = [
@@ -190,18 +208,29 @@ def table(record: Record) -> TextGrid:
     enough = "yes" if sum(inside) >= INSIDE_SHARE * len(rows) and widest <= MOST_WIDTH else "NO"
     return TextGrid(
         title="Published steps of the largest models, on paper (modelled)",
-        columns=["", "measured (s)", "predicted (s) [range]", "inside"],
+        columns=["", "measured (s)", "predicted (s) [range]", "inside", "GiB", "predicted", "inside"],
         lines=[
             [
                 row["name"], f"{row['measured_s']:.2f}",
                 f"{row['step_s']:.2f} [{row['low_s']:.2f}, {row['high_s']:.2f}]", "yes" if each else "NO",
+                *_memory(row),
             ]
             for row, each in zip(rows, inside, strict=True)
         ],
         notes=[
             f"{sum(inside)} of {len(rows)} inside, the widest range a factor of {widest:.2f}; asked: "
             f"{INSIDE_SHARE:.0%} of them, and at most {MOST_WIDTH:g}: {enough}",
+            f"memory, where it was published: inside is at most {MEMORY_ERROR:.0%} away",
             *(f"{row['name']}: {row['source']}; not in the prediction: {row['differs']}" for row in rows),
         ],
-        right=frozenset({1}),
+        right=frozenset({1, 4}),
     )  # fmt: skip
+
+
+def _memory(row: dict[str, Any]) -> list[str]:
+    """Published peak, predicted peak and the difference, and whether that is small enough."""
+    if "memory_gib" not in row:
+        return ["", "", ""]
+    published, error = row["memory_gib"], row["peak_gib"] / row["memory_gib"] - 1
+    near = abs(error) <= MEMORY_ERROR
+    return [f"{published:.1f}", f"{row['peak_gib']:.1f} ({error:+.0%})", "yes" if near else "NO"]

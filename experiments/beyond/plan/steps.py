@@ -14,13 +14,13 @@ that can be told only by something else that was timed both times.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.timed.side_by_side import Found, conditions_of, facts_of, void_of
+from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of, void_of
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns
@@ -292,21 +292,6 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
                 rows = one.rows()
                 found.setdefault((rows.actions, rows.placement, one.cut, one.dp, one.fsdp_level), one)
     return list(found.values())
-
-
-def replicated(
-    num_layers: int, batch_size: int, numbers: Sequence[int], sizes: Container[int]
-) -> list[Candidate]:
-    """Two replicas of the whole model, whose micro-batches are as large as those of so many for one."""
-    return [
-        Candidate(
-            cut=(range(num_layers),), schedule=name, num_microbatches=number // NUM_WORKERS, remat=(remat,),
-            num_workers=1, dp=NUM_WORKERS,
-        )
-        for number in numbers
-        if number % NUM_WORKERS == 0 and batch_size % number == 0 and batch_size // number in sizes
-        for name, remat in REPLICATED
-    ]  # fmt: skip
 
 
 def to_run(

@@ -7,7 +7,7 @@ stronger, from the same seed not one bit of any weight different. Beside it what
 (micro-batches under batch normalization) and what an asynchronous pipeline does.
 
     python -m experiments run consistency
-    python -m experiments run consistency --profile full --device cuda --data /data/imagenet --text corpus.txt
+    python -m experiments run consistency --profile full --device cuda --data /data/imagenet/train
 
 Every case is one training.
 """
@@ -20,7 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.consistency.judging import cells, load_protocol
-from gpipe_bench.experiments.paper.consistency.recipes import Subject, image_layout, subject_of
+from gpipe_bench.experiments.paper.consistency.recipes import Subject, check_folders, subject_of
 from gpipe_bench.experiments.paper.consistency.tables import figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
@@ -39,7 +39,8 @@ def cases(options: RunOptions) -> list[Case]:
 
     Raises ValueError for data that is missing or can't be trained on, before anything is run.
     """
-    _check_data(options)
+    if options.data is not None:
+        check_folders(options.data)
     smoke = options.profile == "smoke"
     found = [case for model in MODELS for case in _training_cases(model, options)]
     found += [case for model in MODELS for case in _asynchronous_cases(model, smoke=smoke)]
@@ -104,15 +105,6 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
     return found
 
 
-def _check_data(options: RunOptions) -> None:
-    if options.data is not None:
-        image_layout(options.data)
-    if options.text is not None:
-        from gpipe_bench.experiments.paper.consistency.tasks import task_of
-
-        task_of(subject_of("text", options))
-
-
 def run(case: Case, options: RunOptions) -> Outcome:
     """Trains, and sets what comes out against its reference. All that is heavy is imported in here: cases are
     listed without it.
@@ -123,9 +115,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
     key: dict[str, Any] = case.key
     if options.profile == "full" and key["model"] == "images" and options.data is None:
         needs = "--data PATH: the recipe at the paper's size is for ImageNet or another folder of images"
-        return Outcome(status="skipped", reason=f"needs {needs}")
-    if options.profile == "full" and key["model"] == "text" and options.text is None:
-        needs = "--text PATH: a model of the paper's size needs a large text"
         return Outcome(status="skipped", reason=f"needs {needs}")
     return (_run_asynchronous if key["part"] == "asynchronous" else _run_training)(key, options)
 
@@ -255,8 +244,8 @@ EXPERIMENT = Experiment(
     ),
     profiles={
         "smoke": "a few steps of each, too few to learn",
-        "short": "digits and Python's help texts, or a sample of your own data by --data and --text",
-        "full": "the paper's recipe at its size on images by --data and text by --text; for GPUs",
+        "short": "digits and Python's help texts, or a sample of your own images by --data",
+        "full": "the paper's recipe at its size on images by --data; for GPUs",
     },
     cases=cases,
     run=run,
@@ -265,6 +254,6 @@ EXPERIMENT = Experiment(
     tables=tables,
     figures=figures,
     docs="docs/consistency.md",
-    options=("device", "seed", "data", "text"),
+    options=("device", "seed", "data"),
     untimed=True,
 )

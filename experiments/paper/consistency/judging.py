@@ -105,24 +105,13 @@ class Protocol(msgspec.Struct, frozen=True):
 
 @cache
 def load_protocol(path: Path = PATH) -> Protocol:
-    """The file. That its seeds are those of its rule, new and all different, is tested.
-
-    Raises ValueError with the file and what is wrong: it can't be read, lacks something, or has it of another
-    kind.
-    """
-    try:
-        content = path.read_bytes()
-        found = tomllib.loads(content.decode())
-        known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}
-        known |= {"plans": {model: found[model] for model in METRICS}}
-        known |= {"sha256": hashlib.sha256(content).hexdigest()}
-        return msgspec.convert(known, Protocol, str_keys=True)
-    except OSError as error:
-        raise ValueError(f"the protocol can't be read from {path}: {error.strerror or error}") from error
-    except KeyError as error:
-        raise ValueError(f"{path}: it lacks {error}") from error
-    except (TypeError, ValueError) as error:  # no TOML, no text, not what it should be
-        raise ValueError(f"{path}: {error}") from error
+    """The file. That its seeds are those of its rule, new and all different, is tested."""
+    content = path.read_bytes()
+    found = tomllib.loads(content.decode())
+    known = found["judged"] | {"split_seed": found["draw"]["split_seed"]}
+    known |= {"plans": {model: found[model] for model in METRICS}}
+    known |= {"sha256": hashlib.sha256(content).hexdigest()}
+    return msgspec.convert(known, Protocol, str_keys=True)
 
 
 # The test. The margin is in standard deviations of the sequential runs, which are estimated from the same

@@ -3,7 +3,7 @@
 The image recipe is the one with which AmoebaNet-D was submitted to DAWNBench (tensorflow/tpu
 `models/official/amoeba_net`): the paper's consistency experiment trains AmoebaNet-D (2, 128) for 35 epochs;
 its first version counts the normal cells of one stack, so that is (6, 128) here. The text recipe is Lingvo's
-for its one-billion-word GPipe model. Scaled-down variants change sizes and lengths and nothing else.
+for its one-billion-word GPipe model, scaled down. Scaling changes sizes and lengths and nothing else.
 
 Profile and options choose a `Subject`: a recipe, and the user's data or ours. It is a description instead of
 the task itself, because it travels to the processes of a run, each of which loads its data alone, and because
@@ -14,7 +14,6 @@ image) is reported by the case that meets it.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -123,18 +122,11 @@ class TextRecipe:
         return float(self.learning_rate * self.d_model**-0.5 * shape)
 
 
-BILLION_WORDS = TextRecipe(
-    num_layers=13, d_model=2048, ffn_dim=8192, num_heads=32, vocab_size=32_000, seq_len=1024,
-    num_steps=200_000, learning_rate=0.5, warmup_steps=40_000,
-)  # fmt: skip
-"""Pipeline-1 of Table 1 with Lingvo's training; for a GPU and a large text."""
-
-TOPICS = replace(
-    BILLION_WORDS,
+TOPICS = TextRecipe(
     num_layers=6, d_model=48, ffn_dim=192, num_heads=4, vocab_size=512, seq_len=48, batch_size=32,
     num_steps=80, learning_rate=0.5, warmup_steps=20, num_microbatches=4,
 )  # fmt: skip
-"""Scaled down to seconds on a laptop."""
+"""Scaled down to seconds on a laptop, in every profile."""
 
 SMALL_SAMPLE = 1797
 """Images taken of the user's own in the scaled-down profiles: as many as there are digits."""
@@ -147,7 +139,6 @@ class Subject:
     model: str
     recipe: ImageRecipe | TextRecipe
     data: str | None = None
-    text: str | None = None
     split_seed: int = 0
     limit: int | None = None
 
@@ -156,8 +147,7 @@ def subject_of(model: str, options: RunOptions) -> Subject:
     """The recipe of the profile on the user's data or the default."""
     full, smoke = options.profile == "full", options.profile == "smoke"
     if model == "text":
-        recipe = BILLION_WORDS if full else replace(TOPICS, num_steps=8) if smoke else TOPICS
-        return Subject(model, recipe, text=options.text, split_seed=options.seed)
+        return Subject(model, replace(TOPICS, num_steps=8) if smoke else TOPICS, split_seed=options.seed)
     images = DAWNBENCH if full else DIGITS
     if smoke:
         images = replace(DIGITS, num_filters=8, image_size=9, num_epochs=1)
@@ -167,62 +157,14 @@ def subject_of(model: str, options: RunOptions) -> Subject:
     return Subject(model, images, data=options.data, split_seed=options.seed, limit=limit)
 
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-PARTS = (("train", "val"), ("train", "test"))
-"""Folders of training and held-out images, as ImageNet and others are laid out."""
-
-
-def image_layout(path: str) -> str:
-    """`"train/val"`, `"train/test"` or `"classes"` (one folder per class, still to be split).
-
-    Raises ValueError for a path that is none of these, or with fewer than two classes.
-    """
+def check_folders(path: str) -> None:
+    """Raises ValueError for a path that does not hold a folder for each of two classes or more."""
     root = Path(path)
-    if not root.exists():
-        raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
     if not root.is_dir():
-        raise ValueError(f"--data {path}: this is a file; give a folder that holds a folder per class")
-    for train, held_out in PARTS:
-        if (root / train).is_dir() and (root / held_out).is_dir():
-            different = sorted(set(_classes(root / train, path)) ^ set(_classes(root / held_out, path)))
-            if different:
-                raise ValueError(
-                    f"--data {path}: {train} and {held_out} have different classes ({different[0]} is in one "
-                    "of them only); both need the same folders"
-                )
-            return f"{train}/{held_out}"
-    _classes(root, path)
-    return "classes"
-
-
-def _classes(folder: Path, path: str) -> list[str]:
-    """Names of the class folders; at least two, each with an image."""
-    classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        raise ValueError(f"--data {path}: there is no such folder; give one with a folder per class")
+    classes = sorted(each.name for each in root.iterdir() if each.is_dir())
     if len(classes) < 2:
         found = f"one class ({classes[0]})" if classes else "no class"
         raise ValueError(
-            f"--data {path}: {folder} holds {found}; give a folder with at least two folders of images, one "
-            "per class"
+            f"--data {path}: it holds {found}; give a folder with at least two folders of images"
         )
-    for name in classes:
-        files = (file for _, _, files in os.walk(folder / name) for file in files)
-        if not any(file.lower().endswith(IMAGE_SUFFIXES) for file in files):
-            raise ValueError(
-                f"--data {path}: {folder / name} holds no image; allowed are {', '.join(IMAGE_SUFFIXES)}"
-            )
-    return classes
-
-
-def read_text(path: str) -> str:
-    """The content of a text file in UTF-8. Raises ValueError where there is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text {path}: byte {error.start} is not UTF-8; convert the file") from error
-    except OSError as error:
-        raise ValueError(
-            f"--text {path}: {error.strerror or error}; give a text file that can be read"
-        ) from error
-    if not text.strip():
-        raise ValueError(f"--text {path}: the file has no text in it")
-    return text

@@ -102,10 +102,11 @@ def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
 def _evidence(records: Sequence[Record], model: str) -> str:
     """Table of one model: the sequential runs, (a) every K's with their own seeds, (b) with the same seed."""
     found, protocol = baseline(records, model), load_protocol()
-    if found is None:
+    if found is None or not found.scores:
         return ""
     plan = protocol.plans[model]
     runs = select(records, "baseline", model)
+    done = next(run for run in runs if run.status == "done")
     margin = _points(model, protocol.margin * found.deviation)[0].removeprefix("+")
     spread = _points(model, found.deviation)[0].removeprefix("+")
     known = f"{sum(map(learned, runs))} of {len(runs)} learned"
@@ -123,7 +124,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     singles = [*runs, *select(records, "own seeds", model)]
     missed = sum(not learned(record) for record in singles)
     requirement = (
-        f"Required of the mean of the sequential runs and of that of each K: {runs[0].details['requirement']}"
+        f"Required of the mean of the sequential runs and of that of each K: {done.details['requirement']}"
         + (f"; {missed} of {len(singles)} single runs missed it." if missed else ".")
     )
     several = select(records, "same seed", model)
@@ -261,7 +262,7 @@ def _beside_each_other(records: Sequence[Record], model: str) -> Iterator[tuple[
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """Final scores against the sequential runs, and learning curves; nothing without records."""
-    models = [model for model in TITLES if len(select(records, "baseline", model)) > 1]
+    models = [m for m in TITLES if (found := baseline(records, m)) is not None and len(found.scores) > 1]
     if not models:
         return []
     return [
@@ -314,7 +315,7 @@ def _draw_scores(axes: Axes, records: Sequence[Record], model: str) -> None:
     names, values = zip(*flat, strict=True)
     axes.axhspan(scale * (found.mean - reach), scale * (found.mean + reach), color="0.9", zorder=0)
     axes.axhline(scale * found.mean, color="0.4", linewidth=1)
-    seaborn.swarmplot(x=names, y=values, hue=names, ax=axes, palette="deep", legend=False)
+    seaborn.swarmplot(x=names, y=values, color="0.35", ax=axes)
     for place, scores in enumerate(groups.values()):
         axes.hlines(scale * statistics.fmean(scores), place - 0.3, place + 0.3, color="black", linewidth=1.5)
     unit = " (%)" if model == "images" else ""
@@ -331,7 +332,7 @@ def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
     found = sorted(
         _beside_each_other(records, model), key=lambda each: each[0]
     )  # in every panel the same colours
-    details = select(records, "baseline", model)[0].details
+    details = next(run for run in select(records, "baseline", model) if run.status == "done").details
     top = 100 if model == "images" else details["recipe"]["vocab_size"]  # what knows nothing has about that
 
     def shown(score: float) -> float:

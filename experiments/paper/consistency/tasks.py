@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from gpipe_bench.experiments.paper.consistency.recipes import (
     ImageRecipe,
     Subject,
     TextRecipe,
-    image_layout,
-    read_text,
 )
 from gpipe_bench.models import MODELS
 from gpipe_bench.models.tasks import class_loss
@@ -35,10 +32,7 @@ Batch = tuple[Tensor, Tensor]
 
 @cache
 def task_of(subject: Subject) -> Task:
-    """Loads the data and makes the task.
-
-    Raises ValueError where the data are missing, not what they should be, or too few for the recipe.
-    """
+    """Loads the data and makes the task. Raises ValueError where the user's are too few for the recipe."""
     recipe, seed = subject.recipe, subject.split_seed
     if isinstance(recipe, ImageRecipe):
         if subject.data is None:
@@ -46,9 +40,7 @@ def task_of(subject: Subject) -> Task:
         return ImageTask(
             recipe, own_images(subject.data, recipe.image_size, recipe.augment, seed, subject.limit)
         )
-    if subject.text is None:
-        return TextTask(recipe, topics(), seed, "pydoc_data.topics")
-    return TextTask(recipe, read_text(subject.text), seed, f"--text {subject.text}")
+    return TextTask(recipe, topics(), seed)
 
 
 def derived(*numbers: int) -> torch.Generator:
@@ -259,24 +251,16 @@ def digits(image_size: int, split_seed: int) -> Images:
 
 
 def own_images(path: str, image_size: int, augment: bool, split_seed: int, limit: int | None) -> Images:
-    """A folder per class, or ImageNet's layout of two such folders, at `path`, decoded when needed.
-
-    `limit` caps the number of examples, training and held out together. Raises ValueError where
-    `image_layout` does.
+    """A folder per class at `path`, decoded when needed. `limit` caps the number of examples, training and
+    held out together.
     """
-    layout, root = image_layout(path), Path(path)
     import_torchvision()
     from torchvision.datasets import ImageFolder
 
-    names = ["."] if layout == "classes" else layout.split("/")
-    parts: list[Any] = [ImageFolder(str(root / name)) for name in names]
-    sources = [sample for part in parts for sample in part.samples]
-    if layout == "classes":
-        train, held_out = split(len(sources), split_seed, limit)
-    else:
-        train, held_out = _of_parts(len(parts[0]), len(parts[1]), split_seed, limit)
-    load = partial(_decoded, sources, _transforms(image_size, augment=augment))
-    return Images(load, train, held_out, [target for _, target in sources], len(parts[0].classes))
+    folder = ImageFolder(path)
+    load = partial(_decoded, folder.samples, _transforms(image_size, augment=augment))
+    train, held_out = split(len(folder), split_seed, limit)
+    return Images(load, train, held_out, folder.targets, len(folder.classes))
 
 
 def _transforms(size: int, *, augment: bool) -> Mapping[bool, Callable[[Any], Tensor]]:
@@ -304,18 +288,6 @@ def _decoded(
     return transforms[is_training](image), target
 
 
-def _of_parts(
-    num_train: int, num_held_out: int, split_seed: int, limit: int | None
-) -> tuple[list[int], list[int]]:
-    """Indices for training and held out, of data that are split; held-out ones come behind."""
-    train, held_out = list(range(num_train)), list(range(num_train, num_train + num_held_out))
-    if limit is not None:
-        train = split(num_train, split_seed)[0][: round(limit * (1 - HELD_OUT_IMAGES))]
-        order = torch.randperm(num_held_out, generator=derived(split_seed, 3)).tolist()
-        held_out = [held_out[i] for i in order[: round(limit * HELD_OUT_IMAGES)]]
-    return train, held_out
-
-
 # Text. Tokenizer, unigram model and training examples come from the training part alone.
 
 HELD_OUT_TEXT = 0.1
@@ -329,7 +301,7 @@ class TextTask:
     metric, unit, higher_is_better = "held-out perplexity", "perplexity", False
     average_decay: float | None = None
 
-    def __init__(self, recipe: TextRecipe, text: str, split_seed: int, what: str) -> None:
+    def __init__(self, recipe: TextRecipe, text: str, split_seed: int) -> None:
         self.recipe = recipe
         self.batch_size, self.num_steps = recipe.batch_size, recipe.num_steps
         self.evaluate_every = max(1, math.ceil(recipe.num_steps / 5))
@@ -338,16 +310,10 @@ class TextTask:
             "ffn_dim": recipe.ffn_dim, "num_heads": recipe.num_heads, "seq_len": recipe.seq_len,
             "dropout": recipe.dropout,
         }  # fmt: skip
-        train, held_out = split_blocks(blocks_of(text), split_seed, what)
-        self.pieces = tokenizer((line for b in train for line in b.split("\n")), recipe.vocab_size, what)
+        train, held_out = split_blocks(blocks_of(text), split_seed)
+        self.pieces = tokenizer((line for b in train for line in b.split("\n")), recipe.vocab_size)
         self.train_tokens = torch.tensor(self.pieces.encode("\n\n".join(train)))
         held_out_tokens = torch.tensor(self.pieces.encode("\n\n".join(held_out)))
-        for tokens, name in ((self.train_tokens, "training"), (held_out_tokens, "held-out")):
-            if len(tokens) < recipe.seq_len + 1:
-                raise ValueError(
-                    f"{what} is too short: its {name} part has {len(tokens)} tokens, and one example takes "
-                    f"{recipe.seq_len + 1}; give a longer text"
-                )
         count = (len(held_out_tokens) - 1) // recipe.seq_len
         inputs = held_out_tokens[: count * recipe.seq_len].view(count, -1)
         targets = held_out_tokens[1 : count * recipe.seq_len + 1].view(count, -1)
@@ -425,13 +391,8 @@ def blocks_of(text: str) -> list[str]:
     return ["\n\n".join(block) for block in blocks if block]
 
 
-def split_blocks(blocks: Sequence[Any], seed: int, what: str) -> tuple[list[Any], list[Any]]:
-    """Training and held-out blocks, both in the text's order. Raises ValueError for fewer than two."""
-    if len(blocks) < 2:
-        raise ValueError(
-            f"{what} is too short: it makes {len(blocks)} block, and one has to be held out; give a "
-            f"longer text"
-        )
+def split_blocks(blocks: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
+    """Training and held-out blocks, both in the text's order."""
     order = torch.randperm(len(blocks), generator=derived(seed, 5)).tolist()
     held_out = set(order[: max(1, round(len(blocks) * HELD_OUT_TEXT))])
     return (
@@ -440,21 +401,14 @@ def split_blocks(blocks: Sequence[Any], seed: int, what: str) -> tuple[list[Any]
     )
 
 
-def tokenizer(lines: Iterable[str], vocab_size: int, what: str) -> Any:
-    """A sentencepiece model (byte pairs) of `vocab_size` pieces. Raises ValueError if the text has fewer."""
+def tokenizer(lines: Iterable[str], vocab_size: int) -> Any:
+    """A sentencepiece model (byte pairs) of `vocab_size` pieces."""
     import sentencepiece
 
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([line for line in lines if line.strip()]),
-            model_writer=model, vocab_size=vocab_size, model_type="bpe", character_coverage=1.0,
-            max_sentence_length=1 << 20, num_threads=1, minloglevel=3,
-        )  # fmt: skip
-    except RuntimeError as error:
-        largest = re.search(r"set it to a value <= (\d+)", str(error))
-        limit = f"it supports {largest.group(1)}" if largest else str(error).splitlines()[0]
-        raise ValueError(
-            f"{what} is too small for a vocabulary of {vocab_size} pieces: {limit}; give a longer text"
-        ) from error
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for line in lines if line.strip()]),
+        model_writer=model, vocab_size=vocab_size, model_type="bpe", character_coverage=1.0,
+        max_sentence_length=1 << 20, num_threads=1, minloglevel=3,
+    )  # fmt: skip
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())

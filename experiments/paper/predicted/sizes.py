@@ -26,11 +26,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gpipe_bench.experiments.paper.profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
-from gpipe_bench.experiments.paper.timed.claims import CUT_BY
-from gpipe_bench.experiments.paper.timed.replay import Cuts
-from gpipe_bench.experiments.paper.timed.workloads import Workload
-from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.trace import LayerProfile
@@ -40,7 +35,7 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.planner.accelerators import TPU_V2, UPDATE_BYTES, Accelerator
-from gpipe_bench.planner.breakdown import breakdown
+from gpipe_bench.planner.predict import breakdown
 from gpipe_bench.planner.roofline import Noted, Operation, layers_noted
 
 Array = NDArray[np.float64]
@@ -342,57 +337,21 @@ def of_the_paper(
     model: str,
     num_classes: int = 1000,
     *,
-    quick: bool = False,
     d_model: int = 2048,
     vocab_size: int = 32_000,
 ) -> FullSize:
-    """A model of one of the paper's tables; `quick` ones are small and prove the path. Width and vocabulary
-    are the Transformer's.
-    """
+    """A model of one of the paper's tables. Width and vocabulary are the Transformer's."""
     size = SIZES[experiment][model]
-    images: dict[str, Any] = {"image_size": 64 if quick else 224, "num_classes": num_classes}
+    images: dict[str, Any] = {"image_size": 224, "num_classes": num_classes}
     if model == "resnet101":
         return FullSize(model, images)
     if model == "amoebanet":
-        num_layers, num_filters = (6, 16) if quick else size
-        sizes = {"num_layers": num_layers, "num_filters": num_filters, "aux_head": not quick}
+        sizes = {"num_layers": size[0], "num_filters": size[1], "aux_head": True}
         return FullSize("amoebanet-d", {**sizes, **images})
-    width, words, length = (32, 500, 16) if quick else (d_model, vocab_size, 1024)
     return FullSize(
         "transformer-lm",
         {
-            "num_layers": 10 if quick else size[0], "attention": "explicit", "d_model": width,
-            "ffn_dim": 4 * width, "num_heads": 2 if quick else 32, "seq_len": length, "vocab_size": words,
+            "num_layers": size[0], "attention": "explicit", "d_model": d_model, "ffn_dim": 4 * d_model,
+            "num_heads": 32, "seq_len": 1024, "vocab_size": vocab_size,
         },
     )  # fmt: skip
-
-
-def paper_size(experiment: str, model: str, options: RunOptions) -> Mapping[str, Any]:
-    """The options of the paper's model; none in the smoke profile, whose models have fewer layers."""
-    return {} if options.profile == "smoke" else of_the_paper(experiment, model).options
-
-
-def cuts_of_the_paper(table: str, here: Workload, size: Mapping[str, Any], stages: Sequence[int]) -> Cuts:
-    """The cuts of the paper's size for every allowed cost and rule, and by layer what they move here.
-
-    Args:
-        table: whose unknowns they are
-        here: the model that was timed
-        size: of `paper_size`
-        stages: the numbers of stages
-    """
-    written_out = {"attention": "explicit"} if here.model == "transformer-lm" else {}
-    ours, paper = (FullSize(here.model, {**here.options, **other, **written_out}) for other in ({}, size))
-    costs, rules = (load_unknowns().find(table, name).allowed for name in CUT_BY)
-    cuts = {
-        f"{cost}, {rule}": {k: cut for k in stages if (cut := paper.cut(str(cost), str(rule), k)) is not None}
-        for cost in costs
-        for rule in rules
-    }
-    layers = range(len(ours.layers))
-    return Cuts(
-        cuts,
-        list(ours.parameters),
-        [ours.sent_bytes(layer, 1, "float32") for layer in layers],
-        [ours.returned_bytes(layer, 1, "float32") for layer in layers],
-    )

@@ -1,8 +1,8 @@
-"""Table 1 as text and as pictures: the comparison with the paper, then what the paper does not print."""
+"""Table 1 as text and as pictures: what fills the accelerators, the largest models, what ran, both halves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,11 @@ from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.experiments.paper.table1.cells import JUDGED_ATTENTION, cells
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.record import Record, find, of_case
+from gpipe_bench.harness.record import Record, find, frame, of_case
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.harness.units import convert, show
 from gpipe_bench.harness.verdict import Comparison
-from gpipe_bench.models.paper import COLUMNS, GIB, HALVES, Column
+from gpipe_bench.models.paper import COLUMNS, GIB, HALVES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,125 +23,100 @@ if TYPE_CHECKING:
 
 LARGEST = "largest on a GPU"
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
+MOVING = ("boundary", "activations", "transients")
+"""Parts of the memory other than parameters, gradients and the optimizer's state."""
+SUMS = {
+    "parameter memory": ("parameters", "optimizer_state"), "  activations": MOVING,
+    "  with gradients": (*MOVING, "gradients"),
+}  # fmt: skip
 
 
 def tables(records: Sequence[Record]) -> str:
     """Tables that the paper does not print: what fills the accelerators, the largest models, what ran."""
     parts: list[str] = []
     for half in HALVES:
-        for attention in dict.fromkeys(
-            str(r.case["attention"]) for r in records if r.case.get("half") == half and "attention" in r.case
-        ):
-            parts += [_memory_table(records, half, attention), _largest_table(records, half, attention)]
-    parts += [_verification(records), _devices(records), _largest_on_a_gpu(records)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _heading(half: str, attention: str) -> str:
-    data = HALVES[half]
-    note = "" if attention == "none" else f", {attention} attention"
-    return f"{data.model}{note}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
-
-
-def _columns(columns: Iterable[Column]) -> list[str]:
-    return ["", *(column.name for column in columns)]
+        attentions = dict.fromkeys(r.case["attention"] for r in records if r.case.get("half") == half
+                                   and "attention" in r.case)  # fmt: skip
+        for attention in map(str, attentions):
+            of = of_case(records, half=half, attention=attention)
+            said = "" if attention == "none" else f", {attention} attention"
+            data = HALVES[half]
+            heading = f"{data.model}{said}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
+            parts += [_memory_table(of, half, heading), _largest_table(of, half, heading)]
+    parts += [_verification(of_case(records, "done", part="verify")), _devices(records)]
+    return "\n\n".join(filter(None, [*parts, _largest_on_a_gpu(records)]))
 
 
 def _gib(num_bytes: float) -> str:
     return show(num_bytes / GIB, "GiB", 3)
 
 
-def _memory_table(records: Sequence[Record], half: str, attention: str) -> str:
+def _value(record: Record | None, name: str) -> float | None:
+    metric = record.metric(name) if record is not None else None
+    return metric.value if metric is not None else None
+
+
+def _said(record: Record | None, name: str, text: Callable[[float], str] = str) -> str:
+    value = _value(record, name)
+    return "-" if value is None else text(value)
+
+
+def _memory_table(records: Sequence[Record], half: str, heading: str) -> str:
     """Table of what fills the accelerators with the paper's models."""
-    found = {
-        column: record
-        for column in COLUMNS[half]
-        if (record := find(records, part="paper", half=half, column=column.name, attention=attention))
-        and record.status == "done"
-    }
+    every = {each.name: find(records, "done", part="paper", column=each.name) for each in COLUMNS[half]}
+    found = {name: record for name, record in every.items() if record is not None}
     if not found:
         return ""
-    placements = {column: record.details["placement"] for column, record in found.items()}
-    lines = [["micro-batches", *(str(each["num_microbatches"]) for each in placements.values())]]
-    for part in PARTS:
-        total = [sum(stage[part] for stage in each["stages"]) for each in placements.values()]
-        lines.append([part.replace("_", " "), *map(_gib, total)])
-    for row, parts in (
-        ("parameter memory", ("parameters", "optimizer_state")),
-        ("  activations", ("boundary", "activations", "transients")),
-        ("  with gradients", ("boundary", "activations", "transients", "gradients")),
-    ):
-        total = [
-            sum(stage[part] for part in parts for stage in each["stages"]) for each in placements.values()
-        ]
+    placements = [record.details["placement"] for record in found.values()]
+    lines = [["micro-batches", *(str(each["num_microbatches"]) for each in placements)]]
+    for row, parts in ({part.replace("_", " "): (part,) for part in PARTS} | SUMS).items():
+        total = [sum(stage[part] for stage in each["stages"] for part in parts) for each in placements]
         lines.append([row, *map(_gib, total)])
     for prefix, row in (("", "fullest accelerator"), ("best ", "fullest at the best M")):
-        values, verdicts = [], []
-        for record in found.values():
-            peak, count = (
-                record.metric(f"{prefix}peak per accelerator"),
-                record.metric(f"{prefix}num_microbatches"),
-            )
-            assert peak is not None, "a finished case has its peak"
-            assert peak.value is not None, "and a number in it"
-            assert count is not None, "and its number of micro-batches"
-            values.append(_gib(peak.value) + (f" (M = {count.value})" if prefix else ""))
-            verdicts.append("yes" if peak.value <= record.details["cap_gib"] * GIB else "no")
-        lines += [[row, *values], ["  fits", *verdicts]]
+        peaks = [float(_value(record, f"{prefix}peak per accelerator") or 0) for record in found.values()]
+        counts = [_said(record, f"{prefix}num_microbatches", " (M = {})".format) for record in found.values()]
+        caps = [record.details["cap_gib"] * GIB for record in found.values()]
+        lines.append([row, *(_gib(n) + m * bool(prefix) for n, m in zip(peaks, counts, strict=True))])
+        lines.append(["  fits", *("yes" if n <= cap else "no" for n, cap in zip(peaks, caps, strict=True))])
     title = (
-        f"The paper's models here: {_heading(half, attention)} (modelled)\n"
+        f"The paper's models here: {heading} (modelled)\n"
         "Sums over the accelerators, at the moment each is fullest; float32, RMSProp with momentum"
     )
-    return Grid(title=title, columns=_columns(found), lines=lines).text()
+    return Grid(title=title, columns=["", *found], lines=lines).text()
 
 
-def _largest_table(records: Sequence[Record], half: str, attention: str) -> str:
+def _largest_table(records: Sequence[Record], half: str, heading: str) -> str:
     """The largest models, their ratio to the paper's and to ours without a pipeline."""
-
-    def named(part: str, column: str, **more: str) -> Record | None:
-        return find(records, part=part, half=half, column=column, attention=attention, **more)
-
-    columns = [column for column in COLUMNS[half] if named("largest", column.name)]
+    every = of_case(records, part="largest")
+    columns = [each for each in COLUMNS[half] if of_case(every, column=each.name)]
     if not columns:
         return ""
-    lines = [["paper", *(_size(column.num_layers, column.num_filters) for column in columns)]]
-    for precision in dict.fromkeys(
-        str(r.case["precision"]) for r in records if r.case.get("part") == "largest"
-    ):
-        found = [named("largest", column.name, precision=precision) for column in columns]
-        if not any(found):
-            continue
+    paper = [_value(find(records, part="paper", column=each.name), "parameters") for each in columns]
+    lines = [["paper", *(_size(each.num_layers, each.num_filters) for each in columns)]]
+    for precision in dict.fromkeys(str(record.case["precision"]) for record in every):
+        found = [find(every, column=each.name, precision=precision) for each in columns]
         counts = [_value(record, "parameters") for record in found]
-        naive = _value(named("largest", "naive-1", precision=precision), "parameters")
-        paper = [_value(named("paper", column.name), "parameters") for column in columns]
+        naive = _value(find(every, column="naive-1", precision=precision), "parameters")
         lines += [
             [precision, *map(_largest_size, found)],
-            ["  parameters", *("-" if count is None else show(count, "parameters") for count in counts)],
+            ["  parameters", *(_said(each, "parameters", lambda n: show(n, "parameters")) for each in found)],
             ["  times the paper's model", *map(_ratio, counts, paper)],
             ["  times our naive-1", *(_ratio(count, naive) for count in counts)],
-            ["  micro-batches needed", *(_count(record, "num_microbatches") for record in found)],
-            ["  fullest accelerator", *(_peak(record) for record in found)],
+            ["  micro-batches needed", *(_said(record, "num_microbatches") for record in found)],
+            ["  fullest accelerator", *(_said(record, "peak per accelerator", _gib) for record in found)],
         ]
-    title = f"The largest models that fit: {_heading(half, attention)} (modelled)"
     notes = [
         f"Nothing fits in {record.case['column']}, {record.case['precision']}: {parameters.note}"
-        for record in records
-        if record.case.get("part") == "largest"
-        and record.case["half"] == half
-        and record.case["attention"] == attention
-        and (parameters := record.metric("parameters")) is not None
-        and parameters.value is None
+        for record in every
+        if (parameters := record.metric("parameters")) is not None and parameters.value is None
     ]
-    return Grid(title=title, columns=_columns(columns), lines=lines, notes=notes).text()
+    title = f"The largest models that fit: {heading} (modelled)"
+    names = ["", *(each.name for each in columns)]
+    return Grid(title=title, columns=names, lines=lines, notes=notes).text()
 
 
 def _size(num_layers: int, num_filters: int) -> str:
     return f"({num_layers}, {num_filters})" if num_filters else f"L = {num_layers}"
-
-
-def _value(record: Record | None, name: str) -> float | None:
-    metric = record.metric(name) if record is not None else None
-    return metric.value if metric is not None else None
 
 
 def _largest_size(record: Record | None) -> str:
@@ -155,38 +130,23 @@ def _ratio(over: float | None, under: float | None) -> str:
     return "-" if over is None or not under else f"{over / under:.2f}"
 
 
-def _count(record: Record | None, name: str) -> str:
-    value = _value(record, name)
-    return "-" if value is None else str(value)
-
-
-def _peak(record: Record | None) -> str:
-    value = _value(record, "peak per accelerator")
-    return "-" if value is None else _gib(value)
-
-
-def _verification(records: Sequence[Record]) -> str:
-    """How well the model meets real steps."""
-    found = [r for r in records if r.case.get("part") == "verify" and r.status == "done"]
+def _verification(found: Sequence[Record]) -> str:
+    """How well the model meets real steps: the worst of each model and number of stages."""
     if not found:
         return ""
+    numbers = frame(found).pivot(
+        index=["model", "num_stages", "remat", "num_microbatches"], columns="metric", values="value"
+    )
     lines = []
-    for model in dict.fromkeys(str(r.case["model"]) for r in found):
-        for num_stages in dict.fromkeys(r.case["num_stages"] for r in found):
-            group = [r for r in found if r.case["model"] == model and r.case["num_stages"] == num_stages]
-            if not group:
-                continue
-            worst = max(group, key=lambda record: _value(record, "largest error") or 0.0)
-            tracked, modelled = _value(worst, "tracked peak"), _value(worst, "modelled peak")
-            assert tracked is not None, "a finished verification counted"
-            assert modelled is not None, "and modelled"
-            lines.append(
-                [
-                    model, num_stages, len(group), f"{100 * (_value(worst, 'largest error') or 0):.4f} %",
-                    f"{worst.case['remat']}, M = {worst.case['num_microbatches']}",
-                    f"{tracked / 2**20:.3f} MiB", f"{modelled / 2**20:.3f} MiB",
-                ]
-            )  # fmt: skip
+    for (model, num_stages), of in numbers.groupby(level=["model", "num_stages"]):
+        worst = of["largest error"].idxmax()
+        error, modelled, tracked = of.loc[worst, ["largest error", "modelled peak", "tracked peak"]]
+        lines.append(
+            [
+                model, num_stages, len(of), f"{100 * error:.4f} %", f"{worst[2]}, M = {worst[3]}",
+                f"{tracked / 2**20:.3f} MiB", f"{modelled / 2**20:.3f} MiB",
+            ]
+        )  # fmt: skip
     headers = ["model (scaled down)", "K", "steps", "largest error", "at", "counted (measured)", "modelled"]
     title = "The memory model against real training steps on this machine, counted storage by storage"
     return Grid(title=title, columns=headers, lines=lines).text()
@@ -203,13 +163,12 @@ def _devices(records: Sequence[Record]) -> str:
             lines.append([*name, record.status.replace("_", " "), "", "", record.reason, ""])
             continue
         facts = record.details
-        said = f"fits {facts['cap_gib']:g} GiB"
+        said, agrees = f"fits {facts['cap_gib']:g} GiB", "as in the paper"
         if not facts["fits"]:
             said = f"does not fit {facts['cap_gib']:g} GiB: {_ran_out(facts['stages'])}"
-        agrees = "as in the paper" if facts["fits"] else "not as in the paper, where it fits"
-        peaks = [_value(record, f"{how} peak") for how in ("measured", "modelled")]
-        shown = ["-" if peak is None else _gib(peak) for peak in peaks]
-        lines.append([*name, len(facts["stages"]), *shown, said, agrees])
+            agrees = "not as in the paper, where it fits"
+        peaks = [_said(record, f"{how} peak", _gib) for how in ("measured", "modelled")]
+        lines.append([*name, len(facts["stages"]), *peaks, said, agrees])
     headers = ["model", "column", "", "distinct stages", "measured peak", "modelled peak", "", ""]
     title = "Every distinct stage for real on this GPU, alone, under the paper's cap (fullest one)"
     return Grid(title=title, columns=headers, lines=lines).text() if lines else ""
@@ -231,7 +190,6 @@ def _largest_on_a_gpu(records: Sequence[Record]) -> str:
             lines.append([*name, record.status.replace("_", " "), "", record.reason])
             continue
         tried = {each["more"]: each for each in record.details["tried"]}
-        modelled, found = _value(record, "modelled parameters"), _value(record, "measured parameters")
         fitting = [more for more, each in tried.items() if each["fits"]]
         if fitting == [0]:
             said = f"as modelled: one larger does not fit, {_ran_out(tried[1]['stages'])}"
@@ -239,7 +197,10 @@ def _largest_on_a_gpu(records: Sequence[Record]) -> str:
             said = f"none of {len(tried)} sizes fits; the memory model says too little"
         else:
             said = f"{abs(fitting[0])} {'larger' if fitting[0] > 0 else 'smaller'} than modelled"
-        counts = ["-" if each is None else show(each, "parameters") for each in (modelled, found)]
+        counts = [
+            _said(record, f"{how} parameters", lambda n: show(n, "parameters"))
+            for how in ("modelled", "measured")
+        ]
         lines.append([*name, *counts, said])
     title = "The largest model that fits, every distinct stage for real on this GPU under the paper's cap"
     headers = ["model", "column", "modelled", "measured", ""]
@@ -247,13 +208,12 @@ def _largest_on_a_gpu(records: Sequence[Record]) -> str:
 
 
 WHOSE = ("paper", "computed under the declared choices", "this engine")
-MOVING = ("boundary", "activations", "transients")
-"""Parts of the memory other than parameters, gradients and the optimizer's state."""
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
     """One per half of the table. Halves without computed records are left out."""
     found = {(cell.table, cell.row, cell.column): cell for cell in compare(cells(records))}
+    named = {half: (data.table, "maximum parameters", COLUMNS[half][1].name) for half, data in HALVES.items()}
     return [
         Plot(
             name=f"table1-{half}",
@@ -263,12 +223,11 @@ def figures(records: Sequence[Record]) -> list[Plot]:
                 "engine (PyTorch, float32) cuts exactly and takes as many micro-batches as it needs"
             ),
             alt="Bars per column of Table 1, logarithmic; every number stands in the table above.",
-            draw=partial(_draw, found, records, half),
+            draw=partial(_draw, found, of_case(records, half=half, attention=JUDGED_ATTENTION[half]), half),
             style=partial(paper_style, 1.1),
         )
-        for half, data in HALVES.items()
-        if (data.table, "maximum parameters", COLUMNS[half][1].name) in found
-        and found[data.table, "maximum parameters", COLUMNS[half][1].name].ours is not None
+        for half, place in named.items()
+        if place in found and found[place].ours is not None
     ]
 
 
@@ -278,60 +237,54 @@ def _draw(found: Mapping[tuple[str, str, str], Comparison], records: Sequence[Re
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    unit = found[HALVES[half].table, "peak activation memory", COLUMNS[half][0].name].unit
-    _bars(left, found, half, "maximum parameters", _largest_here(records, half))
-    _bars(right, found, half, "peak activation memory", _moving_here(records, half, unit))
+    table, names = HALVES[half].table, [each.name for each in COLUMNS[half]]
+    sizes, moving = (
+        [found[table, row, name] for name in names]
+        for row in ("maximum parameters", "peak activation memory")
+    )
+    here = [
+        _value(find(records, part="largest", column=name, precision="float32"), "parameters")
+        for name in names
+    ]
+    _bars(left, sizes, here)
+    _bars(
+        right,
+        moving,
+        [_moving(find(records, "done", part="paper", column=name), moving[0].unit) for name in names],
+    )
     left.set(ylabel="parameters", title=f"{HALVES[half].model}: largest model")
-    right.set(ylabel=f"{unit}, all accelerators", title="activation memory of the paper's models")
+    right.set(ylabel=f"{moving[0].unit}, all accelerators", title="activation memory of the paper's models")
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     without_frame(figure)
     return figure
 
 
-def _largest_here(records: Sequence[Record], half: str) -> list[float | None]:
-    key = {"half": half, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
-    return [
-        _value(find(records, part="largest", column=each.name, **key), "parameters") for each in COLUMNS[half]
-    ]
-
-
-def _moving_here(records: Sequence[Record], half: str, unit: str) -> list[float | None]:
+def _moving(record: Record | None, unit: str) -> float | None:
     """Memory that comes and goes in a step, at the paper's number of micro-batches."""
-    heights: list[float | None] = []
-    for column in COLUMNS[half]:
-        record = find(records, part="paper", half=half, column=column.name, attention=JUDGED_ATTENTION[half])
-        stages = record.details["placement"]["stages"] if record and record.status == "done" else []
-        total = sum(stage[part] for stage in stages for part in MOVING)
-        heights.append(convert(total, "bytes", unit) if stages else None)
-    return heights
+    if record is None:
+        return None
+    stages = record.details["placement"]["stages"]
+    return convert(sum(stage[part] for stage in stages for part in MOVING), "bytes", unit)
 
 
-def _bars(
-    axes: Axes,
-    found: Mapping[tuple[str, str, str], Comparison],
-    half: str,
-    row: str,
-    here: Sequence[float | None],
-) -> None:
+def _bars(axes: Axes, cells: Sequence[Comparison], here: Iterable[float | None]) -> None:
     """Paper, computed with its error, and this engine, for each column of the table."""
     import seaborn
     from matplotlib.ticker import NullFormatter
 
-    cells = [found[HALVES[half].table, row, column.name] for column in COLUMNS[half]]
     printed = [cell.paper if cell.corrected is None else cell.corrected for cell in cells]
-    bars = zip(WHOSE, (printed, [cell.ours for cell in cells], here), strict=True)
-    for index, (label, heights) in enumerate(bars):
-        places = [place + (index - 1) * 0.27 for place, height in enumerate(heights) if height is not None]
-        known = [height for height in heights if height is not None]
-        color = ("0.6", *seaborn.color_palette("deep", 2))[index]
-        axes.bar(places, known, 0.25, color=color, label=label)
-        for place, height in enumerate(heights):
-            if height is None:
-                axes.text(
-                    place + (index - 1) * 0.27, 0.02, "nothing fits", rotation=90, ha="center", va="bottom",
-                    size="x-small", transform=axes.get_xaxis_transform(),
-                )  # fmt: skip
+    whose = zip(WHOSE, ("0.6", *seaborn.color_palette("deep", 2)), strict=True)
+    for shift, (label, color), heights in zip(
+        (-0.27, 0, 0.27), whose, (printed, [cell.ours for cell in cells], here), strict=True
+    ):
+        known = {place + shift: height for place, height in enumerate(heights)}
+        axes.bar([*known], [height or 0 for height in known.values()], 0.25, color=color, label=label)
+        for place in [place for place, height in known.items() if height is None]:
+            axes.text(
+                place, 0.02, "nothing fits", rotation=90, ha="center", va="bottom", size="x-small",
+                transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
     for place, cell in enumerate(cells):
         if cell.ours is not None and cell.range_low is not None and cell.range_high is not None:
             axes.vlines(place, cell.range_low, cell.range_high, color="black", linewidth=1.2)

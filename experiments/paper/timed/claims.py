@@ -1,8 +1,7 @@
 """Our replayed numbers beside the paper's: sentences to be judged, what their words admit, and the text.
 
 "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number that it is
-about and by what its words admit (results/unknowns.toml). What the paper cut its models by is not
-known: a sentence is judged over all of these cuts. What is said of "the same model" is judged at one
+about and by what its words admit (results/unknowns.toml). What is said of "the same model" is judged at one
 mini-batch.
 
 Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
@@ -15,8 +14,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any, Literal
+from typing import Literal
 
 from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, from_samples, interval_name
@@ -32,7 +30,6 @@ FEWEST_ERRORS = 3
 NOT_JUDGED = (
     "small models on this machine's cores against the paper's accelerators, so the cell is not judged"
 )
-CUT_BY = "partition_cost", "partition_rule"
 Moves = Literal["as the step grows", "either way"]
 """How a number moves when a step takes longer than its replay: throughput falls as it grows, and a share of
 the step may move either way."""
@@ -84,52 +81,15 @@ def least(
     pairs: Iterable[tuple[str, str, str]],
     speed: Callable[[Record, str], Metric | None],
     quotient: Callable[[float, float], float],
-) -> tuple[str, list[str], Metric] | None:
-    """The pair of a model's configurations with the least quotient of speeds, and the quotient."""
+) -> tuple[str, Metric] | None:
+    """The model of the pair of configurations with the least quotient of speeds, and the quotient."""
     found = [
-        (model, names, metric)
+        (model, metric)
         for model, *names in pairs
         if model in of
         if (metric := derived(" over ".join(names), quotient, *(speed(of[model], name) for name in names)))
     ]
-    return min(found, key=lambda each: each[2].value or 0.0, default=None)
-
-
-def entry(
-    records: Sequence[Record],
-    record: Record,
-    place: tuple[str, str, str],
-    metric: Metric | None,
-    note: str,
-    *,
-    moves: Moves = "either way",
-    more: Sequence[tuple[str, float, float]] = (),
-    settings: int = 0,
-    not_comparable: str = "",
-    context: str = "",
-) -> Result:
-    """A replayed number with its range, beside a number or a sentence of the paper.
-
-    Args:
-        records: of the experiment, which tell the error of the replay
-        record: that the number comes from
-        place: table, row and column
-        metric: the number
-        note: what it is
-        moves: how it moves when a step takes longer than it was laid out
-        more: what else moves it, each with the smallest and the largest factor
-        settings: how many settings of what the paper leaves open these factors are over
-        not_comparable: why the number can't decide it
-        context: why it is not judged
-    """
-    spread = replayed_spread(metric, next_error(records, record.case["model"]), moves, more, settings)
-    if record.profile == "smoke" or not not_comparable:
-        not_comparable = SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN
-    table, row, column = place
-    return Result(
-        table=table, row=row, column=column, metric=metric, spread=spread, record=record,
-        note=note, not_comparable=not_comparable, context=context,
-    )  # fmt: skip
+    return min(found, key=lambda each: each[1].value or 0.0, default=None)
 
 
 def beside(
@@ -139,64 +99,36 @@ def beside(
     metric: Metric | None,
     note: str,
     moves: Moves = "either way",
-    more: Sequence[tuple[str, float, float]] = (),
 ) -> Result:
     """A cell that small models ran: it stands beside the paper's and is not judged."""
-    return entry(records, record, place, metric, note, moves=moves, more=more, context=NOT_JUDGED)
+    return _entry(records, record, place, metric, note, moves, NOT_JUDGED)
 
 
 def sentence(
-    records: Sequence[Record],
-    record: Record,
-    row: str,
-    column: str,
-    metric: Metric | None,
-    note: str,
-    **more: Any,
+    records: Sequence[Record], record: Record, row: str, column: str, metric: Metric | None, note: str
 ) -> list[Result]:
-    """The entry of a sentence of the text, none where the records do not have what it is about. `more` is
-    `entry`'s.
-    """
+    """The entry of a sentence of the text, none where the records do not have what it is about."""
     if metric is None:
         return []
-    return [entry(records, record, (SENTENCES, row, column), metric, note, **more)]
+    return [_entry(records, record, (SENTENCES, row, column), metric, note, "either way")]
 
 
-def cut_again(
+def _entry(
+    records: Sequence[Record],
     record: Record,
-    names: Sequence[str],
-    of: Sequence[Metric | None],
-    formula: Callable[..., float],
-    number: Callable[[Mapping[str, Any]], float] = itemgetter("steps_per_s"),
-) -> str:
-    """A number as it would be after stages are cut again on paper, as the paper may have cut its own: it is
-    computed, stands in a note and widens nothing. Empty where the record does not say.
-
-    Args:
-        record: whose configurations these are
-        names: of the configurations
-        of: the number of each, as it was measured
-        formula: of these numbers
-        number: such a number from what a configuration gives under a cut (`by_cut`); by default its speed
-    """
-    cuts = [record.details["cells"][name].get("by_cut") for name in names]
-    values = [float(each.value) for each in of if each is not None and each.value is not None]
-    if None in cuts or len(values) < len(cuts):
-        return ""
-    (as_measured, *_), *_ = cuts
-    moved = [
-        formula(
-            *(
-                value * (number(cut[setting]) / number(cut[as_measured]))
-                for value, cut in zip(values, cuts, strict=True)
-            )
-        )
-        for setting in cuts[0]
-        if setting != as_measured and all(setting in cut for cut in cuts)
-    ]
-    if not moved:
-        return ""
-    return f"; cut again on paper by {len(moved)} rules (computed): {min(moved):.3g} to {max(moved):.3g}"
+    place: tuple[str, str, str],
+    metric: Metric | None,
+    note: str,
+    moves: Moves,
+    context: str = "",
+) -> Result:
+    """A replayed number of a record with its range, by the replay's error in all records."""
+    spread = replayed_spread(metric, next_error(records, record.case["model"]), moves)
+    table, row, column = place
+    return Result(
+        table=table, row=row, column=column, metric=metric, spread=spread, record=record, note=note,
+        not_comparable=SMOKE if record.profile == "smoke" else "" if spread else UNKNOWN, context=context,
+    )  # fmt: skip
 
 
 def next_error(records: Sequence[Record], model: Scalar) -> tuple[float, float] | None:
@@ -235,23 +167,9 @@ def prediction_interval(errors: Sequence[float]) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
-def replayed_spread(
-    metric: Metric | None,
-    error: tuple[float, float] | None,
-    moves: Moves,
-    more: Sequence[tuple[str, float, float]] = (),
-    settings: int = 0,
-) -> Spread | None:
-    """The range of a replayed number: its interval, the error of the replay, and further factors.
-
-    Args:
-        metric: the replayed number
-        error: of `next_error`
-        moves: how it moves when a step takes longer than it was laid out
-        more: what else moves it, each with the smallest and the largest factor
-        settings: over how many settings of what is not known
-
-    None where there is no number or where the error is not known.
+def replayed_spread(metric: Metric | None, error: tuple[float, float] | None, moves: Moves) -> Spread | None:
+    """The range of a replayed number: its interval and the error of the replay (`next_error`). None where
+    there is no number or where the error is not known.
     """
     if metric is None or metric.value is None or error is None:
         return None
@@ -259,11 +177,11 @@ def replayed_spread(
     low = value if metric.low is None else metric.low
     high = value if metric.high is None else metric.high
     reach = max(map(abs, error))
-    least, most = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
-    factors = [("error of the replay", math.exp(least), math.exp(most)), *more]
-    parts = [Part(what=interval_name(len(metric.samples)), low=low, high=high)]
-    for what, smallest, largest in factors:
-        moved = sorted((value * smallest, value * largest))  # a difference may lie below zero
-        parts.append(Part(what=what, low=moved[0], high=moved[1]))
-        low, high = min(low * smallest, low * largest), max(high * smallest, high * largest)
-    return Spread(low=low, high=high, parts=tuple(parts), combinations=settings)
+    ends = (-error[1], -error[0]) if moves == "as the step grows" else (-reach, reach)
+    least, most = map(math.exp, ends)
+    moved = sorted((value * least, value * most))  # a difference may lie below zero
+    parts = (
+        Part(what=interval_name(len(metric.samples)), low=low, high=high),
+        Part(what="error of the replay", low=moved[0], high=moved[1]),
+    )
+    return Spread(low=min(low * least, low * most), high=max(high * least, high * most), parts=parts)

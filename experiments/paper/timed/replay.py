@@ -2,30 +2,22 @@
 
 A replay is only as good as its action times, so they come from whole steps of the pipeline (warm caches, the
 right micro-batch, one thread per stage) and keep their samples. No torch is needed here.
-
-Steps are timed with stages cut by the measured seconds of the layers. The paper cut before it ran, by a cost
-of a layer that it does not give and by a rule that it names, so what it cut by is an unknown like any other
-(`partition_cost` and `partition_rule` of results/unknowns.toml). The paper's own sizes are cut by each of
-them, and the seconds of every layer are measured here: a stage of another cut takes the share of all work
-that its layers have. What that gives is on record beside the steps. Numbers are moved by what it changes and
-not made anew, so the seconds of whole steps stay those that were measured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
 from gpipe_bench.pipeline.plan.links import FREE, Link
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.breakdown import Breakdown, breakdown, even_stages
+from gpipe_bench.planner.predict import Breakdown, breakdown, even_stages
 
 HIDDEN = 0.05
 """Communication counts as hidden while it makes a step at most this share longer than a free link."""
@@ -140,6 +132,11 @@ def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = N
     return breakdown(timed.program(num_microbatches), **timed.times(link))
 
 
+def shares_of(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> dict[str, float]:
+    """The same as plain numbers."""
+    return {part: float(share) for part, share in take_apart(timed, link, num_microbatches).shares.items()}
+
+
 def _interquartile(samples: Sequence[float]) -> float:
     ordered = sorted(samples)
     middle = median(ordered)
@@ -174,6 +171,10 @@ def hidden_from(timed: TimedActions, latency_s: float = 0.0) -> float | None:
     return math.exp(high)
 
 
+SAME_SHARE = "PCIe, same share"
+"""What results call PCIe slowed down by `same_share`."""
+
+
 def same_share(link: Link, slower: float, larger: float) -> Link:
     """The link over which messages take the share of the time that they take over `link`, for a model whose
     actions take `slower` times as long and whose messages are `larger` times as large.
@@ -185,98 +186,3 @@ def same_share(link: Link, slower: float, larger: float) -> Link:
         link.shares_directions,
         source=f"{link.name} ({link.source}), slowed down with the computation",
     )
-
-
-# The cuts that the paper may have made
-
-AS_MEASURED = "measured seconds"
-"""Setting of the cuts by which the steps on record ran, beside those that the paper may have used."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cuts:
-    """Cuts of one model: by setting and number of stages the layers of each stage, if the setting's rule
-    leaves none without layers; by layer the parameters, and the bytes of one example over a cut behind it.
-
-    The first setting is the middle, as the rule of the predictions has it for a list of words.
-    """
-
-    stages: Mapping[str, Mapping[int, Partition]]
-    parameters: Sequence[int]
-    sent_bytes: Sequence[int]
-    returned_bytes: Sequence[int]
-
-    def recut(
-        self, timed: TimedActions, stages: Partition, layers_s: Sequence[float], examples: int
-    ) -> TimedActions:
-        """The same work in other stages.
-
-        Every kind of action is divided as the seconds of the layers are, the update as the parameters.
-
-        Args:
-            timed: the actions of one configuration, as they were measured
-            stages: the layers of each stage
-            layers_s: measured seconds of each layer on a micro-batch, in any unit
-            examples: of a micro-batch
-        """
-        shares = _shares(layers_s, stages)
-        medians = timed.medians_s()
-        totals = {
-            kind: sum(seconds for (_, of), seconds in medians.items() if of == kind) for _, kind in medians
-        }
-        ends = [span.stop - 1 for span in stages[:-1]]
-        return replace(
-            timed,
-            partition=stages,
-            samples_s={
-                (stage, kind): (share * total,)
-                for stage, share in enumerate(shares)
-                for kind, total in totals.items()
-            },
-            update_s=tuple(sum(timed.update_s) * share for share in _shares(self.parameters, stages)),
-            activation_bytes=tuple(examples * self.sent_bytes[end] for end in ends),
-            gradient_bytes=tuple(examples * self.returned_bytes[end] for end in ends),
-        )
-
-    def add_to(self, details: dict[str, Any]) -> None:
-        """Takes into the details of a case of steps what each of its configurations gives under each cut:
-        `by_cut` has the shares of the step and the steps in a second by setting, AS_MEASURED first.
-        `as_timed` has those of the actions as they are, which no layer's seconds divide.
-        """
-        known = details["link"]
-        link = Link(known["name"], known["latency_s"], known["bandwidth_bytes_per_s"])
-        details["cuts"] = {
-            setting: {str(k): [[span.start, span.stop] for span in cut] for k, cut in by_count.items()}
-            for setting, by_count in self.stages.items()
-        }
-        whole = (range(len(self.parameters)),)
-        for facts in details["cells"].values():
-            if "actions" not in facts:
-                continue
-            timed, count = TimedActions.from_data(facts["actions"]), facts["num_microbatches"]
-            examples = facts["batch_size"] // count
-            layers_s = details["layers_ms"][str(examples)]
-            partitions = {AS_MEASURED: timed.partition} | {
-                setting: cut
-                for setting, by_count in self.stages.items()
-                if (cut := whole if timed.num_stages == 1 else by_count.get(timed.num_stages)) is not None
-            }
-            numbers = {  # several settings may cut alike
-                stages: _numbers(self.recut(timed, stages, layers_s, examples), link, count)
-                for stages in {*partitions.values()}
-            }
-            facts["by_cut"] = {setting: numbers[stages] for setting, stages in partitions.items()}
-            facts["as_timed"] = _numbers(timed, link, count)
-
-
-def _numbers(timed: TimedActions, link: Link, num_microbatches: int) -> dict[str, Any]:
-    shares = take_apart(timed, link, num_microbatches).shares
-    return {
-        "steps_per_s": 1 / lay_out(timed, link, num_microbatches).makespan_s,
-        "shares": {part: float(share) for part, share in shares.items()},
-    }
-
-
-def _shares(of_layers: Sequence[float], stages: Partition) -> list[float]:
-    total = sum(of_layers)
-    return [sum(of_layers[layer] for layer in span) / total for span in stages]

@@ -2,7 +2,7 @@
 
 A replay leaves things out, so it errs, and mostly to one side. Some of the steps that it lays out run on real
 devices in the same rounds, and their errors say where the next one will be. Two or three steps say next to
-nothing of the next one, so each model of a timed table also takes a dozen steps of two stages on two devices
+nothing of the next one, so each model of a timed table also takes a dozen steps with a device for each stage
 at each of several numbers of micro-batches, beside the steps that they are laid out from. No torch is needed
 to read this.
 """
@@ -15,7 +15,7 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.replay import Samples, TimedActions, balanced, lay_out
+from gpipe_bench.experiments.paper.timed.replay import Samples, TimedActions, balanced, lay_out, shares_of
 from gpipe_bench.experiments.paper.timed.workloads import Job
 from gpipe_bench.harness.record import Metric, Provenance, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, used_by_others
@@ -108,6 +108,7 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
                     "spread": whole.spread(),
                     "even_speed_up": count * program.num_stages / replay(program, SLOTS).makespan_s,
                     "timeline": step.to_data() if len(step.events) <= MOST_DRAWN else None,
+                    "as_timed": {"shares": shares_of(whole, link, count)},
                 }
                 shares = [even / laid_out for even, laid_out in zip(even_s, laid_out_s, strict=True)]
                 metrics += [
@@ -117,7 +118,10 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
                     ),
                 ]
             if steps[0].real_s and ran:
-                real_s = [max(samples) for samples in zip(*(each.real_s for each in steps), strict=True)]
+                real_s = [
+                    max(samples)
+                    for samples in zip(*(each.real_s for each in steps if each.real_s), strict=True)
+                ]
                 real.append((key, [examples / s for s in real_s]))
                 metrics.append(from_samples("real step", [1e3 * s for s in real_s], "ms", key=key))
                 if timed:

@@ -4,8 +4,8 @@ As many processes as there are devices to measure on take the steps of all confi
 there and back within each, so that the numbers of one round can be set against each other on a machine that
 does other things too. All stages of a configuration run in each process, at the same time in every process: a
 stage's action times are those it has beside busy neighbours, which is how it would run in a pipeline. A
-configuration with as many stages as processes is also run for real, one stage per process, and that is what
-the replay must reproduce.
+configuration that has a process for each of its stages is also run for real, one stage per process, and that
+is what the replay must reproduce: two stages on a CPU, every number of stages up to that of the GPUs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from gpipe_bench.experiments.engines.setup import Engine, Setup, clear, resolve
-from gpipe_bench.experiments.paper.timed.layers import alone
+from gpipe_bench.experiments.paper.timed.layers import layer_seconds
 from gpipe_bench.experiments.paper.timed.replay import TimedActions
 from gpipe_bench.experiments.paper.timed.results import Found, Steps, check_ran, results, samples_of
 from gpipe_bench.experiments.paper.timed.workloads import Configuration, Job, Workload
@@ -30,25 +30,23 @@ from gpipe_bench.harness.environment import usable_cores
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.rounds import Usage, turns
 from gpipe_bench.harness.workers import memory_error
-from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Kind
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.stage.trees import flatten, split
-from gpipe_bench.planner.timing import CPU, boundary_bytes, copy_bandwidth, settle, time_step
+from gpipe_bench.pipeline.stage.trees import split
+from gpipe_bench.planner.timing import boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
 MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
 ALONE, SHARED = "all stages in one process", "one stage per process"
-REAL_STAGES = 2
+REAL_STAGES = (2, 4, 8)
 REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
 """Rounds of steps that run for real: two turns each, there and back, of two steps."""
-PINGS = 20
 BULK_BYTES = 2**26  # of a transfer that measures the bandwidth: half a millisecond over NVLink
-TRANSFERS = 5
+TRIPS = 11
 
 
 def measure(job: Job) -> list[Found]:
@@ -65,18 +63,19 @@ def measure(job: Job) -> list[Found]:
 def run_real(
     workload: Workload, counts: Sequence[int], options: RunOptions, *, microbatch_size: int | None = None
 ) -> Outcome:
-    """Takes the steps, with each of `counts` micro-batches.
+    """Takes the steps, with each of `counts` micro-batches and every number of stages there are devices for.
 
     Without `microbatch_size` all have the workload's mini-batch. Skipped where there is one device alone.
     """
-    if num_devices(options.device) < REAL_STAGES:
-        return Outcome(
-            status="skipped", reason=f"two stages need {REAL_STAGES} devices or cores of their own"
-        )
+    stages = [k for k in REAL_STAGES if k <= num_devices(options.device)]
+    if not stages:
+        return Outcome(status="skipped", reason="two stages need 2 devices or cores of their own")
     counts = counts[:2] if options.profile == "smoke" else counts
     sizes = [workload.batch_size if microbatch_size is None else m * microbatch_size for m in counts]
     plan = tuple(
-        Configuration(REAL_STAGES, m, size, runs_for_real=True) for m, size in zip(counts, sizes, strict=True)
+        Configuration(k, m, size, runs_for_real=True)
+        for k in stages
+        for m, size in zip(counts, sizes, strict=True)
     )
     job = Job(workload, plan, REAL_ROUNDS[options.profile], options.engine or "ours", options.device)
     metrics, details = results(job, measure(job))
@@ -84,8 +83,8 @@ def run_real(
 
 
 def num_devices(device: str) -> int:
-    """Processes that time side by side: one per device, two cores of a CPU, at most two."""
-    return min(devices.count("cuda") if device == "cuda" else usable_cores(), 2)
+    """Processes that time side by side: one per GPU, at most eight, or two cores of a CPU."""
+    return min(devices.count("cuda"), max(REAL_STAGES)) if device == "cuda" else min(usable_cores(), 2)
 
 
 def run_processes(
@@ -215,10 +214,15 @@ class TimedConfiguration:
         self._program = gpipe(len(stages), num_microbatches, remat)
         self._boundary_bytes = sent_bytes(training.layers, stages, split(self._batch, num_microbatches)[0])
         self.found = Steps(stages)
-        groups = {ALONE: None} | ({SHARED: dist.group.WORLD} if configuration.runs_for_real else {})
-        self._engines: dict[str, Engine] = {}
+        self._num_stages, self._engines = len(stages), dict[str, Engine | None]()
+        groups: dict[str, Any] = {ALONE: None}
+        if configuration.runs_for_real:
+            groups[SHARED] = group_of(len(stages))
         reasons = []
         for where, group in groups.items():
+            if where == SHARED and dist.get_rank() >= len(stages):
+                self._engines[where] = None  # waits for the others
+                continue
             setup = Setup(training.layers, stages, num_microbatches, remat, training.device, group)
             try:
                 self._engines[where] = resolve(training.job.engine)(setup)
@@ -248,7 +252,7 @@ class TimedConfiguration:
 
     def _take_alone(self, keep: bool) -> None:
         found = self.found
-        step_s, timeline = self._step(self._engines[ALONE])
+        step_s, timeline = self._step(ALONE)
         update_s = tuple(self._training.update_s(span) for span in found.partition)
         if keep:
             found.in_process_s.append(step_s)
@@ -261,8 +265,10 @@ class TimedConfiguration:
             found.why = f"engine {engine} keeps no timeline, so its steps cannot be laid out"
 
     def _take_shared(self, keep: bool) -> None:
-        step_s, timeline = self._step(self._engines[SHARED])
+        step_s, timeline = self._step(SHARED)
         stage = dist.get_rank()
+        if stage >= self._num_stages:
+            return
         step_s += self._training.update_s(self.found.partition[stage])
         if timeline is not None:
             check_ran(timeline, self._program, stage)
@@ -270,9 +276,9 @@ class TimedConfiguration:
             self.found.real_s.append(step_s)
             self.found.real_timeline = timeline
 
-    def _step(self, engine: Engine) -> tuple[float, Timeline | None]:
-        training = self._training
-        step = partial(engine.step, self._batch, self._target, training.loss)
+    def _step(self, where: str) -> tuple[float, Timeline | None]:
+        training, engine = self._training, self._engines[where]
+        step = None if engine is None else partial(engine.step, self._batch, self._target, training.loss)
         step_s = time_step(step, training.layers, device=training.device)
         return step_s, getattr(engine, "timeline", None)
 
@@ -290,6 +296,13 @@ class TimedConfiguration:
             setup_s,
             *self._boundary_bytes,
         )
+
+
+def group_of(num_stages: int) -> Any:
+    """The group of the first so many processes; all must call."""
+    if num_stages == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(list(range(num_stages)))
 
 
 def sent_bytes(
@@ -322,98 +335,36 @@ def attempt(call: Callable[[], object]) -> str:
     return "; ".join(f"process {rank}: {text}" for rank, text in enumerate(found) if text)
 
 
-def layer_seconds(
-    layers: Sequence[nn.Module],
-    num_microbatches: int,
-    compute_loss: Callable[..., Tensor],
-    batch: Any,
-    target: Any,
-    remat: str,
-) -> tuple[float, ...]:
-    """Seconds of every layer, by which processes cut a model into stages: forward, backward and, as `remat`
-    says, recomputation of one micro-batch. On processors the layers are stages of their own in a pipeline of
-    single layers; an accelerator, whose memory that would fill, takes one layer after another.
-
-    Each process finds its own, but all must cut at the same places, since a stage's neighbour is in another
-    process; so the mean over processes counts, and all must call.
-    """
-    device = flatten(batch)[0][0].device
-    found = [0.0] * len(layers)
-    if devices.is_accelerator(device):
-        first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
-        for layer, seconds in enumerate(alone(layers, compute_loss, first, wanted, device)):
-            found[layer] = sum(s for kind, s in seconds.items() if kind is not Kind.R or remat != "never")
-    else:
-        pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat=remat)
-        for _ in range(2):  # the first warms up
-            time_step(partial(pipeline.step, batch, target, compute_loss), layers)
-        clear(layers)
-        for (stage, _), samples in samples_of([pipeline.timeline]).items():
-            found[stage] += median(samples)
-    return mean_over_processes(found)
-
-
-def mean_over_processes(found: Sequence[float]) -> tuple[float, ...]:
-    """Means of numbers that every process has found; all processes must call."""
-    seconds = torch.tensor(found, dtype=torch.float64)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(seconds)
-        seconds /= dist.get_world_size()
-    return tuple(seconds.tolist())
-
-
-# Link between the processes of a pipeline: between the GPUs of a machine it may be NVLink, a switch or the
-# host's memory, which differ by a factor of thirty, and nothing else says which.
-
-
 def measured_link(device: torch.device) -> Link:
-    """The slowest of the links between neighbouring ranks of the default group. All ranks must call."""
-    latencies_s, bandwidths = [], []
-    for rank in range(dist.get_world_size() - 1):
-        pair = rank, rank + 1
-        bandwidth(pair, BULK_BYTES, device)  # connects, and warms up
-        latencies_s.append(latency_s(pair, device))
-        bandwidths.append(median([bandwidth(pair, BULK_BYTES, device) for _ in range(TRANSFERS)]))
-    each = ", ".join(f"{one / 1e9:.1f} GB/s" for one in bandwidths)
+    """The slowest of the links between neighbouring ranks of the default group; all ranks must call.
+
+    Between the GPUs of a machine it may be NVLink, a switch or the host's memory, which differ by a factor of
+    thirty, and nothing else says which. A message of four bytes tells the latency, a large one the bandwidth.
+    """
+    found = torch.tensor([(_one_way_s(rank, 4, device), _one_way_s(rank, BULK_BYTES, device))
+                          for rank in range(dist.get_world_size() - 1)])  # fmt: skip
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    each = ", ".join(f"{BULK_BYTES / seconds / 1e9:.1f} GB/s" for _, seconds in found.tolist())
+    latency_s, bulk_s = found.amax(0).tolist()
     return Link(
-        "between neighbours", max(latencies_s), min(bandwidths),
+        "between neighbours", latency_s, BULK_BYTES / bulk_s,
         source=f"measured between neighbouring ranks over {dist.get_backend()}, one at a time: {each}",
     )  # fmt: skip
 
 
-def bandwidth(pair: tuple[int, int], num_bytes: int, device: torch.device = CPU) -> float:
-    """Bytes per second of one transfer between two ranks, the slower direction; all ranks must call."""
-    bulk, answer = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (num_bytes, 4))
-    found = []
-    for source, target in (pair, pair[::-1]):
-        dist.barrier()
+def _one_way_s(rank: int, num_bytes: int, device: torch.device) -> float:
+    """Seconds one way of a message between a rank and the next, the median of several round trips, of which
+    the first warms up; 0 on other ranks. All ranks must call.
+    """
+    ball, found = torch.zeros(num_bytes, dtype=torch.uint8, device=device), list[float]()
+    dist.barrier()
+    for _ in range(TRIPS if dist.get_rank() in (rank, rank + 1) else 0):
         start_s = perf_counter()
-        _pass(bulk, source, target)
-        _pass(answer, target, source)  # says that it has arrived
-        devices.synchronize(device)
-        found.append(num_bytes / (perf_counter() - start_s) if dist.get_rank() in pair else torch.inf)
-    slowest = torch.tensor(found)
-    dist.all_reduce(slowest, dist.ReduceOp.MIN)
-    return float(slowest.min())
-
-
-def latency_s(pair: tuple[int, int], device: torch.device = CPU) -> float:
-    """Seconds one way of a message of four bytes, the median of several round trips; all ranks must call."""
-    ball = torch.zeros(4, dtype=torch.uint8, device=device)
-    found = []
-    for _ in range(PINGS):
-        start_s = perf_counter()
-        _pass(ball, *pair)
-        _pass(ball, *pair[::-1])
+        for source, target in ((rank, rank + 1), (rank + 1, rank)):
+            if dist.get_rank() == source:
+                dist.send(ball, target)
+            else:
+                dist.recv(ball, source)
         devices.synchronize(device)
         found.append((perf_counter() - start_s) / 2)
-    latency = torch.tensor([median(found)])
-    dist.broadcast(latency, src=pair[0])
-    return float(latency)
-
-
-def _pass(tensor: Tensor, source: int, target: int) -> None:
-    if dist.get_rank() == source:
-        dist.send(tensor, target)
-    elif dist.get_rank() == target:
-        dist.recv(tensor, source)
+    return median(found[1:]) if found else 0.0

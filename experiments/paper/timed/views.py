@@ -53,11 +53,13 @@ def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> Da
                 "why": facts["why"], **record.case,
             }  # fmt: skip
             rows += [{**at, **each} for each in _numbers(record, facts, where, computed.get(where))]
-    return DataFrame(rows, columns=None if rows else [*_COLUMNS])
+    return DataFrame(rows, columns=[*dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)])])
 
 
-_COLUMNS = ("record", "title", "scale", "cell", "K", "M", "N", "why", "batch", "metric", "value", "text", "n")
-"""Columns of a table without rows."""
+_COLUMNS = (
+    "record", "title", "scale", "cell", "K", "M", "N", "why", "part", "batch", "metric", "value", "text", "n",
+)  # fmt: skip
+"""Columns that are there whatever was measured."""
 
 
 def _numbers(
@@ -177,5 +179,5 @@ def lines(numbers: DataFrame, *, x: str, hue: str, y: str) -> Figure:
 
 
 def scaled(title: str, scale: str) -> str:
-    """The title above a picture of one model."""
-    return f"{title}\nscaled: {scale}" if scale else title
+    """The title above a picture of one model, whose numbers from here are of a smaller one."""
+    return f"{title}\nhere: {scale}" if scale else title

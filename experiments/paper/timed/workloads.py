@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
 
 SEED = 1811
+NUM_MICROBATCHES = 32  # of Table 3
 Layers = TypeVar("Layers", bound="nn.Module")
 PROFILES = {
     "smoke": "tiny models",
@@ -148,10 +149,6 @@ class Job(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """Facts of the job for a record."""
         return {**self.workload.facts(), "engine": self.engine, "rounds": self.rounds}
-
-
-CUTS_ESTIMATE_S = 8.0
-"""More of a case that also cuts the paper's size as the paper may have."""
 
 
 def real_cases(models: Iterable[str], estimates_s: Iterable[float], options: RunOptions) -> list[Case]:

@@ -1,0 +1,417 @@
+"""What each process of a case does in which engines take turns: build all, check all, time, check again.
+
+All work on the very same layers and the same mini-batch, cut at the same places where they have as many
+stages, so that nothing but the engine differs. What an engine's own cost is measured against, the bare layers
+and the plain model, are also engines here: any factory by its name (`setup.resolve`). And there are layers
+that wait instead of computing, so that what is left of a step is the schedule and the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
+from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
+from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
+from gpipe_bench.experiments.engines.known import Ours
+from gpipe_bench.experiments.engines.setup import (
+    Engine,
+    LossFn,
+    Setup,
+    build,
+    clear,
+    placement_of,
+)
+from gpipe_bench.experiments.paper.timed.layers import layer_seconds
+from gpipe_bench.experiments.paper.timed.results import samples_of
+from gpipe_bench.experiments.paper.timed.steps import run_processes
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import devices
+from gpipe_bench.pipeline.memory.tracker import LiveMemory
+from gpipe_bench.pipeline.plan.partition import partition
+from gpipe_bench.pipeline.plan.timeline import Timeline
+
+WIDTH = 8  # of a layer that computes next to nothing
+PARTITION_MICROBATCHES = 4  # of the step that times single layers
+TRIAL_S = 60.0  # after which a step of the user's engine counts as hung
+PATIENCE = 10.0  # times the estimate, after which a case with the user's engines is given up
+
+
+class Job(NamedTuple):
+    """One case as its processes see it.
+
+    `engines` maps each variant's name to its engine and its `remat`; the first is one of ours. `model` is one
+    of `gpipe_bench.models` or of `MADE_UP`, with its options. Stages are of equally many layers unless they
+    are `cut_by_time`.
+    """
+
+    model: str
+    options: dict[str, Any]
+    microbatch_size: int
+    num_stages: int
+    num_microbatches: int
+    engines: dict[str, tuple[str, str]]
+    in_process: bool = False
+    seed: int = 1811
+    cut_by_time: bool = False
+    with_peaks: bool = False
+    device: str = "cpu"
+
+    @property
+    def num_processes(self) -> int:
+        """One per stage, or one for all."""
+        return 1 if self.in_process else self.num_stages
+
+
+def work(job: Job, rounds: int) -> Found:
+    """Runs in each process of a case. RuntimeError where an engine does something else than it should."""
+    layers, batch, target, loss = trained(job)
+    layers_s = _seconds(job, layers, loss)
+    setups = {name: setup_of(job, layers, layers_s, name) for name in job.engines}
+    names = {name: engine for name, (engine, _) in job.engines.items()}
+    engines, refused = all_built(names, setups)
+    first = next(iter(job.engines))
+    ours = engines[first]
+    assert isinstance(ours, Ours)
+    # The reference needs all layers, since engines may have other stages here. Layers that wait would wait
+    # for all stages in turn, so they have no reference.
+    whole = replace(setups[first], group=None)
+    expected = {} if job.model == "waiting" else reference(whole, batch, target, loss)
+
+    def checked() -> dict[str, dict[str, Any]]:
+        found = {}
+        for name, engine in engines.items():
+            if not is_idle(engine):
+                made_up = isinstance(engine, Bare) and engine.stage is not None
+                own = {} if made_up or not expected else named_parameters(setups[name])
+                wanted = {each: expected[each] for each in own}
+                found[name] = verify(name, engine, setups[name], batch, target, loss, wanted)
+        return found
+
+    checks = checked()
+    steps: dict[str, Callable[[], object] | None] = {
+        name: None if is_idle(engine) else partial(engine.step, batch, target, loss)
+        for name, engine in engines.items()
+    }
+    measured = take_turns(steps, layers, rounds, job.seed, devices.current(job.device))
+    actions_s = mean_actions_s(ours.timeline)
+    checked()  # still right after all rounds
+    peaks = {
+        name: peak_bytes(step, setups[name])
+        for name, step in steps.items()
+        if step is not None and job.with_peaks
+    }  # behind the timing, which must not meet what this leaves behind
+    details = {
+        "checks": checks, "refused": refused, "partition": setups[first].partition, "actions_s": actions_s,
+        "peak_bytes": peaks,
+    }  # fmt: skip
+    return measured._replace(details=details)
+
+
+def details_of(job: Job, found: Sequence[Found]) -> dict[str, Any]:
+    """Facts for a record: the engines, what each really did in every process, the model's cuts, and the mean
+    of each action in our latest step.
+    """
+    first = found[0].details
+    return {
+        "engines": {
+            name: {"engine": engine, "remat": remat} for name, (engine, remat) in job.engines.items()
+        },
+        "checks": [each.details["checks"] for each in found],  # by process
+        "refused": first["refused"],
+        "partition": [[span.start, span.stop] for span in first["partition"]],
+        "actions_ms": {name: 1e3 * s for each in found for name, s in each.details["actions_s"].items()},
+    }
+
+
+def work_told(tell: Tell, job: Job, rounds: int) -> Found:
+    """`work`, where it is given up when it takes too long."""
+    return work(job, rounds)
+
+
+def tried(tell: Tell, job: Job, name: str) -> None:
+    """Lets one engine do what it will be timed for, before the others depend on it. Raises what it raises,
+    RuntimeError where it does something else; nothing if it can't run this.
+    """
+    layers, batch, target, loss = trained(job)
+    setup = setup_of(job, layers, [1.0] * len(layers), name)
+    expected = reference(setup, batch, target, loss)
+    tell("the plain model's gradients are known")
+    engine = built(job.engines[name][0], setup)
+    if not isinstance(engine, str):
+        verify(name, engine, setup, batch, target, loss, expected)
+
+
+# The user's engines, which may raise, hang or be wrong
+
+
+def without(job: Job, names: Sequence[str]) -> Job:
+    return job._replace(engines={name: each for name, each in job.engines.items() if name not in names})
+
+
+def fault_in(job: Job, name: str) -> Fault | None:
+    """An engine's fault, if it has one, found out in processes of its own."""
+    try:
+        run_isolated(tried, job.num_processes, job, name, timeout_s=TRIAL_S)
+    except IsolatedError as error:
+        return error.fault
+    return None
+
+
+def taken(
+    job: Job, rounds: int, own: Sequence[str], estimate_s: float
+) -> tuple[list[Found], dict[str, Fault]]:
+    """Findings of a case's processes, and the faults of the user's `own` engines: where a run with
+    all of them fails, each is run beside the control alone, and the others once more without those that fail.
+    """
+    if not own:
+        return run_processes(work, job.num_processes, job, rounds, device=job.device), {}
+    told = partial(run_isolated, work_told, job.num_processes, timeout_s=TRIAL_S + PATIENCE * estimate_s)
+    try:
+        return told(job, rounds), {}
+    except IsolatedError as error:
+        together = _beside(error.fault)
+    faults = {}
+    for name in own if len(own) > 1 else ():
+        try:
+            told(
+                without(job, [each for each in job.engines if each not in (next(iter(job.engines)), name)]),
+                rounds,
+            )
+        except IsolatedError as error:
+            faults[name] = _beside(error.fault)
+    faults = faults or dict.fromkeys(own, together)
+    right = [name for name in own if name not in faults]
+    found, late = taken(without(job, list(faults)), rounds, right, estimate_s)
+    return found, faults | late
+
+
+def _beside(fault: Fault) -> Fault:
+    return fault._replace(reason=f"beside the others: {fault.reason}")
+
+
+def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
+    """Layers, mini-batch, targets and loss; the same in every process."""
+    torch.manual_seed(job.seed)
+    size, device = job.microbatch_size * job.num_microbatches, devices.current(job.device)
+    if job.model in MADE_UP:
+        layers, mse = MADE_UP[job.model](**job.options), nn.functional.mse_loss
+        batch, target = torch.randn(size, WIDTH), torch.randn(size, WIDTH)
+        return [layer.to(device) for layer in layers], batch.to(device), target.to(device), mse
+    layers = [layer.to(device) for layer in MODELS[job.model](**job.options)]
+    loss: LossFn = loss_fn(job.model, **job.options)
+    batch, target = example_batch(job.model, size, **job.options)
+    return layers, batch.to(device), target.to(device), loss
+
+
+def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], name: str) -> Setup:
+    """Setup of a variant in this process: as many stages as the case has, or as its engine is made
+    for.
+    """
+    engine, remat = job.engines[name]
+    place = () if job.in_process else placement_of(engine)
+    return Setup(
+        layers, partition(layers_s, len(place) or job.num_stages), job.num_microbatches, remat,
+        devices.current(job.device), None if job.in_process else dist.group.WORLD, place,
+    )  # fmt: skip
+
+
+def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[float]:
+    """Seconds or equal weights of the layers, by which they are cut."""
+    if not job.cut_by_time:
+        return [1.0] * len(layers)
+    count, (_, remat) = PARTITION_MICROBATCHES, next(iter(job.engines.values()))
+    example = example_batch(job.model, job.microbatch_size * count, **job.options)
+    return layer_seconds(layers, count, loss, *example, remat=remat)
+
+
+def built(name: str, setup: Setup) -> Engine | str:
+    """The engine, or the first reason that any process has why it can't run this: one that a single process
+    can't build is none for all.
+    """
+    reason, found = "", None
+    try:
+        found = build(name, setup)
+    except ValueError as error:
+        reason = str(error)
+    reasons: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    reason = next((each for each in reasons if each), "")
+    return reason if found is None or reason else found
+
+
+def all_built(
+    names: Mapping[str, str], setups: Mapping[str, Setup]
+) -> tuple[dict[str, Engine], dict[str, str]]:
+    """The engines by what results call them, and why the others can't run this."""
+    found = {name: built(engine, setups[name]) for name, engine in names.items()}
+    refused = {name: each for name, each in found.items() if isinstance(each, str)}
+    return {name: each for name, each in found.items() if not isinstance(each, str)}, refused
+
+
+def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
+    """Most bytes that a step's operations have alive at a time in this process. None where that is less than
+    the gradients, which it surely makes: then the operations run in threads of its own.
+    """
+    clear(setup.layers)
+    if dist.is_initialized():
+        dist.barrier()
+    with LiveMemory() as memory:
+        step()
+    gradients = [p.grad for p in named_parameters(setup).values() if p.grad is not None]
+    least = sum(gradient.nbytes for gradient in gradients)
+    clear(setup.layers)
+    peak = memory.peak_bytes[""]
+    return peak if peak >= least else None
+
+
+def mean_actions_s(timeline: Timeline) -> dict[str, float]:
+    """Mean of each stage's actions in a step: {"0F": seconds}."""
+    found = samples_of([timeline])
+    return {f"{stage}{kind.value}": mean(samples) for (stage, kind), samples in found.items()}
+
+
+# Baselines for an engine's own cost
+
+
+class _MicroBatches:
+    """Divides a mini-batch once, since only its steps are timed."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.count = setup, setup.num_microbatches
+        self.batch: Tensor | None = None
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def divide(self, batch: Tensor, target: Tensor) -> None:
+        if batch is not self.batch:
+            self.batch, self.parts = batch, self.divided(batch, target)
+
+    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(batch.chunk(self.count), target.chunk(self.count), strict=True))
+
+
+class Plain(_MicroBatches):
+    """The plain model in this process, micro-batch by micro-batch."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.model = nn.Sequential(*setup.layers)
+
+    def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
+        self.divide(batch, target)
+        for inputs, wanted in self.parts:
+            (loss_fn(self.model(inputs), wanted) / self.count).backward()  # type: ignore[no-untyped-call]
+
+
+class PlainAlone(Plain):
+    """The plain model in the first process, while the others wait."""
+
+
+def is_idle(engine: object) -> bool:
+    """Whether this process has no part in an engine's steps."""
+    return isinstance(engine, PlainAlone) and dist.get_rank() > 0
+
+
+class Bare(_MicroBatches):
+    """Runs this process's layers alone: the same micro-batches and recomputations, no engine, no messages.
+    Where they are one stage of several, that stage's inputs and gradients are made up.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.stage = None if setup.group is None else setup.group.rank()
+        self.is_last = self.stage in (None, setup.num_stages - 1)
+        self.model = nn.Sequential(*setup.local_layers)
+        self.gradient: Tensor | None = None
+
+    def divided(self, batch: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
+        before = range(self.stage or 0)
+        with torch.no_grad():
+            arriving = nn.Sequential(*(each for k in before for each in self.setup.stage_layers(k)))(batch)
+            parts = super().divided(arriving, target)
+            self.gradient = None if self.is_last else torch.ones_like(self.model(parts[0][0]))
+        return parts
+
+    def step(self, batch: Tensor, target: Tensor, loss_fn: LossFn) -> None:
+        self.divide(batch, target)
+        if self.setup.remat == "never":
+            outputs = []
+            for value, wanted in self.parts:
+                own = value if self.stage is None else value.detach().requires_grad_(self.stage > 0)
+                output = self.model(own)
+                outputs.append(loss_fn(output, wanted) / self.count if self.is_last else output)
+            for output in reversed(outputs):
+                output.backward(self.gradient)
+            return
+        again = self.parts if self.setup.remat == "always" else self.parts[:-1]
+        with torch.no_grad():
+            for inputs, wanted in again:
+                loss_fn(self.model(inputs), wanted)
+        for inputs, wanted in reversed(self.parts):
+            (loss_fn(self.model(inputs), wanted) / self.count).backward()  # type: ignore[no-untyped-call]
+
+
+# Layers that wait. On two cores four workers cannot compute side by side, but they can wait side by side. A
+# waiting layer takes a fixed time forward and back, each gradient is there when its layer's time is over. A
+# step should then take what the replay of the same slots says; what it takes more is the engine's.
+
+# A sleep ends up to so much later than asked for; the last bit is waited for awake.
+_LATE_S = 0.3e-3
+
+
+def wait_until(end_s: float) -> None:
+    """Returns when `time.perf_counter` has reached `end_s`."""
+    left_s = end_s - time.perf_counter()
+    if left_s > _LATE_S:
+        time.sleep(left_s - _LATE_S)
+    while time.perf_counter() < end_s:
+        pass
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        end_s = time.perf_counter() + forward_s
+        ctx.save_for_backward(x, weight)
+        ctx.backward_s = backward_s
+        scaled = x * weight[0]
+        wait_until(end_s)
+        return scaled
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        end_s = time.perf_counter() + ctx.backward_s
+        x, weight = ctx.saved_tensors
+        of_weight = torch.zeros_like(weight)
+        of_weight[0] = (gradient * x).sum()
+        wait_until(end_s)
+        return gradient * weight[0], of_weight, None, None
+
+
+class Waiting(nn.Module):
+    """Takes `forward_s` and `backward_s` and has one parameter of `numel` float32 numbers."""
+
+    def __init__(self, numel: int, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _Scaled.apply(x, self.weight, self.forward_s, self.backward_s)  # type: ignore[no-untyped-call]
+        return found
+
+
+MADE_UP: dict[str, Callable[..., list[nn.Module]]] = {
+    "waiting": lambda num_layers, wait_s: [Waiting(WIDTH, wait_s, wait_s) for _ in range(num_layers)],
+    "linear": lambda num_layers: [nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)],
+}
+"""Models that compute next to nothing: builders of their layers."""

@@ -168,9 +168,27 @@ def smoke(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", tags=["ci"], default=False)
+def documented(session: nox.Session) -> None:
+    """The commands, the Python and the examples that the pages show, as they are printed."""
+    run_python(session, "-m", "tests.documented", "--jobs", usable_cores(session))
+
+
+@nox.session(venv_backend="none", tags=["ci"], default=False)
 def guard(session: nox.Session) -> None:
     """Exact counters; with -- --base REF also the engine's speed against that revision."""
     run_python(session, "-m", "experiments", "guard")
+
+
+@nox.session(venv_backend="none", tags=["dev"], default=False)
+def bench(session: nox.Session) -> None:
+    """Micro-benchmarks; also into results/local/bench.json, or -- --benchmark-json FILE."""
+    command = ["-m", "pytest", "tests/benchmarks", "--benchmark-enable", "--benchmark-only"]
+    command += ["--benchmark-columns=min,median,iqr,rounds,iterations", "--benchmark-sort=name"]
+    if not any(argument.startswith("--benchmark-json") for argument in session.posargs):
+        local = ROOT / "results" / "local"
+        local.mkdir(parents=True, exist_ok=True)
+        command.append(f"--benchmark-json={local / 'bench.json'}")
+    run_python(session, *command)
 
 
 @nox.session(venv_backend="none", tags=["dev"], default=False)

@@ -32,7 +32,7 @@ from gpipe_bench.harness import ROOT
 
 DONE, NO_GPU, BAD_USAGE, FAILED, LACKING = 0, 1, 2, 3, 4
 ESTIMATED = "minutes are estimated, memory is what torch's allocator takes; nothing has run on a GPU yet"
-TEST_PACKAGES = ("pytest", "hypothesis")
+TEST_PACKAGES = ("pytest", "hypothesis", "pytest-benchmark")
 STATE = ROOT / "results" / "local" / "gpu"
 ENDS_S = 60.0  # that an interrupted command has to end
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.pipeline import Kind, Schedule, Timeline, named, replay
-from gpipe_bench.pipeline.mesh.collectives import Collectives
+from gpipe_bench.pipeline.mesh.grid import Collectives
 from gpipe_bench.pipeline.plan.links import Bucket
 from gpipe_bench.pipeline.ranks.wire import Transit
 

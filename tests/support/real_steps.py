@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ def count(
                 stage.statistics.begin()  # its tensors belong to the stage
         for index in range(2):
             if index == 1:
+                gc.collect()  # what the first step alone builds, such as its checks, may hold itself
                 counted.peaks[:] = [0] * num_workers
                 memory.reset_peaks()
             with step.precision():

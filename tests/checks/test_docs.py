@@ -201,7 +201,7 @@ BETWEEN_PROCESSES = {
     "pipeline/ranks/control.py": "shapes of boundary tensors, and what ranks tell each other outside of "
     "steps, over the run's own connections",
     "pipeline/stage/trees.py": "how a message is built, within what control.py sends",
-    "pipeline/verify.py": "the state of layers, from each rank to all, over the run's own connections",
+    "pipeline/ranks/launch.py": "results of the processes that it has started, over their own pipe",
     "pipeline/checkpoint.py": "an unpickler that finds no code, in front of the one of torch",
 }
 

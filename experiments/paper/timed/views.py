@@ -108,7 +108,7 @@ def throughput(numbers: DataFrame, title: str, *notes: str) -> str:
         for what in ("value", "text")
     )
     texts = texts.reindex(columns=[PAPER, "torchgpipe", OURS, RAN])
-    texts[OURS] = texts[OURS].fillna("not run: " + cells.why)
+    texts[OURS] = texts[OURS].astype(object).fillna("not run: " + cells.why)
     if {"share of the balanced step", "even stages"} <= {*values.columns}:
         of_first = values / values.iloc[0]
         balance, schedule = of_first["share of the balanced step"], of_first["even stages"]

@@ -9,7 +9,8 @@ nox has made. Its blocks are run from top to bottom:
 
 - `console`: by bash, line by line. A line whose comment begins with `needs` is not run, and the report says
   so. `gpipe-bench run NAME` is run with `--profile smoke`. Sessions of nox are run by others: `.ci/run`
-  starts tests, lint and the like, and `tests/smoke.py` those of experiments.
+  starts tests, lint and the like, and `tests/smoke.py` those of experiments. What several pages show is run
+  once, where the files that it names are the same.
 - `python` behind a line that names a file, such as `train.py`: written there and committed to main, as a
   reader would. Every page begins with the files that the README shows.
 - other `python` blocks: one program, in their order.
@@ -90,17 +91,32 @@ def step(line: str) -> Step:
     return Step(command)
 
 
+def printed(page: str) -> list[Step]:
+    """The lines of a page's console blocks."""
+    lines = [
+        line
+        for language, text, _ in blocks(page)
+        if language == "console"
+        for line in text.replace("\\\n", " ").splitlines()
+    ]
+    return [step(line) for line in lines if line.strip()]
+
+
 def steps(name: str) -> list[Step]:
     """What is run of a page or an example, in its order."""
     if name in EXAMPLES:
         return [Step(line) for line in EXAMPLES[name]]
-    lines = [
-        line
-        for language, text, _ in blocks(name)
-        if language == "console"
-        for line in text.replace("\\\n", " ").splitlines()
-    ]
-    return [step(line) for line in lines if line.strip()] + [Step("python ../page.py")] * bool(program(name))
+    return [once(each, name) for each in printed(name)] + [Step("python ../page.py")] * bool(program(name))
+
+
+def once(each: Step, name: str) -> Step:
+    """The step, which is not run if an earlier page has the same one with the same files."""
+    here = files("README.md") | files(name)
+    for page in PAGES[: PAGES.index(name)]:
+        there = files("README.md") | files(page)
+        if each in printed(page) and all(here.get(word) == there.get(word) for word in each.command.split()):
+            return each if each.skipped else Step(each.command, f"as on {page}")
+    return each
 
 
 def run(name: str) -> tuple[bool, str]:

@@ -124,7 +124,7 @@ def cuda_without_gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", tags=["ci"])
 def lint(session: nox.Session) -> None:
-    """ruff, mypy (strict on pipeline and harness), the import directions, and files that others read."""
+    """ruff, mypy (strict on pipeline, planner and harness), import directions, and files that others read."""
     python, arguments = prepare(session)
     if arguments:
         session.error(f"lint takes no arguments, got {' '.join(arguments)}")

@@ -27,8 +27,8 @@ hypothesis.settings.register_profile(
     "tests", deadline=None, print_blob=True, derandomize="CI" in os.environ, max_examples=40
 )
 hypothesis.settings.load_profile("tests")
-# torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
 os.environ.pop("COLUMNS", None)  # a terminal's width is for whoever sits before it
+# torch looks up the name behind every connection that it accepts; a lost request costs five seconds each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 

@@ -1,4 +1,4 @@
-"""How long a command takes to end when it is told to: within two seconds, as docs/running.md promises.
+"""How long a command takes to end when it is told to: within two seconds, as docs/commands.md promises.
 
 That is of a machine with a core to spare; on a loaded one the times are shown and not judged.
 """

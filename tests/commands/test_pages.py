@@ -53,7 +53,7 @@ def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> No
     assert command == "torchrun --nproc-per-node 2 train.py"
 
 
-# The page "From one process to data x pipeline x tensor parallel"
+# The page "Combine data, pipeline and tensor parallelism"
 
 
 GRID = (Path(__file__).parents[2] / "docs" / "grid.md").read_text(encoding="utf-8")

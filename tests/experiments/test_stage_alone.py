@@ -83,9 +83,6 @@ def test_every_stage_alone_holds_what_is_modelled(
         assert measured.workspace_bytes == 0
 
 
-EARLIER, WORKSPACE = 5 * 2**20, 32 * 2**20
-
-
 class Accelerator:
     """A CPU that is said to be an accelerator of 64 GiB, whose `set_per_process_memory_fraction` is noted."""
 

@@ -143,7 +143,7 @@ class Paper(FullSize):
         return 4_000_000
 
 
-def steps_record(profile="short", without=()):
+def steps_record(without=()):
     """One machine that is ten times as slow as the paper's at 0.374 of its peak, with messages of a fifth."""
     job = job_of(*(Configuration(k, 8, 8) for k in (2, 4, 8)))
     each = []
@@ -154,7 +154,7 @@ def steps_record(profile="short", without=()):
         each.append(Steps(out_of_memory="no room") if k in without else Steps(turns=[turn] * 3))
     metrics, details = replayed(job.configurations, [found(*each)] * 2, Paper("a model", {}), 128)
     return record(
-        experiment="table3", profile=profile, case={"part": "steps", "model": "amoebanet"},
+        experiment="table3", profile="short", case={"part": "steps", "model": "amoebanet"},
         metrics=tuple(metrics), details={**job.facts(), "timed_microbatches": 8, **details},
     )  # fmt: skip
 

@@ -34,15 +34,14 @@ from gpipe_bench.harness.guard import (
 
 
 def sampler(
-    seed: int, *, head: float = 1.0, control: float = 1.0, noise: float = 0.04, drift: float = 0.0
+    seed: int, *, head: float = 1.0, control: float = 1.0, noise: float = 0.04
 ) -> Callable[[str], Sample]:
-    """Steps of 10 ms with log-normal noise and a machine that becomes slower from sample to sample."""
+    """Steps of 10 ms with log-normal noise."""
     generator = random.Random(seed)
     factor = {"base": 1.0, "head": head, "control": control}
-    count = itertools.count()
 
     def sample(arm: str) -> Sample:
-        seconds = 0.01 * factor[arm] * math.exp(generator.gauss(0, noise) + drift * next(count))
+        seconds = 0.01 * factor[arm] * math.exp(generator.gauss(0, noise))
         return Sample(seconds, seconds)
 
     return sample

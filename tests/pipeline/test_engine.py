@@ -209,7 +209,7 @@ def test_thread_local_state_reaches_the_stages() -> None:
     assert [layer.seen for layer in layers] == [wanted, wanted]
 
 
-# Scaled gradients: they are scaled and the loss is not; over several processes see `tree_cases`
+# Scaled gradients: they are scaled and the loss is not; over replicas see `test_mesh`
 
 
 def half_model() -> nn.Sequential:

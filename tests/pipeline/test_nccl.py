@@ -350,7 +350,7 @@ def test_a_killed_rank_is_missed() -> None:
 
 @pytest.mark.parametrize("where", ["1F2", "1B1"])
 def test_a_rank_that_stops_is_named_in_time(where: str) -> None:
-    """It lives, and gives its signs of life; the others' devices wait for it, behind their hosts."""
+    """It lives; the others' devices wait for it, behind their hosts."""
     found = ended(lambda network: network.sleep(150.0), where, 30.0)
     for text, _ in found:
         assert "on rank 1 failed: rank 1 did not answer: a device has waited for 30 s" in text

@@ -47,10 +47,6 @@ def one(spec: TensorSpec) -> Boundary:
     return Boundary((spec,), (0,), False)
 
 
-def several(*specs: TensorSpec, same_as: tuple[int, ...] | None = None) -> Boundary:
-    return Boundary(specs, same_as or tuple(range(len(specs))), True)
-
-
 def profile(layer: nn.Module, inputs: Boundary | None = None, **options: Any) -> LayerProfile:
     return Profiler().layer(layer, inputs or one(image()), **options)
 

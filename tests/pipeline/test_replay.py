@@ -313,7 +313,7 @@ def test_a_portal_takes_the_link_between_its_workers_alone() -> None:
     assert {span.name for span in step.messages} >= {"0F0->3", "3B0->0"}
 
 
-# Timelines: what is read off them, and how they are exported
+# Timelines: what is read off them, kept of them and drawn
 
 
 def test_events_are_ordered_and_start_at_zero() -> None:
@@ -327,7 +327,7 @@ def test_events_are_ordered_and_start_at_zero() -> None:
     assert (empty.makespan_s, empty.bubble) == (0.0, 0.0)
 
 
-def test_a_timeline_is_exported_and_read_back() -> None:
+def test_a_timeline_is_kept_as_data_and_read_back() -> None:
     schedule = split_backward(gpipe(3, 2, "always"))
     timeline = replay(
         schedule, {kind: slots / 1000 for kind, slots in SLOTS.items()}, LINKS["pcie3-host"],

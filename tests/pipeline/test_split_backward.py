@@ -74,8 +74,8 @@ def reals(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(shape)
 
 
-def ids(*shape: int, upto: int = 50) -> Callable[[], Tensor]:
-    return lambda: torch.randint(0, upto, shape)
+def ids(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(0, 50, shape)
 
 
 def image(channels: int = 8) -> Callable[[], Tensor]:

@@ -105,10 +105,6 @@ def step(pipeline: Pipeline, seed: int = 0) -> Tensor:
     return pipeline.step(*words(6, seed), cross_entropy)
 
 
-def gradients(pipeline: Pipeline) -> dict[str, Tensor]:
-    return {name: p.grad.to_dense() for name, p in pipeline.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize(
     ("odd", "plain", "schedule"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpipe_bench import planner
-from gpipe_bench.pipeline import LINKS, Action, Event, Link, gpipe, named
+from gpipe_bench.pipeline import Action, Event, Link, gpipe, named
 from gpipe_bench.planner import Candidate, Costs, Prediction, Request
 from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import all_reduce_s
@@ -167,7 +167,6 @@ def test_parts_take_what_they_took() -> None:
 
 # Values that a plan is asked, may choose and answers
 
-REQUEST = Request(accelerators=8, memory_bytes=2**30, batch_size=64, link=LINKS["nvlink4"])
 CANDIDATE = Candidate(
     cut=(range(0, 3), range(3, 5)), schedule="1f1b", num_microbatches=4, remat=("always", "never"),
     num_workers=2, dp=2, fsdp=2, fsdp_level=3,

@@ -31,7 +31,7 @@ Case = Callable[[], None]
 Cases = Mapping[str, Case]
 
 HANGING_S = 45.0  # longer than any case waits for what it tests; a few seconds more and the test has ended
-IDLE = 0.02  # of a core that all ranks together take while they only give signs of life to each other
+IDLE = 0.02  # of a core that all ranks together take while they only wait for each other
 
 
 class Outcome(NamedTuple):

@@ -76,11 +76,10 @@ def test_every_two_values_of_different_axes_meet_in_a_row() -> None:
     assert 25 <= len(rows) <= 30, "of 225"
 
 
-# The first tier of tests leaves no area out, and says where its time went
+# The tests that the second tier names are there
 
 
 FOLDER = Path(__file__).parents[1]
-# Files of each area that stay in the first tier, with at least so many tests of it.
 
 
 def names_in(path: Path) -> list[str]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from threading import Timer
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -67,11 +65,6 @@ class _Late:
         self._work.wait()
         engine_turns.wait_until(self._end_s)
         return True
-
-    def get_future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-        Timer(max(0.0, self._end_s - time.perf_counter()), partial(future.set_result, None)).start()
-        return future
 
 
 @contextmanager

@@ -328,11 +328,6 @@ class FakeStream:
     def wait_stream(self, stream: FakeStream) -> None:
         self._accelerator.history.wait(self.name, self._accelerator.history.mark(stream.name))
 
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        event = FakeEvent(self._accelerator) if event is None else event
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         history = self._accelerator.history
         history.host_wait([history.mark(self.name)], f"Stream.synchronize of {self.name}")

@@ -176,7 +176,7 @@ def count(work: Workload) -> dict[str, int]:
                 pipeline.step(batch, target, loss)
                 pipeline.zero_grad()
                 counts.append(_written_bytes())
-            # Before, connections are made, forms agreed upon, the order of gradients learnt.
+            # Before, connections are made and forms agreed upon.
             found[way] = sorted(map(int.__sub__, counts[3:], counts[2:-1]))[COUNTED_STEPS // 2]
             found[f"{way}, by shape"] = _expected_bytes(way, pipeline, batch)
     return found

@@ -37,10 +37,8 @@ _FOLDERS = ("_DIR", "_HOME", "_PATH")
 _VARIABLES = ("LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "CI")
 
 
-def environment(load_torch: bool = False) -> dict[str, Any]:
-    """The environment as plain data. Torch is asked if it is loaded, or loaded with `load_torch`."""
-    if load_torch:
-        import torch  # noqa: F401
+def environment() -> dict[str, Any]:
+    """The environment as plain data. Torch is asked if it is loaded."""
     return {**_machine(), **_software(), **code_state(ROOT), **_torch(), **_now()}
 
 

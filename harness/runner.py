@@ -39,10 +39,6 @@ class RunResult:
     signal: int | None = None
     """Number of the signal that ended the run before all cases were done."""
 
-    @property
-    def interrupted(self) -> bool:
-        return self.signal is not None
-
 
 def run_experiment(
     experiment: Experiment,

@@ -35,7 +35,6 @@ UNITS: dict[str, tuple[str, float]] = {
     "examples": ("examples", 1),
     "samples/s": ("throughput", 1),
     "GB/s": ("bandwidth", 1e9),
-    "MB/s": ("bandwidth", 1e6),
     "tokens": ("tokens", 1),
     "pixels": ("pixels", 1),
     "epochs": ("epochs", 1),

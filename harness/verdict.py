@@ -17,7 +17,6 @@ from gpipe_bench.harness.record import Metric, Record, Status
 Verdict = Literal[
     "reproduced", "identity", "undecided", "above", "below", "not judged", "not comparable", "not run"
 ]  # fmt: skip
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 JUDGED: tuple[Verdict, ...] = ("reproduced", "identity", "undecided", "above", "below")
 DIFFERS: tuple[Verdict, ...] = ("above", "below")
 

@@ -278,7 +278,7 @@ class Pipeline(nn.Module):
         return self._steps.clock.timeline(self._schedule.num_stages, self._schedule.placement)
 
     def gather_timeline(self) -> Timeline:
-        """The timeline of all processes; all must call. The clocks of different hosts are compared for it."""
+        """The timeline of all processes; all must call. Clocks of different hosts are taken as they are."""
         if self._ranks is None:
             return self.timeline
         device = next(iter(self._stages.values())).device

@@ -1,7 +1,7 @@
 """What the pipeline asks of devices: the only file of `pipeline` that names an accelerator's interface.
 
 Streams, events and memory are asked for through `torch.accelerator`, `torch.Stream` and `torch.Event`, which
-serve CUDA, ROCm, XPU and what comes; what these lack (names, identities, random generators) is asked of the
+serve CUDA, ROCm, XPU and what comes; what these lack (names, random generators) is asked of the
 device type's own module. Where there is nothing to do, on a CPU, every function does nothing and gives the
 harmless answer, so that callers need no second path.
 

@@ -1,6 +1,6 @@
 """The smallest peak there is, where it is, and what would help where that is still too much.
 
-For a model that does not fit, the message says by how much and what to change; the command `size` needs the
+For a model that does not fit, the message says by how much and what to change; `plan --bytes` needs the
 same cut. So for each grid the search finds the cut whose fullest worker is smallest, at the smallest
 micro-batches, and does the same for other requests. No layer has to be timed for that.
 """

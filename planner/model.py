@@ -1,4 +1,4 @@
-"""The models of `plan` and `size`: published shapes by name and one's own, built without memory; and the
+"""The models of `plan`: published shapes by name and one's own, built without memory; and the
 same as something that a process which times them can be sent and builds for itself (`Subject`).
 """
 
@@ -103,10 +103,7 @@ class Model:
         return self.inputs.tensors[0].shape[0]
 
     def check_divisible(self, ranks: int) -> None:
-        """`ValueError` where nothing says how the layers are divided over so many ranks (tp).
-
-        Whether the engine takes divided layers of this model is `why_whole`'s to say.
-        """
+        """`ValueError` where nothing says how the layers are divided over so many ranks (tp)."""
         if self.source.divides or ranks == 1:
             return
         if self.by_megatron:

@@ -198,7 +198,6 @@ class QuickSteps:
             raise ValueError(f"{len(links)} links for {len(boundaries)} boundaries; give one for each")
         self.schedule = schedule
         self.links = tuple(links) or (FREE,) * len(boundaries)
-        self.num_actions = sum(map(len, schedule.actions))
         homes = self._homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
         # Which of the possible orders it is does not matter: messages leave a worker in the order of its row.
         self._order = [(*coded(action), homes[action.stage]) for action in execution_order(schedule)]

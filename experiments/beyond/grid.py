@@ -8,7 +8,7 @@ Only activations at the boundaries of a pipeline travel, and their gradients bac
 gradient of every parameter around a ring, twice, whatever the batch. By shape at the paper's sizes, with cuts
 of equal operations, and for the range those of equal parameters and of as many layers. Counted on two
 processes of a small model: what each of them wrote in a step (Linux counts it, in /proc/self/io), all
-messages over sockets. Whatever else is sent, such as signs of life, is in the count.
+messages over sockets. Whatever else is sent is in the count.
 
 How long steps take on such grids, beside their prediction, is measured by `plan`.
 """
@@ -176,7 +176,7 @@ def count(work: Workload) -> dict[str, int]:
                 pipeline.step(batch, target, loss)
                 pipeline.zero_grad()
                 counts.append(_written_bytes())
-            # Before, connections are made, forms agreed upon, the order of gradients learnt.
+            # Before, connections are made and forms agreed upon.
             found[way] = sorted(map(int.__sub__, counts[3:], counts[2:-1]))[COUNTED_STEPS // 2]
             found[f"{way}, by shape"] = _expected_bytes(way, pipeline, batch)
     return found

@@ -151,14 +151,6 @@ def facts_of(found: Sequence[Found]) -> dict[str, Any]:
     return {name: [each.conditions[name] for each in found] for name in ("pinned_cores", "threads")}
 
 
-def steps_of(times: Times) -> list[Metric]:
-    """Milliseconds of a step of each variant."""
-    return [
-        from_samples(f"step of {name}", [1e3 * sample for sample in samples], "ms")
-        for name, samples in times.items()
-    ]
-
-
 def lacks_gpus(device: str, count: int) -> str:
     """Why there is no GPU for each of so many processes, where they are to have one; or nothing."""
     from gpipe_bench.pipeline import devices

@@ -208,12 +208,12 @@ class Source:
     own: bool  # from the results folder that was asked for, not a reference
 
 
-def folders(results: Path, references: Path = REFERENCE) -> list[tuple[str, Path]]:
+def folders(results: Path) -> list[tuple[str, Path]]:
     """(name, folder) of the results asked for, then of every reference machine."""
     own = results.stem if results.is_file() else results.name or str(results)
-    if (references / own).is_dir() and (references / own).resolve() != results.resolve():
+    if (REFERENCE / own).is_dir() and (REFERENCE / own).resolve() != results.resolve():
         own += " (yours)"
-    there = sorted(references.iterdir()) if references.is_dir() else []
+    there = sorted(REFERENCE.iterdir()) if REFERENCE.is_dir() else []
     others = [path for path in there if path.is_dir() and path.resolve() != results.resolve()]
     return [(own, results), *((folder.name, folder) for folder in others)]
 

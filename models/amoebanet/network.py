@@ -36,7 +36,7 @@ class Preset:
         stem_padding: rows and columns of zeros around the image.
         stem_scale: width of the first stem cell in units of D; the second is twice as wide.
         first_prev: how the first cell gets its missing previous input (see `Cell`).
-        padding: convention of all windows, and with it the initialisation (see `amoebanet_ops`).
+        padding: convention of all windows, and with it the initialisation (see `amoebanet.ops`).
         final_relu: a ReLU before the last average.
         dropout: share dropped before the classifier.
         aux_head, num_classes, label_smoothing: the form's own training setup.
@@ -160,7 +160,7 @@ def amoebanet(
         image_size: S in pixels; torchgpipe's preset takes only sizes whose halved maps are even, such as
             224 and 480.
         dropout: share dropped before the classifier; None means the preset's: 0.5 or 0.
-        drop_path_keep: initial keep probability of drop path; see `drop_path.set_drop_path`.
+        drop_path_keep: initial keep probability of drop path; see `set_drop_path`.
         averaging_max_pool: replaces the 3x3 maxima by averages, the defect that torchgpipe's published
             numbers contain. Parameters are the same; function, speed and memory are not.
         stem: `"imagenet"`, or `"cifar"` for images of few pixels, as in NASNet's CIFAR-10 network: the first

@@ -340,7 +340,6 @@ class Halves:
     received_bytes: int = 0  # of gradients, which are held throughout I
     layers: Sequence[SplitTrace] = ()
     sizes: Mapping[_Name, int] = field(default_factory=dict)  # of what waits for W
-    inputs_of_stage: frozenset[_Name] = frozenset()
 
     @classmethod
     def of(cls, trace: StageTrace) -> Halves | None:
@@ -364,7 +363,6 @@ class Halves:
             received_bytes=sum([last.sizes[each] for each in last.output_gradients if each is not None]),
             layers=halves,
             sizes=sizes,
-            inputs_of_stage=inputs,
         )
 
     @cached_property

@@ -2,7 +2,7 @@
 
 An edge leads from one stage to another; activations go along it and gradients back, one message each for a
 micro-batch. The chain has one from each stage to the next; a portal that passes stages by is an edge with
-names (`portals`). Edges within a worker need no buffers.
+names (`edges_of`). Edges within a worker need no buffers.
 
 A receive that is posted only when its tensor is needed puts the whole transfer on the critical path, and
 posting everything at once would need a buffer for every micro-batch. So each direction of an edge has a ring

@@ -2,7 +2,7 @@
 
 Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
 per action, in seconds from the start of the step. Makespan, bubble and live activations are read off it, and
-is exported as plain data that a record can keep. Only the standard library is imported.
+a record can keep it as plain data. Only the standard library is imported.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ NCCL's, and queues behind no activation. Between two ranks it is one stream of f
 says what it is about, and an object; what does not fit follows. Some receives of frames are always posted.
 
     a step             its header, from rank to rank in the order of their first stages
-    an edge            an spec before the first message of each size, and, where messages are trees,
+    an edge            a spec before the first message of each size, and, where messages are trees,
                        with each further one the structure if it is another one
     the loss           where hosts wait for messages
 

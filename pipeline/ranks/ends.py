@@ -4,7 +4,7 @@ A send that nobody waits for keeps its tensors alive, and one that is waited for
 slow as the receiver; between the two is a short queue. A receive that is posted only when its message is
 needed makes the sender wait, and one buffer for each micro-batch would give back the memory that a schedule
 saves; so receives are posted in the order of need, each into its buffer of the ring (`plan.edges`), as soon
-as an spec says how large the message is. A slot in whose memory something still lives is not overwritten:
+as a spec says how large the message is. A slot in whose memory something still lives is not overwritten:
 it gets new memory.
 """
 
@@ -187,7 +187,7 @@ class Receiver:
         self._after: Sequence[int] = ()  # calls of this rank before each receive
         self._outlines: dict[int, MessageSpec] = {}
         self._lengths: tuple[int, ...] = ()
-        self._is_known = False  # whether there is an spec for each of the lengths
+        self._is_known = False  # whether there is a spec for each of the lengths
         self._training = True
 
     def begin(self, specs: dict[int, MessageSpec], lengths: tuple[int, ...], *, training: bool) -> None:

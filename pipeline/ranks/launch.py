@@ -139,8 +139,7 @@ def start_process(
     os.environ.setdefault(*_QUEUES)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     several = int(os.environ.get("LOCAL_WORLD_SIZE", str(local_rank + 1)))
-    # Schedulers show each process its own accelerator alone. Two that see the same one are refused later,
-    # when they connect, by its unique number.
+    # Schedulers show each process its own accelerator alone. Two that see the same one NCCL refuses.
     sees_own = any(name in os.environ for name in _VISIBLE) and devices.count(_kind(device)) == 1
     kind = check_devices(device, 1 if sees_own else several)
     prepare_process(local_rank, threads=threads, pin=pin and kind == "cpu")

@@ -17,7 +17,6 @@ from gpipe_bench.experiments.beyond.side_by_side import (
     measured,
     side_by_side,
     state_of,
-    steps_of,
     verdict,
 )
 from gpipe_bench.experiments.paper.figure2 import EXPERIMENT
@@ -109,7 +108,11 @@ def case(*of_takes: list[float], again: bool = True, status: str = "done") -> tu
         return [found(of_takes[len(asked) - 1])] * 2
 
     def numbers(times: Any, processes: Any) -> Outcome:
-        return Outcome(tuple(steps_of(times)), {"mine": 1}, status, "")  # type: ignore[arg-type]
+        steps = [
+            from_samples(f"step of {name}", [1e3 * sample for sample in samples], "ms")
+            for name, samples in times.items()
+        ]
+        return Outcome(tuple(steps), {"mine": 1}, status, "")  # type: ignore[arg-type]
 
     return side_by_side(take, numbers, 12, again=again), asked
 

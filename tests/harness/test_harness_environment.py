@@ -85,7 +85,7 @@ def test_differences_name_what_numbers_depend_on_and_leave_out_what_always_chang
 def test_how_gpus_compute_is_kept_where_there_are_any(monkeypatch):
     """What torch holds to be so, and what the driver says; a machine without a GPU has neither."""
     gpu = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
-    assert "gpu_numerics" not in environment(load_torch=True) or torch.cuda.is_available()
+    assert "gpu_numerics" not in environment() or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     now, ever = b"1410 MHz, 2619 MHz, 71, 688.10 W, 0x4\n", b"580.65.06, 1980 MHz, 2619 MHz, 700.00 W\n"

@@ -169,7 +169,7 @@ def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatc
     assert sorted(steps(log)) == [1, 2, 3, 4, 5]
     assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
     assert {record.status for record in result.records} == {"done"}
-    assert (result.ran, result.reused, result.interrupted) == (5, 0, False)
+    assert (result.ran, result.reused, result.signal) == (5, 0, None)
 
 
 def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):

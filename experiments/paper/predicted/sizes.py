@@ -122,15 +122,13 @@ class FullSize:
         """Seconds of every layer on a micro-batch. ValueError for an invalid share."""
         return _seconds(self, accelerator, activation_format, examples, tuple(shares_of_peak))
 
-    def cut(
-        self, cost: str, rule: str, num_stages: int, accelerator: Accelerator = TPU_V2
-    ) -> Partition | None:
+    def cut(self, cost: str, rule: str, num_stages: int) -> Partition | None:
         """The layers in stages, by a cost and rule of the unknowns; None where the rule leaves a stage empty.
 
-        Seconds are those of `accelerator`: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE`
-        of the peak.
+        Seconds are those of a TPUv2: forward and backward of `CUT_EXAMPLES` in float32, at `CUT_SHARE` of the
+        peak.
         """
-        return _cut(self, cost, RULES[rule], num_stages, accelerator)
+        return _cut(self, cost, RULES[rule], num_stages)
 
     def step(
         self,
@@ -294,7 +292,7 @@ def padded(length: int, multiple: int) -> int:
 
 
 @cache
-def _cut(full: FullSize, cost: str, rule: str, num_stages: int, accelerator: Accelerator) -> Partition | None:
+def _cut(full: FullSize, cost: str, rule: str, num_stages: int) -> Partition | None:
     match cost:
         case "operations":
             costs: Sequence[float] = full.flops(1)
@@ -303,7 +301,7 @@ def _cut(full: FullSize, cost: str, rule: str, num_stages: int, accelerator: Acc
         case "layers":
             costs = [1] * len(full.layers)
         case "seconds":
-            found = full.seconds(accelerator, "float32", CUT_EXAMPLES, (CUT_SHARE,))
+            found = full.seconds(TPU_V2, "float32", CUT_EXAMPLES, (CUT_SHARE,))
             costs = [float(layer.forward[0] + layer.backward[0]) for layer in found]
         case _:
             raise ValueError(

@@ -93,7 +93,7 @@ def run_processes(
     """`gpipe_bench.pipeline.ranks.launch.launch`; RuntimeError with the first failure's own message, where
     torch's launcher has a page of text, which stays the cause.
 
-    A machine with fewer GPUs than processes runs them on its CPU unless `device` asks for GPUs.
+    They run on the CPU unless `device` asks for GPUs.
     """
     from torch.multiprocessing.spawn import ProcessException
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_runner import watched
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_schedules import random_placement, random_schedule
@@ -333,7 +334,11 @@ def test_every_action_of_whole_backwards_holds_what_is_modelled(name: str, remat
     """F without a graph, R, the first B and a later one; F with a graph; of the whole, and between others."""
     each_action = name != "trees"  # of which some actions hold less than is modelled
     for num_stages in (1, 3):
-        check(name, named("gpipe", num_stages, 4, remat=remat), each_action=each_action)
+        schedule = named("gpipe", num_stages, 4, remat=remat)
+        if name == "overwriting":  # torch's compiler, once used, lets frames hold what these overwrite
+            watched(check, 1, name, schedule)
+        else:
+            check(name, schedule, each_action=each_action)
 
 
 @pytest.mark.parametrize(

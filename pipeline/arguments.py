@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch._inductor import list_mode_options
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -356,6 +355,8 @@ def compilation_of(compile: bool | str | Mapping[str, Any]) -> Compilation | Non
         )
     if found.mode is None:
         return found
+    from torch._inductor import list_mode_options  # takes a second, and most pipelines compile nothing
+
     modes = list_mode_options()
     if found.backend != BACKEND or found.mode not in modes:
         raise ValueError(

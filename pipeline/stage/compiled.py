@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import list_mode_options
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -45,6 +44,8 @@ class Compilation(NamedTuple):
         """Those of the mode, and random numbers from torch's generators, as without a compiler."""
         if self.backend != BACKEND:
             return None
+        from torch._inductor import list_mode_options  # takes a second: only where layers are compiled
+
         return {**list_mode_options(self.mode or "default"), "fallback_random": True}
 
 

@@ -8,9 +8,9 @@ Each page gets a fresh clone of the last commit, without records of its own, in 
 nox has made. Its blocks are run from top to bottom:
 
 - `console`: by bash, line by line. A line whose comment begins with `needs` is not run, and the report says
-  so. `gpipe-bench run NAME` is run with `--profile smoke`. Sessions of nox are run by others: `.ci/run`
-  starts tests, lint and the like, and `tests/smoke.py` those of experiments. What several pages show is run
-  once, where the files that it names are the same.
+  so. `gpipe-bench run NAME` is run with `--profile smoke`. A session of nox that `.ci/run` or
+  `tests/smoke.py` starts as it is printed is left to them. What several pages show is run once, where the
+  files that it names are the same. The sessions that a table lists count as a block.
 - `python` behind a line that names a file, such as `train.py`: written there and committed to main, as a
   reader would. Every page begins with the files that the README shows.
 - other `python` blocks: one program, in their order.
@@ -33,6 +33,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+from gpipe_bench.experiments.registry import EXPERIMENTS
+
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv" / "bin" / "python"
 BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```")
@@ -43,6 +45,10 @@ PAGES = [
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md")
     if (name := str(path.relative_to(ROOT))) not in ELSEWHERE
 ]
+# Sessions that others start, word for word.
+STARTED_BY = dict.fromkeys(("tests", "lint", "checks", "guard", "smoke", "docs", "documented"), ".ci/run")
+STARTED_BY |= dict.fromkeys(EXPERIMENTS, "tests/smoke.py")
+STARTED_BY["cuda-without-gpu"] = "the nightly job, as it downloads 540 MB"
 EXAMPLES = {  # what a reader types for each file under examples/
     "examples/own_engine.py": ["cd examples && gpipe-bench check-engine own_engine:FillDrain"],
     "examples/own_model_plan.py": ["python examples/own_model_plan.py"],
@@ -82,8 +88,8 @@ def step(line: str) -> Step:
     words = shlex.split(command.rpartition("&& ")[2])
     if comment.startswith("needs"):
         return Step(command, comment)
-    if words[:2] == ["nox", "-s"]:
-        return Step(command, "a session")
+    if words[:2] == ["nox", "-s"] and all(word in STARTED_BY for word in words[2:]):
+        return Step(command, f"by {STARTED_BY[words[2]]}")
     if words[1:4] == ["-m", "pip", "install"]:
         return Step(command, "it would replace what is installed; the checks install the wheel")
     if words[:2] == ["gpipe-bench", "run"] and "--profile" not in words:
@@ -92,13 +98,14 @@ def step(line: str) -> Step:
 
 
 def printed(page: str) -> list[Step]:
-    """The lines of a page's console blocks."""
+    """The lines of a page's console blocks, and the sessions of its tables."""
     lines = [
         line
         for language, text, _ in blocks(page)
         if language == "console"
         for line in text.replace("\\\n", " ").splitlines()
     ]
+    lines += re.findall(r"(?m)^\| `(nox -s [\w-]+)` \|", (ROOT / page).read_text(encoding="utf-8"))
     return [step(line) for line in lines if line.strip()]
 
 

@@ -204,6 +204,9 @@ def main() -> int:
                 sep="\n",
             )
         return 0
+    settings = ("pyproject.toml", "constraints.txt")
+    if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *settings], cwd=ROOT, check=False).returncode:
+        parser.error(f"commit {' and '.join(settings)} first: a clone's sessions would install .venv anew")
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {pool.submit(run, name): name for name in chosen}

@@ -182,7 +182,7 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
         told, last, fault = _told(name, place, chosen, timeout_s)
         for _, by_rank in sorted(told.items()):
             if len(by_rank) == PLACES[place]:
-                rows += _joined([found for _, found in sorted(by_rank.items())])
+                rows += _joined(by_rank)
         if fault is not None:
             rows.append(_row(place, GROUPS[last][0], _raised(fault)))
         if fault is None or rows[0].verdict != OK:
@@ -217,26 +217,24 @@ def _raised(fault: Fault) -> Said:
 
 def _told(
     name: str, place: str, chosen: Sequence[int], timeout_s: float
-) -> tuple[dict[int, dict[int, list[Row]]], int, Fault | None]:
-    """Rows that the processes find in these groups of cases, by group and rank; the last group that a process
-    has begun, and what ended the processes there.
+) -> tuple[dict[int, list[list[Row]]], int, Fault | None]:
+    """Rows that the processes find in these groups of cases, by group; the last group that a process has
+    begun, and what ended the processes there. ValueError where the name leads nowhere.
     """
-    told: dict[int, dict[int, list[Row]]] = {}
-    begun = [chosen[0]]
-
-    def hear(rank: int, news: tuple[int | None, Any]) -> None:
-        index, found = news
-        if index is None:
-            raise ValueError(found)
-        begun.append(index)
-        if found is not None:
-            told.setdefault(index, {})[rank] = found
-
+    fault = None
     try:
-        run_isolated(trial, PLACES[place], name, place, chosen, timeout_s=timeout_s, on_news=hear)
+        told = run_isolated(trial, PLACES[place], name, place, chosen, timeout_s=timeout_s)
     except IsolatedError as error:
-        return told, max(begun), error.fault
-    return told, max(begun), None
+        told, fault = error.told, error.fault
+    found: dict[int, list[list[Row]]] = {}
+    last = chosen[0]
+    for index, rows in (news for of_rank in told for news in of_rank):
+        if index is None:
+            raise ValueError(rows)
+        last = max(last, index)
+        if rows is not None:
+            found.setdefault(index, []).append(rows)
+    return found, last, fault
 
 
 def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
@@ -255,21 +253,28 @@ def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
 # In the processes
 
 
-def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> None:
-    """Runs in each process: tells `(index, None)` before each of these groups and
-    `(index, rows)` after it; `(None, reason)` where the name leads nowhere.
+def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> list[tuple[int | None, Any]]:
+    """Runs in each process: tells `(index, None)` before each of these groups and `(index, rows)` after it;
+    `(None, reason)` where the name leads nowhere. Returns all of it.
     """
+    told: list[tuple[int | None, Any]] = []
+
+    def say(index: int | None, what: Any) -> None:
+        told.append((index, what))
+        tell((index, what))
+
     try:
         resolve(name)
     except ValueError as error:
-        tell((None, str(error)))
-        return
+        say(None, str(error))
+        return told
     for index in chosen:
-        tell((index, None))
+        say(index, None)
         rows = examine(name, GROUPS[index], place)
-        tell((index, rows))
+        say(index, rows)
         if GROUPS[index] == BASE and rows[0].verdict != OK:
-            return  # nothing else can be asked
+            break  # nothing else can be asked
+    return told
 
 
 def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:

@@ -14,11 +14,9 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import multiprocessing
 import os
 import signal
 import sys
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -93,21 +91,11 @@ else:
     sys.meta_path.insert(0, Watch())
 
 
-def forks() -> None:
-    """From here on launches fork, and so do engines that are kept apart."""
-    from gpipe_bench.experiments.engines import isolated
-    from gpipe_bench.pipeline.ranks import launch
-
-    launch.START_METHOD = "fork"
-    context = multiprocessing.get_context("fork")
-    isolated.multiprocessing = types.SimpleNamespace(
-        get_context=lambda method: context, parent_process=multiprocessing.parent_process
-    )
-
-
 if __name__ == "__main__":
     if "torch" in sys.modules and MODULE != "torch":
-        forks()
+        from gpipe_bench.pipeline.ranks import launch
+
+        launch.START_METHOD = "fork"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     from gpipe_bench.experiments.__main__ import command
     from gpipe_bench.harness import signals as stopping

@@ -80,7 +80,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument(
         "--number", metavar="REGEX",
-        help="of the command's number, or its one group; of several matches the geometric mean counts",
+        help="of the command's number, or its one group; the last match counts",
     )  # fmt: skip
     verb.add_argument("--higher-is-better", action="store_true", help="the command's number is a rate")
     verb.add_argument(

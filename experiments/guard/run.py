@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
-from gpipe_bench.experiments.guard.command import Command, CommandArm, check, check_numbers
+from gpipe_bench.experiments.guard.command import Command, CommandArm, check_numbers, check_time
 from gpipe_bench.harness.guard import (
     ARMS,
     CPU_MARGIN,
@@ -240,9 +240,9 @@ def measure_command(
     """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where it
     fails, and before the first if there is no time for a look.
     """
-    for each in arms.values():
-        each.build()
-    check(arms, math.inf if finding.runs else deadline_s - time.monotonic())
+    first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # files and caches are there then
+    check_numbers(first, arms["base"].command)
+    check_time(arms, math.inf if finding.runs else deadline_s - time.monotonic())
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
     numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
     check_numbers(numbers, arms["base"].command)

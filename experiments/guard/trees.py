@@ -13,15 +13,18 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from gpipe_bench.harness.programs import run
 
 DEEPER = "this clone is shallow: git fetch --unshallow, or fetch-depth: 0 in the checkout step"
 TIMEOUT_S = 120
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(NamedTuple):
     """The revision that the working tree is compared with, and where it is checked out."""
 
     ref: str
@@ -51,8 +54,6 @@ def base_tree(root: Path, ref: str) -> Iterator[Base]:
                 raise ValueError(f"the submodules of the base can't be checked out: {error}") from error
         yield Base(ref, commit, path / prefix)
     finally:
-        with contextlib.suppress(ValueError):
-            _git(root, "worktree", "remove", "--force", os.fspath(path))
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(ValueError):
             _git(root, "worktree", "prune")
@@ -63,20 +64,10 @@ def _remove_left(root: Path) -> None:
     for line in _git(root, "worktree", "list", "--porcelain").splitlines():
         folder = Path(line.removeprefix("worktree ")).parent
         name = re.fullmatch(r"guard-(\d+)-\w+", folder.name)
-        if line.startswith("worktree ") and name and not _is_alive(int(name[1])):
+        if line.startswith("worktree ") and name and not psutil.pid_exists(int(name[1])):
             shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ValueError):
         _git(root, "worktree", "prune")
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def merge_base(root: Path, ref: str) -> str:
@@ -119,11 +110,7 @@ def _git(root: Path, *arguments: str) -> str:
     # Inside a hook git points these at the hook's own repository and index.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(
-            ["git", "-C", os.fspath(root), *arguments],
-            capture_output=True, env=environment, stdin=subprocess.DEVNULL, check=False, text=True,
-            timeout=TIMEOUT_S,
-        )  # fmt: skip
+        done = run(["git", "-C", os.fspath(root), *arguments], TIMEOUT_S, env=environment)
     except OSError as error:
         raise ValueError(f"git can't be started: {error}") from error
     except subprocess.TimeoutExpired as error:

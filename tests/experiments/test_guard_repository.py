@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import their_repository
 
@@ -32,7 +33,7 @@ def start(theirs: Path, tmp_path: Path) -> Iterator[Callable[[Path], Arm]]:
         def started(tree: Path = theirs) -> Arm:
             subject = subject_of(theirs, theirs / "benchmarks.py", None)
             arm = Arm("base", tree, subject, str(tmp_path), stack)
-            arm.wait_until_started()
+            arm.receive(guard_arms.START_S)
             return arm
 
         yield started
@@ -80,17 +81,32 @@ def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, said: str) -
     [
         ("lambda: 3", "ValueError: once returned int; it must"),
         ("lambda: lambda: threading.Event().wait()", "has not answered for 1 s"),
+        ("lambda: print('no such layer') or os._exit(1)", "ended with exit status 1:\nno such layer"),
+        ("lambda: os.kill(os.getpid(), 9)", "ended with exit status -9"),
     ],
 )
 def test_a_function_that_can_not_be_timed_says_so(
     theirs: Path, start: Callable[..., Arm], monkeypatch: pytest.MonkeyPatch, function: str, said: str
 ) -> None:
-    write(theirs / "benchmarks.py", f"import sys, threading\nBENCHMARKS = {{'once': {function}}}")
+    write(theirs / "benchmarks.py", f"import os, sys, threading\nBENCHMARKS = {{'once': {function}}}")
     if "answered" in said:
         monkeypatch.setattr(guard_arms, "BUILD_S", 1.0)
     with pytest.raises(WorkerError, match=said) as caught:
         start().build("once")
     assert not caught.value.lacks, "that is no reason to call it new"
+
+
+def test_killing_it_ends_its_children_too(theirs: Path, tmp_path: Path) -> None:
+    child = "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE).pid"
+    text = f"import subprocess, sys\nBENCHMARKS = {{'child': lambda: (pid := {child}) and (lambda: pid)}}"
+    subject = subject_of(theirs, write(theirs / "benchmarks.py", text), None)
+    with ExitStack() as stack:
+        arm = Arm("base", theirs, subject, str(tmp_path), stack)
+        arm.receive(guard_arms.START_S)
+        process = psutil.Process(int(arm.build("child").result or 0))
+        assert process.is_running()
+    psutil.wait_procs([process], timeout=10)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 # Where modules come from
@@ -254,23 +270,23 @@ def test_a_command_of_any_language_is_guarded_against_its_base(
 
 
 @pytest.mark.parametrize(
-    ("said", "pattern", "numbers"),
+    ("said", "pattern", "number"),
     [
-        ("4 threads on cpu0\n12.5ms", "", [12.5]),
-        ("1,234,567 instructions:u", "", [1234567.0]),
-        ("rate=3e-4/s v1.2", "", [3e-4]),
-        ("a: 1 s\nb: 4 s", r"(\d+) s$", [1.0, 4.0]),
+        ("4 threads on cpu0\n12.5ms", "", 12.5),
+        ("1,234,567 instructions:u", "", 1234567.0),
+        ("rate=3e-4/s v1.2", "", 3e-4),
+        ("a: 1 s\nb: 4 s", r"(\d+) s$", 4.0),
         ("done", "", ValueError("printed no number on standard output, but done")),
         ("0", "", ValueError("printed 0; ratios are compared, so print numbers above 0")),
     ],
 )
-def test_the_number_of_an_output(said: str, pattern: str, numbers: list[float] | ValueError) -> None:
+def test_the_number_of_an_output(said: str, pattern: str, number: float | ValueError) -> None:
     command = Command("true", pattern)
-    if isinstance(numbers, ValueError):
-        with pytest.raises(ValueError, match=str(numbers)):
-            command.numbers(said)
+    if isinstance(number, ValueError):
+        with pytest.raises(ValueError, match=str(number)):
+            command.number(said)
     else:
-        assert command.numbers(said) == numbers
+        assert command.number(said) == number
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_slow_engine_is_measured_as_slow_and_the_processes_end(copied: Path) -
 def arm(tree: Path, folder: Path) -> Iterator[Arm]:
     with ExitStack() as stack:
         found = Arm("base", tree, own(), str(folder), stack)
-        found.wait_until_started()
+        found.receive(60)
         yield found
 
 

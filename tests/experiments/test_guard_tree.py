@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from gpipe_bench.experiments.guard.arms import Worker, WorkerError
 from gpipe_bench.experiments.guard.trees import base_tree, merge_base
 
 
@@ -101,55 +97,3 @@ def test_submodules_are_checked_out_too(
 def test_an_unknown_revision_is_named(repository: Path, ref: str) -> None:
     with pytest.raises(ValueError, match=f"unknown revision '{ref}'; fetch it first"):
         merge_base(repository, ref)
-
-
-# Where it is started
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    """A repository of somebody else."""
-    root = tmp_path / "other"
-    root.mkdir()
-    git(root, "init", "-q")
-    return root
-
-
-@pytest.fixture
-def start() -> Iterator[object]:
-    workers: list[Worker] = []
-
-    def worker(code: str) -> Worker:
-        workers.append(Worker("arm", [sys.executable, "-c", code], os.environ))
-        return workers[-1]
-
-    yield worker
-    for each in workers:
-        each.kill()
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("import sys; sys.exit('no such layer')", "process of arm ended with exit status 1:\nno such layer"),
-        ("import os; os.kill(os.getpid(), 9)", "process of arm ended with exit status -9"),
-        ("print('hello', flush=True); input()", "process of arm answered b'hello', which is no JSON"),
-        ("""print('{"error": "out of memory"}', flush=True); input()""", "^arm: out of memory"),
-    ],
-)
-def test_one_that_does_not_answer_says_why(start, code: str, said: str) -> None:
-    with pytest.raises(WorkerError, match=said):
-        start(code).receive(10)
-
-
-def test_killing_it_ends_its_children_too(start) -> None:
-    worker = start(
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
-        "print('{\"child\": %d}' % child.pid, flush=True); input()"
-    )
-    child = psutil.Process(worker.receive(10)["child"])
-    worker.kill()
-    assert not psutil.pid_exists(worker.pid)
-    psutil.wait_procs([child], timeout=10)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -37,14 +37,14 @@ class Subject:
 
     Args:
         root: in a git work tree; what is measured, as it lies there.
-        benchmarks: names, and what they are.
+        benchmarks: their names.
         folders: where modules are imported from, below `root`.
         file: a Python file with a dictionary BENCHMARKS of functions, unless a `command` is timed.
         build: a command that makes a checkout usable.
     """
 
     root: Path
-    benchmarks: Mapping[str, str]
+    benchmarks: Sequence[str]
     folders: Sequence[str] = (".",)
     file: Path | None = None
     command: Command | None = None
@@ -95,14 +95,14 @@ def subject_of(
             raise ValueError(f"--path {each}: {root} has no such folder")
     folders = folders or ((".", "src") if (root / "src").is_dir() else (".",))
     if command is not None:
-        return Subject(root, {command.name: command.line}, folders, None, command, build)
+        return Subject(root, [command.name], folders, None, command, build)
     if file is None or not file.is_file():
         raise ValueError(f"--benchmarks {file} is no file")
-    return Subject(root, {}, folders, file.resolve(), None, build)
+    return Subject(root, [], folders, file.resolve(), None, build)
 
 
-def benchmarks_of(subject: Subject) -> dict[str, str]:
-    """The benchmarks of a subject's file, with what they are; their code is not run in this process.
+def benchmarks_of(subject: Subject) -> list[str]:
+    """The benchmarks of a subject's file; their code is not run in this process.
 
     Raises ValueError where there are none.
     """
@@ -110,7 +110,8 @@ def benchmarks_of(subject: Subject) -> dict[str, str]:
         arm = Arm("head", subject.root, subject, folder, stack)
         try:
             arm.receive(START_S)
-            return arm.names()
+            names: list[str] = arm.ask(ANSWER_S, do="names")["names"]
+            return names
         except WorkerError as error:
             raise ValueError(f"--benchmarks {subject.file} can't be used: {error}") from error
 
@@ -178,20 +179,16 @@ class Arm:
         stack.enter_context(self._pipe)
         theirs.close()
 
-    def names(self) -> dict[str, str]:
-        """The benchmarks that the file declares, with what they are."""
-        names: dict[str, str] = self._ask(ANSWER_S, do="names")["names"]
-        return names
-
     def build(self, benchmark: str) -> Built:
         """Builds the benchmark and takes its first steps."""
-        return Built(**self._ask(BUILD_S, do="build", benchmark=benchmark))
+        return Built(**self.ask(BUILD_S, do="build", benchmark=benchmark))
 
     def sample(self, benchmark: str, repeats: int) -> Sample:
         """The mean of so many steps."""
-        return Sample(**self._ask(ANSWER_S, do="sample", benchmark=benchmark, repeats=repeats))
+        return Sample(**self.ask(ANSWER_S, do="sample", benchmark=benchmark, repeats=repeats))
 
-    def _ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+    def ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+        """The answer to a request. Raises WorkerError as `receive`."""
         with contextlib.suppress(OSError):  # nobody reads it: `receive` says why
             self._pipe.send_bytes(json.dumps(request).encode())
         return self.receive(timeout_s)

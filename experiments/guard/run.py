@@ -149,7 +149,6 @@ class Finding:
 def guard(
     subject: Subject,
     base: Path,
-    names: Sequence[str],
     seed: int,
     *,
     control: Path | None = None,
@@ -158,7 +157,7 @@ def guard(
     tell: Callable[[str], None] = lambda line: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Compares the subject's folder with the tree `base` by these benchmarks; a command's control is run in a
+    """Compares the subject's folder with the tree `base` by its benchmarks; a command's control is run in a
     tree of its own. `is_counted`: exact counters are equal.
 
     What can't be run has failed, or is new if only the base lacks it, which its finding says; the others are
@@ -166,7 +165,7 @@ def guard(
     """
     begun_s = clock_s()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
-    findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in names]
+    findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in subject.benchmarks]
     while pending := [
         each for each in findings if not (each.lacking or each.failed) and needs_another_run(each.verdicts)
     ]:

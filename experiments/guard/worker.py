@@ -8,7 +8,7 @@ file imports nothing but the standard library: the process belongs to the code t
 
 Requests and answers are messages of JSON through PIPE, the number of an open descriptor:
 
-    {"do": "names"}                                             -> {"names": {"rows": "sums of many rows"}}
+    {"do": "names"}                                             -> {"names": ["rows"]}
     {"do": "build", "benchmark": "rows"}                        -> {"result": 5.5, "compiled": []}
     {"do": "sample", "benchmark": "rows", "repeats": 3}         -> {"wall_s": 0.012, "cpu_s": 0.012}
 """
@@ -20,7 +20,6 @@ import functools
 import gc
 import importlib.machinery
 import importlib.util
-import inspect
 import json
 import os
 import sys
@@ -66,9 +65,8 @@ class Arm:
         self._steps: dict[str, Step] = {}
 
     def names(self) -> dict[str, Any]:
-        """The benchmarks, with the first line of what they say of themselves."""
-        found = self._functions.items()
-        return {"names": {name: (inspect.getdoc(build) or name).splitlines()[0] for name, build in found}}
+        """The benchmarks."""
+        return {"names": list(self._functions)}
 
     def build(self, benchmark: str) -> dict[str, Any]:
         """Builds the benchmark and warms up."""

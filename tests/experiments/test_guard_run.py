@@ -75,7 +75,7 @@ def copied(tmp_path: Path) -> Path:
 
 
 def own(root: Path = ROOT) -> Subject:
-    return Subject(root, {}, (".",), ROOT / verb.OWN)
+    return Subject(root, [], (".",), ROOT / verb.OWN)
 
 
 @pytest.mark.alone  # steps are timed
@@ -127,7 +127,7 @@ def test_a_regression_is_measured_again_in_fresh_processes(monkeypatch: pytest.M
 
     monkeypatch.setattr("gpipe_bench.experiments.guard.run.arms_of", no_arms)
     monkeypatch.setattr("gpipe_bench.experiments.guard.run.measure", judged)
-    findings = guard(own(), ROOT, ("transformer", "tiny-layers"), 1)
+    findings = guard(replace(own(), benchmarks=["transformer", "tiny-layers"]), ROOT, 1)
     assert order == ["start", "transformer", "tiny-layers", "start", "transformer"]
     assert [finding.confirmed for finding in findings] == [True, False]
 

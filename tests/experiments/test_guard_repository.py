@@ -1,8 +1,12 @@
-"""The guard in somebody else's repository: what it finds there, and what it refuses to vouch for."""
+"""The guard in somebody else's repository: its checkouts, what it finds there, and what it refuses to vouch
+for.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import their_repository
+from their_repository import git
 
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
@@ -18,6 +23,7 @@ from gpipe_bench.experiments.guard import arms as guard_arms
 from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, benchmarks_of, subject_of
 from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
+from gpipe_bench.experiments.guard.trees import base_tree, merge_base
 
 
 @pytest.fixture
@@ -45,13 +51,94 @@ def write(file: Path, text: str) -> Path:
     return file
 
 
+# The checkout of the base
+
+
+def committed(root: Path, text: str) -> None:
+    write(root / "file.txt", text)
+    their_repository.commit(root, text)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """main: first - second; feature: first - third, checked out."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    git(root, "init", "-q", "-b", "main")
+    committed(root, "first")
+    git(root, "branch", "feature")
+    committed(root, "second")
+    git(root, "checkout", "--quiet", "feature")
+    committed(root, "third")
+    return root
+
+
+def worktrees(root: Path) -> int:
+    return len(git(root, "worktree", "list").splitlines())
+
+
+def test_the_base_is_where_the_head_left_and_then_it_is_gone(repository: Path) -> None:
+    (repository / "file.txt").write_text("not committed")
+    with pytest.raises(KeyboardInterrupt), base_tree(repository, "main") as base:  # noqa: PT012
+        assert (base.path / "file.txt").read_text() == "first"
+        assert base.commit == git(repository, "rev-parse", "main~1")
+        assert worktrees(repository) == 2
+        (base.path / "new.txt").write_text("left behind")
+        raise KeyboardInterrupt
+    assert not base.path.parent.exists()
+    assert worktrees(repository) == 1
+    assert (repository / "file.txt").read_text() == "not committed"
+    assert git(repository, "rev-parse", "--abbrev-ref", "HEAD") == "feature"
+
+
+def test_what_a_killed_guard_left_is_removed_by_the_next(repository: Path, tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, used = tmp_path / f"guard-{ended.pid}-abcd", tmp_path / f"guard-{os.getpid()}-abcd"
+    for folder in (left, used):
+        git(repository, "worktree", "add", "--quiet", "--detach", os.fspath(folder / "base"), "main")
+    with base_tree(repository, "main"):
+        assert not left.exists()
+        assert (used / "base" / "file.txt").exists()
+        assert worktrees(repository) == 3
+    assert worktrees(repository) == 2
+
+
+def test_submodules_are_checked_out_too(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the base has them; git clones from folders only where a user allows it."""
+    part = tmp_path / "part"
+    part.mkdir()
+    git(part, "init", "-q")
+    committed(part, "of the base")
+    allow = ("-c", "protocol.file.allow=always")
+    git(repository, *allow, "submodule", "--quiet", "add", os.fspath(part), "part")
+    git(repository, "commit", "--quiet", "--message", "part")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", os.fspath(home))
+    with pytest.raises(ValueError, match="the submodules of the base can't be checked out"):
+        base_tree(repository, "HEAD").__enter__()
+    (home / ".gitconfig").write_text('[protocol "file"]\n\tallow = always\n')
+    with base_tree(repository, "HEAD") as base:
+        assert (base.path / "part" / "file.txt").read_text() == "of the base"
+    assert worktrees(repository) == 1
+
+
+@pytest.mark.parametrize("ref", ["nonsense", "--all"])
+def test_an_unknown_revision_is_named(repository: Path, ref: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown revision '{ref}'; fetch it first"):
+        merge_base(repository, ref)
+
+
 # Functions
 
 
 @pytest.mark.alone  # steps are timed
 def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path) -> None:
     """Their `models/` is theirs and ours is ours; the base is their earlier commit."""
-    their_repository.git(theirs, "worktree", "add", "-q", "--detach", str(tmp_path / "base"), "HEAD")
+    git(theirs, "worktree", "add", "-q", "--detach", str(tmp_path / "base"), "HEAD")
     their_repository.slow_down(theirs, 3.0)
     subject = subject_of(theirs, theirs / "benchmarks.py", None)
     assert benchmarks_of(subject) == ["rows"]
@@ -237,7 +324,7 @@ def program(tmp_path: Path) -> Path:
     """A repository with a program of the shell, whose last commit lets it print a tenth more."""
     root = tmp_path / "program"
     root.mkdir()
-    their_repository.git(root, "init", "-q")
+    git(root, "init", "-q")
     for more in (100, 110):
         (root / "work.sh").write_text(f"echo 4 threads on cpu0; echo took {more}.0ms\n")
         their_repository.commit(root, f"{more}")

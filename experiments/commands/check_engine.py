@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.timeout_s <= 0:
         raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
     from gpipe_bench.experiments.engines.cases import faults
-    from gpipe_bench.experiments.engines.given import BROKEN, CANNOT, FAILED, OK
+    from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, FAILED, OK
 
     engine = arguments.engine
     rows = _rows(engine, arguments.timeout_s)

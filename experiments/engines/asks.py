@@ -1,6 +1,6 @@
 """What is asked of an engine in each case: a few steps, each held against the uncut model.
 
-What an engine leaves is named by what would explain it (`given.py`). The layers at the end are those that
+What an engine leaves is named by what would explain it (`checks.py`). The layers at the end are those that
 the cases' models are made of, beside linear ones.
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpipe_bench.experiments.engines.checks import check_counts
-from gpipe_bench.experiments.engines.given import (
+from gpipe_bench.experiments.engines.checks import (
     AS_BEFORE,
     CANNOT,
     FAILED,
@@ -27,6 +27,7 @@ from gpipe_bench.experiments.engines.given import (
     Given,
     Said,
     Step,
+    check_counts,
     compared,
     factor_of,
     left,
@@ -242,23 +243,30 @@ def averages(given: Given) -> Said:
 
 
 def masks_again(given: Given) -> Said:
-    """Every forward of an input draws the same mask in a `Noise`; the next step draws others."""
-    noises = [(i, layer) for i, layer in enumerate(given.setup.layers) if isinstance(layer, Noise)]
-    local = {id(layer) for layer in given.setup.local_layers}
+    """Every forward of an input draws the same mask in a dropout; the next step draws others."""
+    drawn: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def note(index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        drawn[index].append((inputs[0].detach().clone(), output.detach() != 0))
+
+    dropouts = [index for index, layer in enumerate(given.setup.layers) if isinstance(layer, nn.Dropout)]
+    for index in dropouts:
+        given.setup.layers[index].register_forward_hook(partial(note, index))
+    local = {index for stage in given.setup.local_stages for index in given.setup.partition[stage]}
     earlier: dict[int, list[Tensor]] = {}
+    drawn |= {index: [] for index in dropouts}
     for step in given.train(3):
-        for index, noise in noises:
-            for place, (inputs, mask) in enumerate(noise.drawn):
-                for before, other in noise.drawn[:place]:
+        for index, found in drawn.items():
+            for place, (inputs, mask) in enumerate(found):
+                for before, other in found[:place]:
                     if step.number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
                         return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
-            masks = [mask for _, mask in noise.drawn]
-            known = earlier.get(index, [])
+            masks, known = [mask for _, mask in found], earlier.get(index, [])
             again = bool(masks) and len(masks) == len(known) and all(map(torch.equal, masks, known))
-            if again and id(noise) in local:
+            if again and index in local:
                 return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
             earlier[index] = masks
-            noise.drawn.clear()
+            found.clear()
     return OK, "every recomputation draws the mask of the forward, and every step its own"
 
 
@@ -308,19 +316,6 @@ class Masks(Skip):
         if self.joins:
             return self.linear(value[0] * value[1])
         return torch.tanh(self.linear(value)), value > 0
-
-
-class Noise(nn.Module):
-    """Dropout that remembers what came and the mask that it drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, value: Tensor) -> Tensor:
-        mask = nn.functional.dropout(torch.ones_like(value))
-        self.drawn.append((value.detach().clone(), mask))
-        return value * mask
 
 
 def linear() -> nn.Module:

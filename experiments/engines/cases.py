@@ -24,7 +24,6 @@ from torch import nn
 
 from gpipe_bench.experiments.engines.asks import (
     Masks,
-    Noise,
     Skip,
     adds_up,
     averages,
@@ -37,7 +36,7 @@ from gpipe_bench.experiments.engines.asks import (
     scaled,
     trains,
 )
-from gpipe_bench.experiments.engines.given import (
+from gpipe_bench.experiments.engines.checks import (
     AS_BEFORE,
     BROKEN,
     CANNOT,
@@ -76,7 +75,7 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "skip": lambda: [Skip(False), Skip(True), nn.Tanh()],
     "masks": lambda: [Masks(False), Masks(True), nn.Tanh()],
     "norm": lambda: [nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH)],
-    "noise": lambda: [Noise(), linear(), Noise()],
+    "noise": lambda: [nn.Dropout(), linear(), nn.Dropout()],
 }
 """Layers between the first of a model and the last. The model is cut behind its second layer, or behind
 each of the first three.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.engines.cases import CASES, PLACES, Row, in_place
-from gpipe_bench.experiments.engines.given import CANNOT, OK
+from gpipe_bench.experiments.engines.checks import CANNOT, OK
 from gpipe_bench.harness.environment import environment
 from gpipe_bench.harness.report.grid import between
 

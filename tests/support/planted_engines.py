@@ -214,7 +214,7 @@ class DividesAgain(Staged):
 # What crosses a boundary
 
 
-@mistake("cut", "gradients", said="as if rounded to float32")
+@mistake("cut", "gradients")
 def sends_float32(self, value, m):
     leaves = [t.detach().float().to(t.dtype).requires_grad_(t.requires_grad) for t in each(value)]
     return like(value, leaves)
@@ -389,7 +389,7 @@ def clips_always(self):
     clip_grad_norm_(nn.ModuleList(self.stages).parameters(), 0.5)
 
 
-@mistake("after", "gradients", said="hold 0.01 times the weights")
+@mistake("after", "gradients")
 def decays(self):
     for parameter in self.trained:
         parameter.grad += 0.01 * parameter.detach()

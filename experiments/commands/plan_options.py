@@ -6,7 +6,6 @@ An invalid value is refused in one line.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from gpipe_bench.pipeline.plan.links import LINKS, Link
@@ -25,118 +24,105 @@ PRECISIONS = {
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the options of `plan` to its parser."""
-    verb.add_argument(
+    add = verb.add_argument
+    add(
         "model", metavar="MODEL",
         help="a published shape (gpt2-xl, llama-8b, unet-5-64 ...), transformer-lm or amoebanet-d with Table "
         "1's options, or your own as module:function",
     )  # fmt: skip
-    verb.add_argument(
+    add(
         "--num-layers", type=int, metavar="L",
         help="number of blocks: replaces a GPT-2 or Llama shape's own; required for transformer-lm and "
         "amoebanet-d",
     )  # fmt: skip
-    verb.add_argument("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
-    verb.add_argument(
+    add("--num-filters", type=int, metavar="D", help="of amoebanet-d, with --num-layers")
+    add(
         "--bytes", action="store_true",
         help="only whether it fits as one pipeline over all accelerators, and where it is cut: in seconds, "
         "with nothing timed; by default under gpipe, everything recomputed, in the fewest micro-batches",
     )  # fmt: skip
-    machines = verb.add_argument_group("your machines")
-    machines.add_argument(
-        "--accelerators", type=int, required=True, metavar="N", help="of all hosts together"
-    )
-    machines.add_argument(
-        "--memory-gib", type=float, metavar="GIB", help="of each accelerator; needed without --card"
-    )
-    machines.add_argument(
+    add = verb.add_argument_group("your machines").add_argument
+    add("--accelerators", type=int, required=True, metavar="N", help="of all hosts together")
+    add("--memory-gib", type=float, metavar="GIB", help="of each accelerator; needed without --card")
+    add(
         "--card", metavar="TFLOPS,GIB,GB/S",
         help="an accelerator that has no name here: its peak in 16 bits, memory, and the memory's rate",
     )  # fmt: skip
-    machines.add_argument(
+    add(
         "--reserve-gib", type=float, metavar="GIB",
         help="held back on each for what is no tensor: context, kernels, workspaces, buffers of collectives; "
         "default: 1.5 of an accelerator that is named, else 0",
     )  # fmt: skip
-    machines.add_argument("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
-    machines.add_argument(
+    add("--hosts", type=int, default=1, metavar="N", help="default: %(default)s")
+    add(
         "--device-type", default="measured", metavar="NAME",
         help="an accelerator by its name, such as h100, whose seconds are modelled (a roofline); default: "
         "measured, the layers are timed on this machine",
     )  # fmt: skip
-    machines.add_argument(
+    add(
         "--link", metavar="LINK",
         help="inside a host: nvlink, pcie, infiniband, ethernet or a preset; default: nvlink where the "
         "accelerator has it, else pcie; loopback where the layers are timed here",
     )  # fmt: skip
-    machines.add_argument("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
-    machines.add_argument(
+    add("--between", metavar="LINK", help="between hosts, likewise; needed with --hosts")
+    add(
         "--network-cards", type=int, metavar="N", dest="cards",
         help="of a host; default: one for each accelerator where NVLink connects them, else 1",
     )  # fmt: skip
-    training = verb.add_argument_group("how it is trained")
-    training.add_argument(
-        "--seq-len", type=int, metavar="T", help="tokens of an example, in the place of the shape's own"
-    )
-    training.add_argument(
+    add = verb.add_argument_group("how it is trained").add_argument
+    add("--seq-len", type=int, metavar="T", help="tokens of an example, in the place of the shape's own")
+    add(
         "--batch-size", type=int, metavar="N",
         help="examples of a mini-batch, of all replicas; may be left out with --bytes",
     )  # fmt: skip
-    training.add_argument(
-        "--optimizer", choices=("sgd", "rmsprop", "adam"), default="adam", help="default: %(default)s"
-    )
-    training.add_argument(
+    add("--optimizer", choices=("sgd", "rmsprop", "adam"), default="adam", help="default: %(default)s")
+    add(
         "--precision", default="float32", metavar="TYPE",
         help="float32; bf16 or fp16 mixed (weights stay float32, fp16 scales its loss); bf16-pure for "
         "everything in bfloat16; default: %(default)s",
     )  # fmt: skip
-    training.add_argument(
+    add(
         "--compiled", action="store_true",
         help="layers run under torch.compile: bytes are those of eager layers, an upper estimate",
     )  # fmt: skip
-    tried = verb.add_argument_group(
+    add = verb.add_argument_group(
         "what is tried", "everything by default, but for tensor parallelism; each may be repeated"
-    )
-    tried.add_argument(
+    ).add_argument
+    add(
         "--schedule", action="append", default=[], metavar="NAME",
         help=f"only this one, of {', '.join(NAMED)}",
     )  # fmt: skip
-    tried.add_argument(
+    add(
         "--num-microbatches", action="append", type=int, default=[], metavar="M",
         help="only so many micro-batches, of each replica",
     )  # fmt: skip
-    tried.add_argument(
+    add(
         "--remat", action="append", choices=REMATS, default=[], metavar="WHAT",
         help=f"only this recomputation, of {', '.join(REMATS)}",
     )  # fmt: skip
-    tried.add_argument(
-        "--pp", action="append", type=int, default=[], metavar="K", help="only so many workers of a pipeline"
-    )
-    tried.add_argument(
+    add("--pp", action="append", type=int, default=[], metavar="K", help="only so many workers of a pipeline")
+    add(
         "--tp", action="append", type=int, default=[], metavar="N",
         help="so many accelerators that compute a layer together; needs a model that says how; default: 1",
     )  # fmt: skip
-    tried.add_argument("--no-fsdp", action="store_true", help="every replica holds all parameters")
-    clock = verb.add_argument_group("how layers are timed, where no accelerator is named")
-    clock.add_argument(
+    add("--no-fsdp", action="store_true", help="every replica holds all parameters")
+    add = verb.add_argument_group("how layers are timed, where no accelerator is named").add_argument
+    add(
         "--probe-rounds", type=int, default=4, metavar="N",
         help="rounds of steps, each of every micro-batch size in every way; default: %(default)s",
     )  # fmt: skip
-    output = verb.add_argument_group("what is printed and written")
-    output.add_argument(
-        "--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s"
-    )
-    output.add_argument(
-        "--script", type=Path, metavar="FILE.py", help="write the script that trains as planned"
-    )
-    output.add_argument(
+    add = verb.add_argument_group("what is printed and written").add_argument
+    add("--top", type=int, default=5, metavar="N", help="plans to print; default: %(default)s")
+    add("--script", type=Path, metavar="FILE.py", help="write the script that trains as planned")
+    add(
         "--format", choices=tuple(FORMATS),
         help="what it is: a script on this engine or on torch.distributed.pipelining, settings for "
         "torchtitan, or flags of Megatron-LM; only what it can say is tried, and predicted as it runs there; "
         "default: script, where --script is given",
     )  # fmt: skip
-    output.add_argument(
+    add(
         "--full", action="store_true",
-        help="also the schedule, what less memory costs, where each number comes from, and the script",
+        help="also what less memory costs, where each number comes from, and the script",
     )  # fmt: skip
 
 
@@ -221,9 +207,3 @@ def precision(arguments: argparse.Namespace) -> str:
     if arguments.precision not in PRECISIONS:
         raise ValueError(f"--precision {arguments.precision}: choose one of {', '.join(PRECISIONS)}")
     return PRECISIONS[arguments.precision]
-
-
-def find_own_modules() -> None:
-    """Makes one's own modules importable from the folder in which this was started."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")

@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.commands.output import DONE, screen_width, tell, warn, write_text
-from gpipe_bench.experiments.commands.plan_options import check_counts, request_of
+from gpipe_bench.experiments.commands.output import DONE, check_counts, screen_width, tell, warn, write_text
 from gpipe_bench.experiments.commands.plan_options import options as options
+from gpipe_bench.experiments.commands.plan_options import request_of
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.remat import to_text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gpipe_bench.experiments.commands.output import check_counts
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.planner.candidate import REMATS
@@ -191,15 +192,6 @@ def reserve_bytes(arguments: argparse.Namespace) -> int | None:
             "tensors, 0 or more"
         )
     return int(arguments.reserve_gib * GIB)
-
-
-def check_counts(arguments: argparse.Namespace, *names: str) -> None:
-    """`ValueError` for an option that is given with a number below 1, alone or in a list."""
-    for name in names:
-        given = getattr(arguments, name)
-        for number in given if isinstance(given, list) else [given]:
-            if number is not None and number < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {number}: give 1 or more")
 
 
 def precision(arguments: argparse.Namespace) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import call, lines
-from engines_checked import PAGE, rewritten
 from planted_engines import OVER_PROCESSES, PLANTED, RIGHT
 
 from gpipe_bench.experiments.beyond import engine_turns
@@ -97,18 +95,6 @@ def in_this_process(name: str) -> dict[str, Row]:
     return {row.case: row for row in settled(rows)}
 
 
-# In processes of their own
-
-
-def answer(tell: Any, value: int) -> int:
-    tell(value)
-    return 2 * value
-
-
-def boom(tell: Any) -> None:
-    raise ZeroDivisionError("by nothing")
-
-
 # check-engine
 
 
@@ -149,11 +135,6 @@ def test_over_processes_too_it_is_named_by_what_it_is(scene: Path, name: str) ->
     found = faults(in_place(f"planted_engines:{name}", "two processes", 20.0, ["accumulation over steps"]))
     assert (found[0].case, found[0].verdict) == (case, verdict)
     assert said in found[0].text
-
-
-def test_the_page_shows_what_is_on_record_about_others() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert rewritten(text) == text, "stale: python tests/support/engines_checked.py --write-docs"
 
 
 def test_the_table_fits_a_screen_and_says_who_has_met_it(

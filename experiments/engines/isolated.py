@@ -86,7 +86,7 @@ def _fault(folder: Path, count: int, timeout_s: float, ended: ProcessException |
     faults: list[Fault] = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("fault*"))]
     own = [fault for fault in faults if not any(word in fault.reason for word in _LOST)]
     if own or not isinstance(ended, ProcessExitedException):
-        return (own or faults or [None])[0]
+        return next(iter(own or faults), None)
     who = [f"process {rank}" if count > 1 else "its process" for rank in range(count)]
     if ended.signal_name != "SIGALRM":
         name, status = ended.signal_name, ended.exit_code

@@ -23,12 +23,6 @@ import pytest
 import their_repository
 from command_line import ROOT, lines, surroundings
 from forked import Script
-from records import record
-
-from gpipe_bench.experiments.registry import load
-from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.experiment import select as chosen
-from gpipe_bench.harness.store import Store
 
 pytestmark = pytest.mark.processes
 LONG_S = 900.0  # for a hang, which would be a failure; nothing is asserted about time
@@ -110,7 +104,6 @@ def ended(tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
 ENGINES = ("engines", "workload=transformer", "where=processes")
 TABLE1 = ("table1", "part=paper", "half=transformer")
 EXPERIMENTS = "gpipe_bench.experiments"
-BEGIN = "gpipe_bench.harness.runner:Reporter.begin"
 EXAMINE = f"{EXPERIMENTS}.engines.cases:examine"
 
 
@@ -123,7 +116,6 @@ EXAMINATION = ["check-engine", "own_engine:FillDrain"]
 PLAN = ["plan", "gpt2", "--accelerators", "2", "--memory-gib", "8", "--batch-size", "4", "--num-layers", "1"]
 MOMENTS: dict[str, tuple[list[str], Moment]] = {
     "a run that starts": (run(*ENGINES), Moment(f"{EXPERIMENTS}.beyond.engines", INT)),
-    "a run before its first case": (run(*TABLE1), Moment(BEGIN, TERM)),
     "processes that import torch": (run(*ENGINES), Moment("torch", INT, in_a_child=True)),
     # One waits for ever and the other one for it, inside an operation that no handler interrupts.
     "processes that wait for each other": (
@@ -132,17 +124,10 @@ MOMENTS: dict[str, tuple[list[str], Moment]] = {
     "cases beside each other": (
         run(*TABLE1), Moment(f"{EXPERIMENTS}.paper.largest:place_anyhow", INT, in_a_child=True),
     ),
-    "a training over two processes": (
-        run("consistency", "processes=2"),
-        Moment(f"{EXPERIMENTS}.paper.consistency.training:train", TERM, in_a_child=True),
-    ),
-    "an examination that starts": (EXAMINATION, Moment(f"{EXPERIMENTS}.commands.check_engine", INT)),
     "a later check": (EXAMINATION, Moment(EXAMINE, INT, in_a_child=True, times=1)),
     "a plan whose layers are timed": (
         PLAN, Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True),
     ),
-    "a plan that profiles": (PLAN, Moment("gpipe_bench.planner.model:Model.profile_of", INT)),
-    "a plan of bytes": ([*PLAN, "--bytes"], Moment("gpipe_bench.planner.model:model_of", TERM)),
 }  # fmt: skip
 
 
@@ -167,41 +152,14 @@ def test_nothing_is_printed_kept_or_left_running(
         assert kept(tmp_path, words[1]) == 0
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        Moment("gpipe_bench.harness.runner:Reporter.finished", TERM, goes_on=True),
-        Moment("gpipe_bench.harness.store:Store.append", INT, goes_on=True),
-    ],
-)
-def test_between_cases_and_while_one_is_written(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment
-) -> None:
-    """What is being written is written whole; at most what ran beside it is finished, too."""
+def test_while_a_record_is_written(tmp_path: Path, ended: Callable[..., tuple[str, str]]) -> None:
+    """It is written whole; at most what ran beside it is finished, too."""
+    moment = Moment("gpipe_bench.harness.store:Store.append", INT, goes_on=True)
     out, err = ended(moment, *run(*TABLE1))
     found = kept(tmp_path, "table1")
     assert 1 <= found <= 2
     assert f"{found} finished cases are kept" in err
     assert all(line.startswith("{") for line in out.splitlines())
-
-
-def test_while_results_are_compared(tmp_path: Path, ended: Callable[..., tuple[str, str]]) -> None:
-    """With all cases on record."""
-    experiment, only = load("table1"), {"part": ("paper",), "half": ("transformer",)}
-    cases = chosen(experiment.cases(RunOptions(profile="smoke", device="cpu")), only)
-    options = experiment.relevant(RunOptions(profile="smoke", device="cpu"))
-    for case in cases:
-        Store(tmp_path / "results").append(
-            record(
-                experiment="table1", profile="smoke", case=case.key, revision=experiment.revision,
-                options=options,
-            )
-        )  # fmt: skip
-    before = (tmp_path / "results" / "table1.jsonl").read_bytes()
-    out, err = ended(Moment(f"{EXPERIMENTS}.commands.run:_shown", INT), *run(*TABLE1))
-    assert out == ""
-    assert f"{len(cases)} of {len(cases)} cases were on record already" in err
-    assert (tmp_path / "results" / "table1.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(

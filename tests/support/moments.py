@@ -10,6 +10,7 @@ from one that had imported torch, it forks, but for the moment in which a child 
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib.abc
 import importlib.machinery
@@ -96,6 +97,7 @@ if __name__ == "__main__":
         from gpipe_bench.pipeline.ranks import launch
 
         launch.START_METHOD = "fork"
+        faulthandler.cancel_dump_traceback_later()  # its thread is in no fork, which would wait for it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     from gpipe_bench.experiments.__main__ import command
     from gpipe_bench.harness import signals as stopping

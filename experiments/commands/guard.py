@@ -19,10 +19,17 @@ from pathlib import Path
 import msgspec
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
-from gpipe_bench.experiments.guard.arms import Subject, WorkerError, benchmarks_of, subject_of
+from gpipe_bench.experiments.guard.arms import (
+    Subject,
+    WorkerError,
+    base_tree,
+    benchmarks_of,
+    merge_base,
+    subject_of,
+    top_of,
+)
 from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table
-from gpipe_bench.experiments.guard.trees import base_tree, merge_base, top_of
 from gpipe_bench.harness import PUBLISHED, ROOT, is_checkout
 from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.report.grid import fill

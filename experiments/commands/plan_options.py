@@ -78,7 +78,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--optimizer", choices=("sgd", "rmsprop", "adam"), default="adam", help="default: %(default)s")
     add(
-        "--precision", default="float32", metavar="TYPE",
+        "--precision", choices=tuple(PRECISIONS), default="float32", metavar="TYPE",
         help="float32; bf16 or fp16 mixed (weights stay float32, fp16 scales its loss); bf16-pure for "
         "everything in bfloat16; default: %(default)s",
     )  # fmt: skip
@@ -142,12 +142,12 @@ def request_of(arguments: argparse.Namespace) -> Request:
             arguments.memory_gib = float(arguments.card.split(",")[1])
     if arguments.memory_gib is None:
         raise ValueError("--memory-gib is needed: the GiB of one accelerator, such as 24")
-    device = arguments.device_type
+    device, precision = arguments.device_type, PRECISIONS[arguments.precision]
     if device != MEASURED:
         from gpipe_bench.planner.accelerators import accelerator
 
         try:
-            accelerator(device, precision(arguments))
+            accelerator(device, precision)
         except ValueError as error:
             raise ValueError(f"--device-type {device}: {error}") from error
     between = _link("--between", arguments.between, device) if arguments.between else None
@@ -155,12 +155,15 @@ def request_of(arguments: argparse.Namespace) -> Request:
         raise ValueError(f"--hosts {arguments.hosts} needs --between LINK, such as infiniband")
     if arguments.hosts == 1 and between is not None:
         raise ValueError(f"--between {arguments.between}: there is one host; give --hosts N, or leave it out")
+    held = arguments.reserve_gib
+    reserve = None if held is None else _bytes("--reserve-gib", held, 0)
+    memory = _bytes("--memory-gib", arguments.memory_gib, 2**-20)
     return Request(
-        accelerators=arguments.accelerators, memory_bytes=memory_bytes(arguments),
+        accelerators=arguments.accelerators, memory_bytes=memory,
         batch_size=arguments.batch_size, link=_link("--link", arguments.link, device),
         between=between, hosts=arguments.hosts, optimizer=arguments.optimizer,
-        precision=precision(arguments), device_type=device, compiled=arguments.compiled,
-        reserve_bytes=reserve_bytes(arguments), cards=arguments.cards,
+        precision=precision, device_type=device, compiled=arguments.compiled,
+        reserve_bytes=reserve, cards=arguments.cards,
     )  # fmt: skip
 
 
@@ -173,29 +176,8 @@ def _link(option: str, name: str | None, device_type: str) -> Link:
         raise ValueError(f"{option}{f' {name}' if name else ''}: {error}") from error
 
 
-def memory_bytes(arguments: argparse.Namespace) -> int:
-    """Memory of one accelerator in bytes. Raises ValueError for a size that no accelerator has."""
-    if not 2**-20 <= arguments.memory_gib < MOST_GIB:
-        raise ValueError(
-            f"--memory-gib {arguments.memory_gib:g}: give the GiB of one accelerator, such as 24"
-        )
-    return int(arguments.memory_gib * GIB)
-
-
-def reserve_bytes(arguments: argparse.Namespace) -> int | None:
-    """Held back of it; None where nobody says. `ValueError` for less than nothing."""
-    if arguments.reserve_gib is None:
-        return None
-    if not 0 <= arguments.reserve_gib < MOST_GIB:
-        raise ValueError(
-            f"--reserve-gib {arguments.reserve_gib:g}: give the GiB of each accelerator that are not for "
-            "tensors, 0 or more"
-        )
-    return int(arguments.reserve_gib * GIB)
-
-
-def precision(arguments: argparse.Namespace) -> str:
-    """The name that the library has for it. `ValueError` for one that is not known."""
-    if arguments.precision not in PRECISIONS:
-        raise ValueError(f"--precision {arguments.precision}: choose one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[arguments.precision]
+def _bytes(option: str, gib: float, least: float) -> int:
+    """Raises ValueError for a size that no accelerator has."""
+    if not least <= gib < MOST_GIB:
+        raise ValueError(f"{option} {gib:g}: give the GiB of one accelerator, such as 24")
+    return int(gib * GIB)

@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("results/*.md")])
@@ -162,23 +161,6 @@ def test_what_the_page_about_symptoms_shows_is_what_the_program_prints() -> None
         if sum(found) < 0.6 * len(found) and not any(other in text for other in NOT_OURS):
             lost.append(text)
     assert lost == []
-
-
-CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-
-
-def test_the_citation_has_what_the_format_requires_and_names_the_paper() -> None:
-    found = yaml.safe_load(CITATION)
-    assert found["cff-version"] == "1.2.0"
-    for required in ("message", "title", "authors"):
-        assert found[required], required
-    assert found["type"] == "software"
-    (paper,) = found["references"]
-    assert paper["title"].startswith("GPipe: Efficient Training of Giant Neural Networks")
-    assert paper["url"].endswith("1811.06965")
-    assert (paper["type"], paper["year"], len(paper["authors"])) == ("conference-paper", 2019, 11)
-    for person in paper["authors"]:
-        assert person.keys() == {"family-names", "given-names"}
 
 
 def test_the_readme_and_the_page_say_how_to_cite() -> None:

@@ -20,10 +20,17 @@ from their_repository import git
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
-from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, benchmarks_of, subject_of
+from gpipe_bench.experiments.guard.arms import (
+    Arm,
+    WorkerError,
+    arms_of,
+    base_tree,
+    benchmarks_of,
+    merge_base,
+    subject_of,
+)
 from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
-from gpipe_bench.experiments.guard.trees import base_tree, merge_base
 
 
 @pytest.fixture

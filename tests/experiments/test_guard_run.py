@@ -17,7 +17,7 @@ from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.guard import COUNTERS
 from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
-from gpipe_bench.experiments.guard.arms import Arm, Subject, WorkerError, arms_of
+from gpipe_bench.experiments.guard.arms import Arm, Base, Subject, WorkerError, arms_of
 from gpipe_bench.experiments.guard.counters import (
     CASES,
     content,
@@ -28,7 +28,6 @@ from gpipe_bench.experiments.guard.counters import (
 )
 from gpipe_bench.experiments.guard.own import BENCHMARKS
 from gpipe_bench.experiments.guard.run import Finding, guard, measure
-from gpipe_bench.experiments.guard.trees import Base
 from gpipe_bench.harness.guard import Change, Judgement
 from gpipe_bench.pipeline.stage.layers import LayerRunner
 

@@ -214,12 +214,6 @@ class DividesAgain(Staged):
 # What crosses a boundary
 
 
-@mistake("cut", "gradients")
-def sends_float32(self, value, m):
-    leaves = [t.detach().float().to(t.dtype).requires_grad_(t.requires_grad) for t in each(value)]
-    return like(value, leaves)
-
-
 @mistake("cut", "masks per micro-batch")
 def first_mask(self, value, m):
     """Takes what needs no gradient from the first micro-batch."""
@@ -389,12 +383,6 @@ def clips_always(self):
     clip_grad_norm_(nn.ModuleList(self.stages).parameters(), 0.5)
 
 
-@mistake("after", "gradients")
-def decays(self):
-    for parameter in self.trained:
-        parameter.grad += 0.01 * parameter.detach()
-
-
 @mistake("after", "loss scaling")
 def skips_alone(self):
     """Its first stage takes large gradients for an overflow, and says so to nobody."""
@@ -477,12 +465,6 @@ def leaves_evaluation(self):
 def freezes_later(self):
     if self.steps == 2:
         self.stages[0].requires_grad_(False)
-
-
-@mistake("after", "later steps", "returned loss")
-def hooks(self):
-    """Registers its hook in every step anew, and each takes a little of what comes."""
-    self.stages[-1][-1].register_forward_hook(lambda layer, inputs, output: output * 0.99)
 
 
 @mistake("after", "left alone")

@@ -163,13 +163,6 @@ def test_what_the_page_about_symptoms_shows_is_what_the_program_prints() -> None
     assert lost == []
 
 
-def test_the_readme_and_the_page_say_how_to_cite() -> None:
-    for page in ("README.md", "harness/report/templates/report.html.j2"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert "How to cite" in text
-        assert "CITATION.cff" in text
-
-
 FILES = sorted(
     path
     for name in ("experiments", "harness", "models", "pipeline", "planner")

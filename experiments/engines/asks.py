@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpipe_bench.experiments.engines.checks import (
-    AS_BEFORE,
     CANNOT,
     FAILED,
     OK,
@@ -115,7 +114,7 @@ def trains(given: Given) -> Said:
     for step in given.train(3):
         said = _counted(step, given)
         if said[0] != OK:
-            return said if given.setup.remat != "never" else (AS_BEFORE, said[1])
+            return said
         right = _right(given, said[1])
         if right[0] != OK:
             return right
@@ -134,7 +133,7 @@ def frozen(given: Given) -> Said:
 
 
 def adds_up(given: Given) -> Said:
-    """A step without clearing doubles the gradients of the step before, whether those are right or wrong."""
+    """A step without clearing doubles the gradients of the step before."""
     _begin(given)
     given.step()
     once = left(given.setup)
@@ -142,11 +141,9 @@ def adds_up(given: Given) -> Said:
     twice = left(given.setup)
     if same(twice, {name: 2 * gradient for name, gradient in once.items()}):
         return OK, "two steps leave the sum of their gradients"
-    if norm := round_norm(twice):
-        return AS_BEFORE, f"two steps leave gradients of norm {norm}: the engine clips by itself"
     times = factor_of(twice, once)
     of = f"{times:.6g} times the gradients of one" if times is not None else "neither once nor twice these"
-    return AS_BEFORE, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
+    return FAILED, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
 
 
 def _begin(given: Given) -> None:
@@ -157,7 +154,7 @@ def _begin(given: Given) -> None:
 
 
 def scaled(given: Given) -> Said:
-    """A scaled loss scales the gradients of the step before, whether those are right or wrong."""
+    """A scaled loss scales the gradients of the step before."""
     _begin(given)
     given.step()
     once = left(given.setup)
@@ -165,12 +162,12 @@ def scaled(given: Given) -> Said:
     found = left(given.setup)
     if not same(found, {name: _SCALE * gradient for name, gradient in once.items()}):
         if norm := round_norm(found):
-            return AS_BEFORE, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
+            return FAILED, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
         if same(found, once):
-            return AS_BEFORE, "its gradients are those of the loss function of an earlier step"
+            return FAILED, "its gradients are those of the loss function of an earlier step"
         times = factor_of(found, once)
         of = f"{times:.6g} times" if times is not None else "not by one factor"
-        return AS_BEFORE, f"with the loss times {_SCALE:g} the gradients are {of} those without"
+        return FAILED, f"with the loss times {_SCALE:g} the gradients are {of} those without"
     given.step(lambda *values: float("inf") * mean_square(*values))
     if all(bool(gradient.isfinite().all()) for gradient in left(given.setup).values()):
         return FAILED, "an infinite loss leaves finite gradients: a scaler would not see the overflow"
@@ -235,10 +232,7 @@ def averages(given: Given) -> Said:
             if number == int(plain.num_batches_tracked or 0):  # else at once, which is another average
                 for mine, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
                     if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
-                        return (
-                            AS_BEFORE,
-                            f"layer {index} has averages of other examples, or of some of them twice",
-                        )
+                        return FAILED, f"layer {index} has averages of other examples, or of some twice"
     return OK, "the averages are those of the examples, once each"
 
 
@@ -285,7 +279,7 @@ def _counted(step: Step, given: Given) -> Said:
 def _right(given: Given, said: str = "") -> Said:
     """Whether the gradients are the uncut model's; else that may be said already."""
     how, why = compared(given)
-    return (OK, said or why) if how == "right" else (AS_BEFORE, why)
+    return (OK, said or why) if how == "right" else (FAILED, why)
 
 
 def _plain_loss(given: Given) -> float:

@@ -5,7 +5,7 @@ model so small that a step takes milliseconds, in one process and over two, in f
 and six micro-batches, and over three or four steps with another mini-batch each and an optimizer's update
 between them: what is stale, or wrong from some step on, shows only so. What is asked stands in `asks.py`.
 What an engine refuses by a ValueError, or has no method for, can't be asked and is no mistake. The first
-cases, `BASE`, share their steps; only where these fail, nothing else can be asked. A case in which an engine
+cases, `BASE`, share their steps; where these are wrong, nothing else is asked. A case in which an engine
 hangs or ends its processes, or raises in one of two, costs that case alone: the next ones run in new
 processes.
 """
@@ -37,7 +37,6 @@ from gpipe_bench.experiments.engines.asks import (
     trains,
 )
 from gpipe_bench.experiments.engines.checks import (
-    AS_BEFORE,
     BROKEN,
     CANNOT,
     FAILED,
@@ -184,26 +183,24 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
                 rows += _joined(by_rank)
         if fault is not None:
             rows.append(_row(place, GROUPS[last][0], _raised(fault)))
-        if fault is None or rows[0].verdict != OK:
+        if fault is None or not are_right(rows):
             break
         chosen = [index for index in chosen if index > last]
     return settled(rows)
 
 
-def settled(rows: Sequence[Row]) -> list[Row]:
-    """The rows without findings that repeat those of others."""
-    if rows[0].verdict == BROKEN:
-        rest = [_row(rows[0].place, case, (UNTRIED, "its step is broken")) for case in CASES[len(BASE) :]]
-        return [rows[0], *rest]
-    is_wrong = any(row.case in {case.name for case in BASE} and row.verdict == FAILED for row in rows)
-    again = UNTRIED, "its steps are wrong without that, too"
-    found = []
-    for row in rows:
-        verdict, text = (row.verdict, row.text) if row.verdict != AS_BEFORE else again
-        if row.verdict == AS_BEFORE and not is_wrong:
-            verdict, text = FAILED, row.text
-        found.append(replace(row, verdict=verdict, text=text))
-    return found
+def are_right(rows: Sequence[Row]) -> bool:
+    """Whether the first cases are, of which these are the rows or the first ones."""
+    return all(row.verdict == OK for row in rows[: len(BASE)])
+
+
+def settled(rows: list[Row]) -> list[Row]:
+    """The rows, and those of the cases that were not asked as the first ones are wrong."""
+    if are_right(rows) or rows[0].verdict == CANNOT:
+        return rows
+    return rows + [
+        _row(rows[0].place, case, (UNTRIED, "the first steps are wrong")) for case in CASES[len(BASE) :]
+    ]
 
 
 def _row(place: str, case: Case, said: Said) -> Row:
@@ -271,8 +268,8 @@ def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> list[tupl
         say(index, None)
         rows = examine(name, GROUPS[index], place)
         say(index, rows)
-        if GROUPS[index] == BASE and rows[0].verdict != OK:
-            break  # nothing else can be asked
+        if GROUPS[index] == BASE and not are_right(rows):
+            break
     return told
 
 
@@ -298,7 +295,7 @@ def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = Fa
     return worst
 
 
-_SEVERITY = (BROKEN, FAILED, AS_BEFORE, UNTRIED, OK, CANNOT)
+_SEVERITY = (BROKEN, FAILED, UNTRIED, OK, CANNOT)
 """What is refused in one variation is no mistake, and asked in the others."""
 
 

@@ -332,8 +332,6 @@ OK, FAILED, BROKEN, CANNOT, UNTRIED = "ok", "failed", "broken", "cannot be asked
 ValueError, or has no method for it.
 """
 SKIPPED = (CANNOT, UNTRIED)
-AS_BEFORE = "as before"
-"""Verdict of a case whose step is wrong in the same way as in the first cases."""
 Said = tuple[str, str]
 """A verdict, and what is said."""
 

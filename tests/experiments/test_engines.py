@@ -23,7 +23,17 @@ from torch import Tensor, nn
 from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.experiments.beyond.engines import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
-from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, in_place, settled
+from gpipe_bench.experiments.engines.cases import (
+    BASE,
+    CASES,
+    GROUPS,
+    Row,
+    are_right,
+    examine,
+    faults,
+    in_place,
+    settled,
+)
 from gpipe_bench.experiments.engines.checks import (
     gradient_error,
     named_parameters,
@@ -269,7 +279,8 @@ def in_this_process(name: str) -> dict[str, Row]:
     rows: list[Row] = []
     for group in GROUPS:
         rows += examine(name, group, "one process")
-        assert rows[0].verdict == "ok"
+        if not are_right(rows):
+            break
     return {row.case: row for row in settled(rows)}
 
 

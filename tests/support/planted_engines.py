@@ -420,10 +420,7 @@ class OldWeights(Staged):
         self.old = self.now
 
 
-@found_by(
-    "batch norm's averages", "batch norm, recomputed", "clipping over stages", "later steps", "micro-batches",
-    "remat always", "remat except_last", "returned loss",
-)  # fmt: skip
+@found_by("later steps", "micro-batches", "returned loss")
 class FirstWeights(Staged):
     """Copies the layers when it is built, and never looks at the user's again."""
 

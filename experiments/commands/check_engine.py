@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.timeout_s <= 0:
         raise ValueError(f"--timeout-s is {arguments.timeout_s:g}; give seconds, such as 30")
     from gpipe_bench.experiments.engines.cases import faults
-    from gpipe_bench.experiments.engines.given import BROKEN, CANNOT, FAILED, OK
+    from gpipe_bench.experiments.engines.checks import BROKEN, CANNOT, FAILED, OK
 
     engine = arguments.engine
     rows = _rows(engine, arguments.timeout_s)
@@ -94,36 +94,25 @@ def _rows(engine: str, timeout_s: float) -> list[Row]:
     class Found:
         """The plugin "found", in which the tests leave their results."""
 
-        def __init__(self) -> None:
-            self.__name__ = "found"
-            self.rows: list[Row] = []
-            self.interrupt: KeyboardInterrupt | None = None
-            self.refused = ""
+        __name__ = "found"
+        rows: list[Row]
+        ended: BaseException | None = None
 
         def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-            if isinstance(excinfo.value, KeyboardInterrupt):
-                self.interrupt = excinfo.value
-            else:  # pytest.exit
-                self.refused = str(excinfo.value)
+            self.ended = excinfo.value  # or what pytest.exit raises
 
     found = Found()
+    found.rows = []
     words = ["--pyargs", "gpipe_bench.conformance", "-p", "gpipe_bench.conformance.options", "-s"]
     words += ["--engine", engine, "--engine-timeout-s", str(timeout_s)]
     words += ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest"]  # a user's are for his own tests
-    for name in (
-        "terminal",
-        "cacheprovider",
-        "faulthandler",
-        "unraisableexception",
-        "threadexception",
-        "xdist",
-    ):
-        words += ["-p", f"no:{name}"]
+    unused = "terminal", "cacheprovider", "faulthandler", "unraisableexception", "threadexception", "xdist"
+    words += [word for name in unused for word in ("-p", f"no:{name}")]
     status = pytest.main(words, plugins=[found])
-    if found.interrupt is not None:
-        raise found.interrupt
-    if found.refused:
-        raise ValueError(found.refused)
+    if isinstance(found.ended, KeyboardInterrupt):
+        raise found.ended
+    if found.ended is not None:
+        raise ValueError(str(found.ended))
     if not found.rows:
         raise RuntimeError(f"pytest ran no test, and ended with status {int(status)}")
     return sorted(found.rows, key=lambda row: [*PLACES].index(row.place))

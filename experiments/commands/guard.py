@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,17 @@ from pathlib import Path
 import msgspec
 
 from gpipe_bench.experiments.commands.output import CASE_FAILED, DONE, VERDICT_FAILED, print_line
-from gpipe_bench.experiments.guard.arms import Subject, WorkerError, benchmarks_of, subject_of
+from gpipe_bench.experiments.guard.arms import (
+    Subject,
+    WorkerError,
+    base_tree,
+    benchmarks_of,
+    merge_base,
+    subject_of,
+    top_of,
+)
 from gpipe_bench.experiments.guard.command import TIMEOUT_S, Command
-from gpipe_bench.experiments.guard.counters import differences, encode, load
 from gpipe_bench.experiments.guard.run import BUDGET_S, LEGEND, Finding, ending, guard, table
-from gpipe_bench.experiments.guard.trees import base_tree, merge_base, top_of
 from gpipe_bench.harness import PUBLISHED, ROOT, is_checkout
 from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.report.grid import fill
@@ -35,57 +41,47 @@ OWN = "experiments/guard/own.py"
 SEED = 1811
 
 Say = Callable[[str], None]
+OF_TIME = ("markdown", "require_conclusive", "only")
+OF_COMMANDS = ("number", "higher_is_better", "timeout_s")
 
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
-    verb.add_argument(
-        "--base", metavar="REF", help="time the working tree against where it left this revision"
-    )
-    verb.add_argument(
+    add = verb.add_argument
+    add("--base", metavar="REF", help="time the working tree against where it left this revision")
+    add(
         "--update", action="store_true",
         help="write the committed counters anew; say in the commit why they changed",
     )  # fmt: skip
-    verb.add_argument(
+    add(
         "--only", action="append", default=[], metavar="BENCHMARK", help="time only this one; may be repeated"
     )
-    verb.add_argument(
+    add(
         "--budget-s", type=float, default=BUDGET_S, metavar="S",
         help="time for all rounds; default: %(default)g",
     )  # fmt: skip
-    verb.add_argument(
+    add(
         "--markdown", type=Path, metavar="FILE",
         help="also add the result to this file, as to a job's summary",
     )  # fmt: skip
-    verb.add_argument(
-        "--require-conclusive", action="store_true", help="exit with 1 where nothing can be told, too"
-    )
-    verb.add_argument(
-        "--repo", type=Path, metavar="DIR", help="guard this repository, by --benchmarks or --command"
-    )
-    verb.add_argument(
+    add("--require-conclusive", action="store_true", help="exit with 1 where nothing can be told, too")
+    add("--repo", type=Path, metavar="DIR", help="guard this repository, by --benchmarks or --command")
+    add(
         "--benchmarks", type=Path, metavar="FILE",
         help="a file of its benchmarks, below DIR: functions in a dictionary BENCHMARKS",
     )  # fmt: skip
-    verb.add_argument(
+    add(
         "--command", metavar="LINE",
         help="a command that prints a number, in any language; the last one counts",
     )  # fmt: skip
-    verb.add_argument(
-        "--build", metavar="COMMAND", help="run once in every checkout that is timed, such as make"
-    )
-    verb.add_argument(
+    add("--build", metavar="COMMAND", help="run once in every checkout that is timed, such as make")
+    add(
         "--path", action="append", default=[], metavar="FOLDER",
         help="where its modules are, below DIR; default: DIR and DIR/src",
     )  # fmt: skip
-    verb.add_argument(
-        "--number", metavar="REGEX",
-        help="of the command's number, or its one group; of several matches the geometric mean counts",
-    )  # fmt: skip
-    verb.add_argument("--higher-is-better", action="store_true", help="the command's number is a rate")
-    verb.add_argument(
-        "--timeout-s", type=float, metavar="S", help=f"of one run of the command; default: {TIMEOUT_S:g}"
-    )
+    add("--number", metavar="REGEX", help="of the command's number, or its one group; the last match counts")
+    add("--higher-is-better", action="store_true", help="the command's number is a rate")
+    add("--timeout-s", type=float, metavar="S", help=f"of one run of the command; default: {TIMEOUT_S:g}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,17 +105,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.budget_s <= 0:
         raise ValueError(f"--budget-s is {arguments.budget_s:g}; give seconds, such as 150")
-    if arguments.markdown is not None and arguments.base is None:
-        raise ValueError("--markdown keeps what was timed; give a revision to compare with, --base REF")
-    for option in ("require_conclusive", "only"):
-        if getattr(arguments, option) and arguments.base is None:
-            name = option.replace("_", "-")
-            raise ValueError(f"--{name} is about what is timed; give a revision, --base REF")
+    if arguments.base is None:
+        refuse(arguments, OF_TIME, "is about what is timed; give a revision, --base REF")
     is_own = not (arguments.repo or arguments.benchmarks or arguments.command)
     subject = own_subject(arguments) if is_own else their_subject(arguments)
-    is_equal, findings = True, []
-    if is_own:
-        is_equal = check_counters(arguments, say)
+    is_equal = check_counters(arguments, say) if is_own else True
+    findings = []
     if arguments.base is not None:
         findings = check_time(arguments, subject, say, is_counted=is_own and is_equal)
     failed = not is_equal or any(finding.confirmed for finding in findings)
@@ -136,13 +127,17 @@ def _run(arguments: argparse.Namespace, say: Say) -> int:
     return VERDICT_FAILED if failed else DONE
 
 
+def refuse(arguments: argparse.Namespace, options: Sequence[str], why: str) -> None:
+    """Raises ValueError where one of these options is given."""
+    for option in options:
+        if getattr(arguments, option):
+            raise ValueError(f"--{option.replace('_', '-')} {why}")
+
+
 def own_subject(arguments: argparse.Namespace) -> Subject:
     """This project as the subject. Raises ValueError outside its folder, and for a wrong revision."""
-    for option in ("path", "build", "number", "higher_is_better", "timeout_s"):
-        if getattr(arguments, option):
-            raise ValueError(
-                f"--{option.replace('_', '-')} is about --benchmarks or --command; name what is to be timed"
-            )
+    why = "is about --benchmarks or --command; name what is to be timed"
+    refuse(arguments, ("path", "build", *OF_COMMANDS), why)
     here = Path.cwd().resolve()
     if not (is_checkout() and here.is_relative_to(ROOT)):  # it would vouch for another than was changed
         which = here if is_checkout() else "it"
@@ -151,42 +146,39 @@ def own_subject(arguments: argparse.Namespace) -> Subject:
             "is no checkout of it; cd to one, or name what is to be timed here"
         )
     if arguments.base is None:
-        return Subject(ROOT, {})
-    merge_base(ROOT, arguments.base)  # before anything that takes time
+        return Subject(ROOT, [])
     return with_benchmarks(subject_of(ROOT, ROOT / OWN, None, ["."]), arguments)
 
 
 def their_subject(arguments: argparse.Namespace) -> Subject:
     """A repository's. Raises ValueError where that is not clear, or nothing is."""
     repo, file, command = arguments.repo or Path(), arguments.benchmarks, None
-    if arguments.update:
-        raise ValueError("--update is about this project's own counters, not about another repository's")
     if arguments.base is None:
         raise ValueError("--repo times a repository against one of its revisions; give it, --base REF")
-    if arguments.command is not None:
+    refuse(arguments, ["update"], "is about this project's own counters, not about another repository's")
+    if arguments.command is None:
+        refuse(arguments, OF_COMMANDS, "is about a command; give it, --command LINE")
+    else:
         timeout_s = TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
         command = Command(arguments.command, arguments.number or "", arguments.higher_is_better, timeout_s)
-    for option in ("number", "higher_is_better", "timeout_s"):
-        if command is None and getattr(arguments, option):
-            raise ValueError(f"--{option.replace('_', '-')} is about a command; give it, --command LINE")
     subject = subject_of(repo, file and repo / file, command, arguments.path, arguments.build or "")
-    merge_base(subject.root, arguments.base)  # before anything that takes time
     return with_benchmarks(subject, arguments)
 
 
 def with_benchmarks(subject: Subject, arguments: argparse.Namespace) -> Subject:
-    """The subject with the names of its benchmarks, all or those of `--only`. ValueError for an unknown one.
+    """The subject with its benchmarks, all or those of `--only`. ValueError for an unknown one, or revision.
 
     What its file needs must be built in the working tree before it can be loaded.
     """
+    merge_base(subject.root, arguments.base)  # before anything that takes time
     subject.prepare(subject.root, "the working tree")
-    if subject.command is None:
-        subject = replace(subject, benchmarks=benchmarks_of(subject))
+    known = subject.benchmarks if subject.command else benchmarks_of(subject)
     for name in arguments.only:
-        if name not in subject.benchmarks:
-            close, known = suggestion(name, subject.benchmarks), ", ".join(subject.benchmarks)
-            raise ValueError(f"unknown benchmark {name!r}{close}; known: {known}")
-    return subject
+        if name not in known:
+            close = suggestion(name, known)
+            raise ValueError(f"unknown benchmark {name!r}{close}; known: {', '.join(known)}")
+    chosen = [name for name in known if name in arguments.only or not arguments.only]
+    return replace(subject, benchmarks=chosen)
 
 
 def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
@@ -194,6 +186,7 @@ def check_counters(arguments: argparse.Namespace, say: Say) -> bool:
     import torch
 
     from gpipe_bench.experiments.guard import counters
+    from gpipe_bench.experiments.guard.counters import differences, encode, load
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -228,7 +221,6 @@ def check_time(
     arguments: argparse.Namespace, subject: Subject, say: Say, *, is_counted: bool
 ) -> list[Finding]:
     """The second tier."""
-    names = [name for name in subject.benchmarks if name in arguments.only or not arguments.only]
     with ExitStack() as stack:
         base = control = stack.enter_context(base_tree(subject.root, arguments.base))
         if subject.command:
@@ -245,7 +237,7 @@ def check_time(
         if subject.command:
             subject.prepare(control.path, "the control's checkout")
         findings = guard(
-            subject, base.path, names, SEED, control=control.path, is_counted=is_counted,
+            subject, base.path, SEED, control=control.path, is_counted=is_counted,
             budget_s=arguments.budget_s, tell=say,
         )  # fmt: skip
     if not any(finding.runs or finding.lacking for finding in findings):

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments import gpu
 from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, tell, warn
@@ -139,18 +139,17 @@ def _zoo_text(found: Iterable[dict[str, Any]]) -> str:
 
 # What this machine can run
 
-Status = Literal["ok", "missing", "optional"]
-
 _MEMORY_GIB = 3.0  # what Table 1 takes at the paper's full size
 _INSTALL = "python -m pip install torch"
+OK, MISSING, OPTIONAL = "ok", "missing", "optional"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Check:
     """One finding. "missing" stops the short profiles; "optional" only what `remedy` says."""
 
     name: str
-    status: Status
+    status: str
     found: str
     remedy: str = ""
 
@@ -163,7 +162,7 @@ def _machine_shown(arguments: argparse.Namespace) -> int:
     for check in checks:
         lines += [f"{check.status:<9}{check.name:<{width}}  {check.found}"]
         lines += [f"{'':<{9 + width}}  -> {check.remedy}"] * bool(check.remedy)
-    missing = [check.name for check in checks if check.status == "missing"]
+    missing = [check.name for check in checks if check.status == MISSING]
     able = "this machine can run the smoke and short profiles"
     lines += ["", f"missing: {', '.join(missing)}" if missing else able]
     tell(arguments, checks, lambda: "\n".join(lines))
@@ -172,37 +171,32 @@ def _machine_shown(arguments: argparse.Namespace) -> int:
 
 def examine(results: Path) -> Iterator[Check]:
     """All findings, the needed ones first."""
-    new_enough = sys.version_info >= (3, 11)
-    yield Check(
-        "python",
-        "ok" if new_enough else "missing",
-        platform.python_version(),
-        "" if new_enough else "install Python 3.11 or newer",
-    )
-    yield _packages()
+
+    def check(name: str, is_met: bool, found: str, remedy: str) -> Check:
+        return Check(name, OK, found) if is_met else Check(name, MISSING, found, remedy)
+
+    python = platform.python_version()
+    yield check("python", sys.version_info >= (3, 11), python, "install Python 3.11 or newer")
+    wanted = gpu.declared()
+    absent = gpu.absent(wanted)
+    names, _, remedy = gpu.how_to_install(absent).partition(": ")
+    yield check("packages", not absent, names or f"all {len(wanted)} that the project needs", remedy)
     torch = gpu.ask_torch()
-    yield _torch(torch)
+    if isinstance(torch, str):
+        yield Check("torch", MISSING, torch, f"{_INSTALL}; for a build that fits your device see pytorch.org")
+    else:
+        build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
+        what = f"({build}), {torch['threads']} threads"
+        if not torch["distributed"]:
+            what = "built without torch.distributed"
+        yield check("torch", torch["distributed"], f"{torch['version']} {what}", _INSTALL)
     yield from _hardware()
     yield _results(results)
-    yield _gpus(torch)
-
-
-def _packages() -> Check:
-    wanted = gpu.declared()
-    if absent := gpu.absent(wanted):
-        return Check("packages", "missing", *gpu.how_to_install(absent).split(": ", 1))
-    return Check("packages", "ok", f"all {len(wanted)} that the project needs")
-
-
-def _torch(torch: dict[str, Any] | str) -> Check:
-    if isinstance(torch, str):
-        return Check(
-            "torch", "missing", torch, f"{_INSTALL}; for a build that fits your device see pytorch.org"
-        )
-    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
-    if not torch["distributed"]:
-        return Check("torch", "missing", f"{torch['version']}, built without torch.distributed", _INSTALL)
-    return Check("torch", "ok", f"{torch['version']} ({build}), {torch['threads']} threads")
+    gpus = torch["gpus"] if isinstance(torch, dict) else []
+    if gpus:
+        yield Check("gpus", OK, f"{len(gpus)} x {gpus[0]}: the full profiles can run")
+    else:
+        yield Check("gpus", OPTIONAL, "none that torch sees", "only the full profiles need one")
 
 
 def _hardware() -> Iterator[Check]:
@@ -211,41 +205,30 @@ def _hardware() -> Iterator[Check]:
     try:
         here = environment()
     except ImportError as error:
-        yield Check("machine", "missing", f"can't be examined: {error}", "python -m pip install psutil")
+        yield Check("machine", MISSING, f"can't be examined: {error}", "python -m pip install psutil")
         return
     cores = len(here["affinity"] or []) or here["cores_logical"]
     quota = here["cgroup_cpus"]
     limit = f", of which a quota allows {quota:g}" if quota is not None and quota < cores else ""
-    yield Check("processor", "ok", f"{here['cpu_model'] or here['architecture']}, {cores} cores{limit}")
+    yield Check("processor", OK, f"{here['cpu_model'] or here['architecture']}, {cores} cores{limit}")
     total = min(here["memory_total_gib"], here["cgroup_memory_gib"] or here["memory_total_gib"])
     free = min(here["memory_available_gib"], total)
-    enough = free >= _MEMORY_GIB
-    yield Check(
-        "memory",
-        "ok" if enough else "missing",
-        f"{free:.1f} GiB free of {total:.1f} GiB",
-        "" if enough else f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close something, or run --profile smoke",
-    )
+    found = f"{free:.1f} GiB free of {total:.1f} GiB"
+    if free >= _MEMORY_GIB:
+        yield Check("memory", OK, found)
+    else:
+        remedy = f"Table 1 takes up to {_MEMORY_GIB:g} GiB; close something, or run --profile smoke"
+        yield Check("memory", MISSING, found, remedy)
 
 
 def _results(folder: Path) -> Check:
     """Whether records can be written, tried with a real file."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"x")
     except OSError as error:
-        return Check(
-            "results", "missing", f"{folder}: {error.strerror or error}", "choose another with --results DIR"
-        )
+        found = f"{folder}: {error.strerror or error}"
+        return Check("results", MISSING, found, "choose another with --results DIR")
     free_gib = shutil.disk_usage(existing).free / 2**30
-    return Check("results", "ok", f"{folder} can be written, {free_gib:.1f} GiB free")
-
-
-def _gpus(torch: dict[str, Any] | str) -> Check:
-    gpus = torch["gpus"] if isinstance(torch, dict) else []
-    if not gpus:
-        return Check("gpus", "optional", "none that torch sees", "only the full profiles need one")
-    return Check("gpus", "ok", f"{len(gpus)} x {gpus[0]}: the full profiles can run")
+    return Check("results", OK, f"{folder} can be written, {free_gib:.1f} GiB free")

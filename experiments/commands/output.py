@@ -103,6 +103,15 @@ def tell(arguments: argparse.Namespace, lines: Iterable[object], text: Callable[
             print_line(encode(line))
 
 
+def check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """`ValueError` for an option that is given with a number below 1, alone or in a list."""
+    for name in names:
+        given = getattr(arguments, name)
+        for number in given if isinstance(given, list) else [given]:
+            if number is not None and number < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {number}: give 1 or more")
+
+
 def screen_width() -> int:
     """Columns that text for people takes: a terminal's, at most those of `SCREEN`."""
     return min(SCREEN, shutil.get_terminal_size().columns) if sys.stdout.isatty() else SCREEN

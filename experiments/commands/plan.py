@@ -1,5 +1,5 @@
 """`plan`: how should a model be trained on given machines, and how long will a step take? With `--bytes`
-only whether it fits as one pipeline (fits.py), for which no layer is timed.
+only whether it fits as one pipeline over all accelerators, and where it is cut; no layer is timed for that.
 """
 
 from __future__ import annotations
@@ -8,28 +8,29 @@ import argparse
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.commands.output import DONE, screen_width, tell, warn, write_text
-from gpipe_bench.experiments.commands.plan_options import check_counts, find_own_modules, request_of
+from gpipe_bench.experiments.commands.output import DONE, check_counts, screen_width, tell, warn, write_text
 from gpipe_bench.experiments.commands.plan_options import options as options
-from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.files import draw
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.planner.candidate import REMATS
+from gpipe_bench.experiments.commands.plan_options import request_of
+from gpipe_bench.harness.report.grid import Grid, numbers
+from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.remat import to_text
+from gpipe_bench.planner.candidate import REMATS, splits
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
-from gpipe_bench.planner.request import MEASURED
+from gpipe_bench.planner.request import MEASURED, Request, Space, divisors
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
     from gpipe_bench.planner.candidate import Candidate, Prediction
     from gpipe_bench.planner.formats import Written
+    from gpipe_bench.planner.infeasible import Smallest
+    from gpipe_bench.planner.model import Model
 
 GIB = 2**30
-MOST_WORKERS, MOST_MICROBATCHES = 16, 6
-"""Largest schedule that is drawn: further micro-batches repeat the pattern."""
 WIDTH = 100
 """Columns of an answer."""
 MOST_LINES = 9
@@ -56,8 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     if is_written:
         check_asked(form, arguments.schedule, request.optimizer, name, request.precision)
         request = replace(request, autocast=form == "script")
-    from gpipe_bench.planner.request import Space
-
     known = FORMATS[form]
     if unsaid := [each for each in arguments.remat if is_written and each not in known.remats]:
         raise ValueError(f"--remat {unsaid[0]} with --format {form}: use one of {', '.join(known.remats)}")
@@ -70,22 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         remats=tuple(arguments.remat) or (known.remats if is_written else REMATS),
         sharded=not arguments.no_fsdp,
     )
-    import torch
-
     from gpipe_bench.planner.answer import MOST_POINTS, plan
-    from gpipe_bench.planner.model import model_of
 
-    torch.set_num_threads(1)
-    find_own_modules()
-    model = model_of(
-        arguments.model,
-        request.batch_size,
-        arguments.num_layers,
-        num_filters=arguments.num_filters,
-        seq_len=arguments.seq_len,
-    )
     found = plan(
-        model, request, space=space, shown=arguments.top,
+        _model(arguments), request, space=space, shown=arguments.top,
         rounds=arguments.probe_rounds, shown_rounds=True,
         points=MOST_POINTS if arguments.full else 1, progress=_Progress(),
     )  # fmt: skip
@@ -116,24 +103,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _only_bytes(arguments: argparse.Namespace) -> int:
     check_counts(arguments, "accelerators", "batch_size", "num_layers", "num_filters", "num_microbatches")
-    import torch
-
-    from gpipe_bench.experiments.commands.fits import fits
     from gpipe_bench.planner.accelerators import accelerator
-    from gpipe_bench.planner.model import model_of
 
-    torch.set_num_threads(1)
-    find_own_modules()
-    model = model_of(
-        arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters,
-        seq_len=arguments.seq_len,
-    )  # fmt: skip
+    model = _model(arguments)
     arguments.batch_size = model.batch_size
     request = request_of(arguments)
     if request.device_type != MEASURED:
         on = accelerator(request.device_type, request.precision)
         model = replace(model, attention=on.attention)
-    return fits(model, request, arguments)
+    found = placed(model, request, *_one_pipeline(model, arguments))
+    tell(arguments, [facts(model, request, found)], lambda: text_of_bytes(model, request, found))
+    return DONE
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    """The model, on one thread; one's own modules are found in the folder in which this was started."""
+    import torch
+
+    from gpipe_bench.planner.model import model_of
+
+    torch.set_num_threads(1)
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return model_of(
+        arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters,
+        seq_len=arguments.seq_len,
+    )  # fmt: skip
 
 
 class _Progress:
@@ -157,7 +152,7 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
     """
     parts = [_best(plan), _next(plan), _cut(plan.best)]
     if full:
-        parts += [_schedule(plan.best.candidate), _frontier(plan), _notes(plan)]
+        parts += [_frontier(plan), _notes(plan)]
     command = plan.command() if written is None else written.command
     if path is not None:
         beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
@@ -282,15 +277,6 @@ def _cut(best: Prediction) -> str:
     ).text()
 
 
-def _schedule(candidate: Candidate) -> str:
-    """The candidate's schedule in slots, with its first few micro-batches."""
-    if not 1 < candidate.num_workers <= MOST_WORKERS:
-        return ""
-    count = min(candidate.num_microbatches, max(MOST_MICROBATCHES, candidate.num_workers))
-    less = "" if count == candidate.num_microbatches else f", drawn with {count} micro-batches"
-    return f"its schedule in slots{less}\n\n{draw(replay(candidate.rows(count), SLOTS))}"
-
-
 def _frontier(plan: Plan) -> str:
     if len(plan.frontier) < 2:
         return ""
@@ -305,3 +291,121 @@ def _frontier(plan: Plan) -> str:
         title="with less memory", columns=["GiB", "step", "plan", "M", "recompute"], lines=lines,
         right=frozenset({0, 3}),
     ).text()  # fmt: skip
+
+
+# Bytes alone
+
+EAGER_BYTES = ", layers compiled (bytes of eager ones, an upper estimate)"
+PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
+
+
+def _one_pipeline(model: Model, arguments: argparse.Namespace) -> tuple[str, str, int | None]:
+    """Schedule, what is recomputed, and the number of micro-batches, where it is said."""
+    for option in ("pp", "tp", "hosts", "between", "cards", "script", "format", "no_fsdp"):
+        given = getattr(arguments, option)
+        if given not in (None, [], False, 1):
+            words = f"--{option.replace('_', '-')}" + (f" {given}" if given is not True else "")
+            raise ValueError(f"{words}: --bytes is about one pipeline over all accelerators; leave one out")
+    chosen: list[Any] = []
+    for option, usual in (("schedule", "gpipe"), ("remat", "always"), ("num_microbatches", None)):
+        several = getattr(arguments, option)
+        if len(several) > 1:
+            words = f"--{option.replace('_', '-')} {several[1]}"
+            raise ValueError(f"{words}: --bytes takes one of them; leave the others out")
+        chosen.append(several[0] if several else usual)
+    name, remat, number = chosen
+    if name not in NAMED:
+        raise ValueError(f"--schedule {name}: there is no such schedule; choose one of {', '.join(NAMED)}")
+    if arguments.compiled and splits(name):
+        whole = ", ".join(each for each in NAMED if not splits(each))
+        raise ValueError(
+            f"--compiled with --schedule {name}: a compiled layer's backward is not split in two; choose one "
+            f"of {whole}"
+        )
+    stages, layers = named(name, arguments.accelerators, 1).num_stages, len(model.layers)
+    if stages > layers:
+        raise ValueError(f"cannot cut {layers} layers into {stages} stages: use at most {layers}")
+    counts = divisors(model.batch_size)
+    if number is not None and number not in counts:
+        raise ValueError(
+            f"--num-microbatches {number} does not divide the mini-batch of {model.batch_size}; use one of "
+            f"{', '.join(map(str, counts))}"
+        )
+    return name, remat, number
+
+
+def placed(model: Model, request: Request, schedule: str, remat: str, number: int | None) -> Smallest:
+    """The model's cut with the smallest peak, with the fewest micro-batches that fit where none are given.
+
+    Raises ValueError, naming what would do, where it does not fit.
+    """
+    from gpipe_bench.planner.infeasible import nothing_fits, smallest
+
+    given = None if number is None else (number,)
+    space = Space(schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given)
+
+    def least(within: Space) -> Smallest:
+        found = smallest(model, request, within, remat=remat)
+        assert found is not None, "one pipeline of no more stages than layers is a grid"
+        return found
+
+    most = least(space)
+    if most.peak > request.usable_bytes:
+        raise ValueError(nothing_fits(model, request, space, most, remat))
+    for count in () if number is not None else divisors(model.batch_size)[:-1]:
+        fewer = least(replace(space, microbatches=(count,)))
+        if fewer.peak <= request.usable_bytes:
+            return fewer
+    return most
+
+
+def text_of_bytes(model: Model, request: Request, found: Smallest) -> str:
+    """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
+    again = {"always": "every one recomputed", "never": "nothing recomputed"}
+    what = again.get(str(found.remat), f"re-materialization {to_text(found.remat)}")
+    title = (
+        f"{model.name}: {model.num_parameters:,} parameters under {found.way.schedule} on "
+        f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
+        f"{request.optimizer}, mini-batch {request.batch_size} in {found.way.num_microbatches} micro-batches"
+        f", {what}"
+        + EAGER_BYTES * request.compiled
+        + (f", {model.attention} attention" if model.attention != "cpu" else "")
+        + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
+    )
+    gib: Callable[[int], str] = lambda num_bytes: f"{num_bytes / GIB:.2f}"  # noqa: E731
+    lines = [
+        [
+            worker, " ".join(map(str, stages)), found.layers_of(worker), memory.when, gib(memory.peak),
+            *(gib(getattr(memory, part)) for part in PARTS),
+        ]
+        for worker, (stages, memory) in enumerate(zip(found.homes, found.memory, strict=True))
+    ]  # fmt: skip
+    headers = ["worker", "stages", "layers", "at", "peak GiB", *(part.replace("_", " ") for part in PARTS)]
+    if all(stages == (worker,) for worker, stages in enumerate(found.homes)):
+        headers = ["stage", *headers[2:]]
+        lines = [[line[0], *line[2:]] for line in lines]
+    first = headers.index("peak GiB")
+    return Grid(title=title, columns=headers, lines=lines, right=numbers(headers) - set(range(first))).text()
+
+
+def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
+    """The same as plain data, in bytes."""
+    return {
+        "model": model.name,
+        "num_parameters": model.num_parameters,
+        "accelerators": request.accelerators,
+        "memory_bytes": request.memory_bytes,
+        "reserve_bytes": request.held_back_bytes,
+        "batch_size": request.batch_size,
+        "num_microbatches": found.way.num_microbatches,
+        "schedule": found.way.schedule,
+        "remat": to_text(found.remat),
+        "optimizer": request.optimizer,
+        "precision": request.precision,
+        "compiled": request.compiled,
+        "layers_per_stage": [len(stage) for stage in found.cut],
+        "workers": [
+            {"stages": list(stages), "peak": memory.peak, **asdict(memory)}
+            for stages, memory in zip(found.homes, found.memory, strict=True)
+        ],
+    }

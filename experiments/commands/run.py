@@ -40,35 +40,34 @@ TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
-    verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
-    verb.add_argument(
+    add = verb.add_argument
+    add("name", metavar="NAME", help="an experiment; `list` has their names")
+    add(
         "--profile", choices=PROFILES,
         help="smoke: that it runs, in seconds; short: minutes, no GPU needed; full: the paper's sizes, for "
         "GPUs; default: full on a GPU, else short",
     )  # fmt: skip
-    verb.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
-    )
-    verb.add_argument(
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add(
         "--tf32", action="store_true",
         help="on a GPU, let products of float32 round their factors to TF32; such records stand apart",
     )  # fmt: skip
-    verb.add_argument(
+    add(
         "--engine", metavar="NAME",
         help="the engine under test, by its name or as module:attribute, where an experiment runs one",
     )  # fmt: skip
-    verb.add_argument("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
-    verb.add_argument(
+    add("--data", type=Path, metavar="PATH", help="your own images, where it trains on some")
+    add(
         "--only", action="append", default=[], metavar="KEY=VALUE",
         help="only the cases with this value, such as half=transformer; the same key again adds a value, "
         "another key narrows",
     )  # fmt: skip
-    verb.add_argument("--fresh", action="store_true", help="run again what is on record")
-    verb.add_argument(
+    add("--fresh", action="store_true", help="run again what is on record")
+    add(
         "--jobs", type=int, metavar="N",
         help="cases at the same time, where an experiment times nothing; default there: cores, at most 8",
     )  # fmt: skip
-    verb.add_argument(
+    add(
         "--assert", dest="assert_", action="store_true",
         help="exit with 1 if a verdict is `above` or `below`, after printing",
     )  # fmt: skip

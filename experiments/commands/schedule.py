@@ -19,7 +19,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, screen_width, tell, write_text
+from gpipe_bench.experiments.commands.output import (
+    DONE,
+    VERDICT_FAILED,
+    check_counts,
+    screen_width,
+    tell,
+    write_text,
+)
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
@@ -35,29 +42,25 @@ MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 
 def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
-    verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
-    verb.add_argument("--workers", type=int, metavar="K", help="processes or devices")
-    verb.add_argument(
-        "--stages-per-worker", type=int, metavar="V", help="of interleaved and breadth-first; default: 2"
-    )
-    verb.add_argument("--microbatches", type=int, metavar="M", help="of a mini-batch")
-    verb.add_argument(
+    add = verb.add_argument
+    add("name", nargs="?", metavar="NAME", help=f"one of {', '.join(NAMED)}; none with --from")
+    add("--workers", type=int, metavar="K", help="processes or devices")
+    add("--stages-per-worker", type=int, metavar="V", help="of interleaved and breadth-first; default: 2")
+    add("--microbatches", type=int, metavar="M", help="of a mini-batch")
+    add(
         "--remat", metavar="WHICH",
         help=f"what is recomputed: {', '.join(REMAT_MODES)}, or one of them for each stage, such "
         "as always,except_last,never; default: the schedule's, or as in the file",
     )  # fmt: skip
-    verb.add_argument(
+    add(
         "--csv", type=Path, metavar="FILE",
         help="write it, one line per worker, as torch reads it: 0F0,0F1,0B1",
     )  # fmt: skip
-    verb.add_argument("--draw", type=Path, metavar="FILE.svg", help="write a picture of it")
-    verb.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FILE",
+    add("--draw", type=Path, metavar="FILE.svg", help="write a picture of it")
+    add(
+        "--from", dest="source", type=Path, metavar="FILE",
         help="judge and draw this one, as --csv or torch writes it",
-    )
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,8 +99,9 @@ def _named(arguments: argparse.Namespace) -> Schedule:
     name, workers, number = arguments.name, arguments.workers, arguments.microbatches
     if workers is None or number is None:
         raise ValueError(f"{name} needs --workers K and --microbatches M")
+    check_counts(arguments, "workers", "microbatches", "stages_per_worker")
     each = NAMED[name].stages_per_worker or arguments.stages_per_worker or 2
-    if min(workers, number) > 0 and 4 * workers * number * each > MOST_ACTIONS:
+    if 4 * workers * number * each > MOST_ACTIONS:
         raise ValueError(
             f"--workers {workers} with --microbatches {number} is more than {MOST_ACTIONS} actions; give "
             "smaller numbers, the picture repeats itself"

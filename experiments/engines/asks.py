@@ -1,6 +1,6 @@
 """What is asked of an engine in each case: a few steps, each held against the uncut model.
 
-What an engine leaves is named by what would explain it (`given.py`). The layers at the end are those that
+What an engine leaves is named by what would explain it (`checks.py`). The layers at the end are those that
 the cases' models are made of, beside linear ones.
 """
 
@@ -9,15 +9,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpipe_bench.experiments.engines.checks import check_counts
-from gpipe_bench.experiments.engines.given import (
-    AS_BEFORE,
+from gpipe_bench.experiments.engines.checks import (
     CANNOT,
     FAILED,
     OK,
@@ -27,6 +26,7 @@ from gpipe_bench.experiments.engines.given import (
     Given,
     Said,
     Step,
+    check_counts,
     compared,
     factor_of,
     left,
@@ -114,7 +114,7 @@ def trains(given: Given) -> Said:
     for step in given.train(3):
         said = _counted(step, given)
         if said[0] != OK:
-            return said if given.setup.remat != "never" else (AS_BEFORE, said[1])
+            return said
         right = _right(given, said[1])
         if right[0] != OK:
             return right
@@ -133,7 +133,7 @@ def frozen(given: Given) -> Said:
 
 
 def adds_up(given: Given) -> Said:
-    """A step without clearing doubles the gradients of the step before, whether those are right or wrong."""
+    """A step without clearing doubles the gradients of the step before."""
     _begin(given)
     given.step()
     once = left(given.setup)
@@ -141,11 +141,9 @@ def adds_up(given: Given) -> Said:
     twice = left(given.setup)
     if same(twice, {name: 2 * gradient for name, gradient in once.items()}):
         return OK, "two steps leave the sum of their gradients"
-    if norm := round_norm(twice):
-        return AS_BEFORE, f"two steps leave gradients of norm {norm}: the engine clips by itself"
     times = factor_of(twice, once)
     of = f"{times:.6g} times the gradients of one" if times is not None else "neither once nor twice these"
-    return AS_BEFORE, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
+    return FAILED, f"two steps do not leave the sum of their gradients but {of}; a step must add to .grad"
 
 
 def _begin(given: Given) -> None:
@@ -156,7 +154,7 @@ def _begin(given: Given) -> None:
 
 
 def scaled(given: Given) -> Said:
-    """A scaled loss scales the gradients of the step before, whether those are right or wrong."""
+    """A scaled loss scales the gradients of the step before."""
     _begin(given)
     given.step()
     once = left(given.setup)
@@ -164,12 +162,12 @@ def scaled(given: Given) -> Said:
     found = left(given.setup)
     if not same(found, {name: _SCALE * gradient for name, gradient in once.items()}):
         if norm := round_norm(found):
-            return AS_BEFORE, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
+            return FAILED, f"all gradients are scaled down to a norm of {norm}: the engine clips by itself"
         if same(found, once):
-            return AS_BEFORE, "its gradients are those of the loss function of an earlier step"
+            return FAILED, "its gradients are those of the loss function of an earlier step"
         times = factor_of(found, once)
         of = f"{times:.6g} times" if times is not None else "not by one factor"
-        return AS_BEFORE, f"with the loss times {_SCALE:g} the gradients are {of} those without"
+        return FAILED, f"with the loss times {_SCALE:g} the gradients are {of} those without"
     given.step(lambda *values: float("inf") * mean_square(*values))
     if all(bool(gradient.isfinite().all()) for gradient in left(given.setup).values()):
         return FAILED, "an infinite loss leaves finite gradients: a scaler would not see the overflow"
@@ -234,31 +232,35 @@ def averages(given: Given) -> Said:
             if number == int(plain.num_batches_tracked or 0):  # else at once, which is another average
                 for mine, theirs in zip(layer.buffers(), plain.buffers(), strict=True):
                     if not torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
-                        return (
-                            AS_BEFORE,
-                            f"layer {index} has averages of other examples, or of some of them twice",
-                        )
+                        return FAILED, f"layer {index} has averages of other examples, or of some twice"
     return OK, "the averages are those of the examples, once each"
 
 
 def masks_again(given: Given) -> Said:
-    """Every forward of an input draws the same mask in a `Noise`; the next step draws others."""
-    noises = [(i, layer) for i, layer in enumerate(given.setup.layers) if isinstance(layer, Noise)]
-    local = {id(layer) for layer in given.setup.local_layers}
+    """Every forward of an input draws the same mask in a dropout; the next step draws others."""
+    drawn: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def note(index: int, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        drawn[index].append((inputs[0].detach().clone(), output.detach() != 0))
+
+    dropouts = [index for index, layer in enumerate(given.setup.layers) if isinstance(layer, nn.Dropout)]
+    for index in dropouts:
+        given.setup.layers[index].register_forward_hook(partial(note, index))
+    local = {index for stage in given.setup.local_stages for index in given.setup.partition[stage]}
     earlier: dict[int, list[Tensor]] = {}
+    drawn |= {index: [] for index in dropouts}
     for step in given.train(3):
-        for index, noise in noises:
-            for place, (inputs, mask) in enumerate(noise.drawn):
-                for before, other in noise.drawn[:place]:
+        for index, found in drawn.items():
+            for place, (inputs, mask) in enumerate(found):
+                for before, other in found[:place]:
                     if step.number > 1 and torch.equal(inputs, before) and not torch.equal(mask, other):
                         return FAILED, f"layer {index} drew another mask when a micro-batch was recomputed"
-            masks = [mask for _, mask in noise.drawn]
-            known = earlier.get(index, [])
+            masks, known = [mask for _, mask in found], earlier.get(index, [])
             again = bool(masks) and len(masks) == len(known) and all(map(torch.equal, masks, known))
-            if again and id(noise) in local:
+            if again and index in local:
                 return FAILED, f"layer {index} drew the masks of the step before: they are no longer random"
             earlier[index] = masks
-            noise.drawn.clear()
+            found.clear()
     return OK, "every recomputation draws the mask of the forward, and every step its own"
 
 
@@ -277,7 +279,7 @@ def _counted(step: Step, given: Given) -> Said:
 def _right(given: Given, said: str = "") -> Said:
     """Whether the gradients are the uncut model's; else that may be said already."""
     how, why = compared(given)
-    return (OK, said or why) if how == "right" else (AS_BEFORE, why)
+    return (OK, said or why) if how == "right" else (FAILED, why)
 
 
 def _plain_loss(given: Given) -> float:
@@ -308,19 +310,6 @@ class Masks(Skip):
         if self.joins:
             return self.linear(value[0] * value[1])
         return torch.tanh(self.linear(value)), value > 0
-
-
-class Noise(nn.Module):
-    """Dropout that remembers what came and the mask that it drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, value: Tensor) -> Tensor:
-        mask = nn.functional.dropout(torch.ones_like(value))
-        self.drawn.append((value.detach().clone(), mask))
-        return value * mask
 
 
 def linear() -> nn.Module:

@@ -5,7 +5,7 @@ model so small that a step takes milliseconds, in one process and over two, in f
 and six micro-batches, and over three or four steps with another mini-batch each and an optimizer's update
 between them: what is stale, or wrong from some step on, shows only so. What is asked stands in `asks.py`.
 What an engine refuses by a ValueError, or has no method for, can't be asked and is no mistake. The first
-cases, `BASE`, share their steps; only where these fail, nothing else can be asked. A case in which an engine
+cases, `BASE`, share their steps; where these are wrong, nothing else is asked. A case in which an engine
 hangs or ends its processes, or raises in one of two, costs that case alone: the next ones run in new
 processes.
 """
@@ -24,7 +24,6 @@ from torch import nn
 
 from gpipe_bench.experiments.engines.asks import (
     Masks,
-    Noise,
     Skip,
     adds_up,
     averages,
@@ -37,8 +36,7 @@ from gpipe_bench.experiments.engines.asks import (
     scaled,
     trains,
 )
-from gpipe_bench.experiments.engines.given import (
-    AS_BEFORE,
+from gpipe_bench.experiments.engines.checks import (
     BROKEN,
     CANNOT,
     FAILED,
@@ -76,7 +74,7 @@ MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
     "skip": lambda: [Skip(False), Skip(True), nn.Tanh()],
     "masks": lambda: [Masks(False), Masks(True), nn.Tanh()],
     "norm": lambda: [nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH)],
-    "noise": lambda: [Noise(), linear(), Noise()],
+    "noise": lambda: [nn.Dropout(), linear(), nn.Dropout()],
 }
 """Layers between the first of a model and the last. The model is cut behind its second layer, or behind
 each of the first three.
@@ -182,29 +180,27 @@ def in_place(name: str, place: str, timeout_s: float, wanted: Collection[str] = 
         told, last, fault = _told(name, place, chosen, timeout_s)
         for _, by_rank in sorted(told.items()):
             if len(by_rank) == PLACES[place]:
-                rows += _joined([found for _, found in sorted(by_rank.items())])
+                rows += _joined(by_rank)
         if fault is not None:
             rows.append(_row(place, GROUPS[last][0], _raised(fault)))
-        if fault is None or rows[0].verdict != OK:
+        if fault is None or not are_right(rows):
             break
         chosen = [index for index in chosen if index > last]
     return settled(rows)
 
 
-def settled(rows: Sequence[Row]) -> list[Row]:
-    """The rows without findings that repeat those of others."""
-    if rows[0].verdict == BROKEN:
-        rest = [_row(rows[0].place, case, (UNTRIED, "its step is broken")) for case in CASES[len(BASE) :]]
-        return [rows[0], *rest]
-    is_wrong = any(row.case in {case.name for case in BASE} and row.verdict == FAILED for row in rows)
-    again = UNTRIED, "its steps are wrong without that, too"
-    found = []
-    for row in rows:
-        verdict, text = (row.verdict, row.text) if row.verdict != AS_BEFORE else again
-        if row.verdict == AS_BEFORE and not is_wrong:
-            verdict, text = FAILED, row.text
-        found.append(replace(row, verdict=verdict, text=text))
-    return found
+def are_right(rows: Sequence[Row]) -> bool:
+    """Whether the first cases are, of which these are the rows or the first ones."""
+    return all(row.verdict == OK for row in rows[: len(BASE)])
+
+
+def settled(rows: list[Row]) -> list[Row]:
+    """The rows, and those of the cases that were not asked as the first ones are wrong."""
+    if are_right(rows) or rows[0].verdict == CANNOT:
+        return rows
+    return rows + [
+        _row(rows[0].place, case, (UNTRIED, "the first steps are wrong")) for case in CASES[len(BASE) :]
+    ]
 
 
 def _row(place: str, case: Case, said: Said) -> Row:
@@ -217,26 +213,24 @@ def _raised(fault: Fault) -> Said:
 
 def _told(
     name: str, place: str, chosen: Sequence[int], timeout_s: float
-) -> tuple[dict[int, dict[int, list[Row]]], int, Fault | None]:
-    """Rows that the processes find in these groups of cases, by group and rank; the last group that a process
-    has begun, and what ended the processes there.
+) -> tuple[dict[int, list[list[Row]]], int, Fault | None]:
+    """Rows that the processes find in these groups of cases, by group; the last group that a process has
+    begun, and what ended the processes there. ValueError where the name leads nowhere.
     """
-    told: dict[int, dict[int, list[Row]]] = {}
-    begun = [chosen[0]]
-
-    def hear(rank: int, news: tuple[int | None, Any]) -> None:
-        index, found = news
-        if index is None:
-            raise ValueError(found)
-        begun.append(index)
-        if found is not None:
-            told.setdefault(index, {})[rank] = found
-
+    fault = None
     try:
-        run_isolated(trial, PLACES[place], name, place, chosen, timeout_s=timeout_s, on_news=hear)
+        told = run_isolated(trial, PLACES[place], name, place, chosen, timeout_s=timeout_s)
     except IsolatedError as error:
-        return told, max(begun), error.fault
-    return told, max(begun), None
+        told, fault = error.told, error.fault
+    found: dict[int, list[list[Row]]] = {}
+    last = chosen[0]
+    for index, rows in (news for of_rank in told for news in of_rank):
+        if index is None:
+            raise ValueError(rows)
+        last = max(last, index)
+        if rows is not None:
+            found.setdefault(index, []).append(rows)
+    return found, last, fault
 
 
 def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
@@ -255,21 +249,28 @@ def _joined(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
 # In the processes
 
 
-def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> None:
-    """Runs in each process: tells `(index, None)` before each of these groups and
-    `(index, rows)` after it; `(None, reason)` where the name leads nowhere.
+def trial(tell: Tell, name: str, place: str, chosen: Sequence[int]) -> list[tuple[int | None, Any]]:
+    """Runs in each process: tells `(index, None)` before each of these groups and `(index, rows)` after it;
+    `(None, reason)` where the name leads nowhere. Returns all of it.
     """
+    told: list[tuple[int | None, Any]] = []
+
+    def say(index: int | None, what: Any) -> None:
+        told.append((index, what))
+        tell((index, what))
+
     try:
         resolve(name)
     except ValueError as error:
-        tell((None, str(error)))
-        return
+        say(None, str(error))
+        return told
     for index in chosen:
-        tell((index, None))
+        say(index, None)
         rows = examine(name, GROUPS[index], place)
-        tell((index, rows))
-        if GROUPS[index] == BASE and rows[0].verdict != OK:
-            return  # nothing else can be asked
+        say(index, rows)
+        if GROUPS[index] == BASE and not are_right(rows):
+            break
+    return told
 
 
 def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = False) -> list[Row]:
@@ -294,7 +295,7 @@ def examine(name: str, group: tuple[Case, ...], place: str, *, raises: bool = Fa
     return worst
 
 
-_SEVERITY = (BROKEN, FAILED, AS_BEFORE, UNTRIED, OK, CANNOT)
+_SEVERITY = (BROKEN, FAILED, UNTRIED, OK, CANNOT)
 """What is refused in one variation is no mistake, and asked in the others."""
 
 

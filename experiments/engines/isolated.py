@@ -1,40 +1,39 @@
 """Runs somebody else's code in processes of its own, and says in one line what became of it.
 
 An engine under test may raise, wait for ever, or take its process with it; none of that shall cost the
-results of others, or the time until a collective operation gives up. The processes form a default process
-group (gloo), start in a process group of the system, and are ended with all that they have started.
+results of others, or the time until a collective operation gives up. The processes are those of
+`pipeline.launch`, each with a clock of its own: one that tells nothing for too long writes where it is, and
+ends. They are ended with all that they have started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from multiprocessing import connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_bench.harness.signals import started, starting
+from torch import distributed as dist
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-START_S = 180.0
-"""Seconds until all processes must have loaded what they need; a busy machine takes long for that."""
-_OTHERS_S = 1.0  # until the others have said why they end: the first to notice need not be the one to blame
-_DUMP_S = 0.3  # until a process that hangs has written where
+from gpipe_bench.pipeline.ranks.launch import launch
+
+_DUMP_S = 0.5  # until a process that hangs has written where, and so have those that wait for it
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """Parts of error messages that report the end of another process."""
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 
 Tell = Callable[[Any], None]
-"""Sends something picklable to the process that waits, and starts its patience anew."""
+"""Keeps something picklable, also for the case that the process ends, and starts its patience anew."""
 
 
 class Fault(NamedTuple):
@@ -46,19 +45,15 @@ class Fault(NamedTuple):
 
 
 class IsolatedError(RuntimeError):
-    """An isolated run that has no result."""
+    """An isolated run that has no result. `told` is what each process has told before."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, told: list[list[Any]]) -> None:
         super().__init__(fault.reason)
-        self.fault = fault
+        self.fault, self.told = fault, told
 
 
 def run_isolated(
-    function: Callable[..., Any],
-    num_processes: int,
-    *arguments: Any,
-    timeout_s: float,
-    on_news: Callable[[int, Any], None] | None = None,
+    function: Callable[..., Any], num_processes: int, *arguments: Any, timeout_s: float
 ) -> list[Any]:
     """`function(tell, *arguments)` in each of `num_processes` processes; their results, by rank.
 
@@ -66,89 +61,49 @@ def run_isolated(
         function: importable by name; its results and what it tells must be picklable
         num_processes: that form the default process group
         timeout_s: between two things that they tell, and until they end
-        on_news: called with the rank and with what it told
 
     Raises IsolatedError with one line: the error of the process that is to blame, its signal or status, or
     where the processes were when time was over.
     """
-    context = multiprocessing.get_context("spawn")
-    processes: list[Any] = []
-    pipes: list[connection.Connection] = []
-    with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as name:
+        folder, results, ended = Path(name), [], None
         try:
-            for rank in range(num_processes):
-                ours, theirs = context.Pipe(duplex=False)
-                given = (theirs, Path(folder), rank, num_processes, timeout_s, function, arguments)
-                process = context.Process(target=_child, args=given)
-                with starting():
-                    process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            return _results(processes, pipes, Path(folder), timeout_s, on_news)
+            given = (folder, timeout_s, function, arguments)
+            results = launch(_child, num_processes, *given, device="cpu")
+        except ProcessException as error:
+            ended = error
         finally:
-            for process in processes:
-                _end(process)
-            for pipe in pipes:
-                pipe.close()
+            for leader in folder.glob("leader*"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(int(leader.read_text()), signal.SIGKILL)
+        if fault := _fault(folder, num_processes, timeout_s, ended):
+            raise IsolatedError(fault, [_told(folder / f"told{rank}") for rank in range(num_processes)])
+        return results
 
 
-def _results(
-    processes: Sequence[Any],
-    pipes: Sequence[connection.Connection],
-    folder: Path,
-    timeout_s: float,
-    on_news: Callable[[int, Any], None] | None,
-) -> list[Any]:
-    """Reads what the processes tell until all are done or one is to blame."""
-    whose: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    who = [f"process {rank}" if len(processes) > 1 else "its process" for rank in range(len(processes))]
-    ready: set[int] = set()
-    found: dict[int, Any] = {}
-    faults: list[Fault] = []
-    patience_s = START_S
-    while whose:
-        arrived: list[Any] = connection.wait(list(whose), patience_s)
-        if not arrived and not faults:
-            if len(ready) < len(processes):
-                raise IsolatedError(Fault(f"its processes did not start within {START_S:g} s"))
-            places = [(who[rank], _where(processes[rank], folder, rank)) for rank in sorted(whose.values())]
-            known = "; ".join(f"{each} was in {place}" for each, place in places if place)
-            raise IsolatedError(Fault(f"no answer within {timeout_s:g} s" + (f": {known}" if known else "")))
-        if not arrived:
-            break
-        for pipe in arrived:
-            rank = whose[pipe]
-            try:
-                kind, content = pipe.recv()
-            except (EOFError, OSError):
-                kind, content = "fault", Fault(f"{who[rank]} {_end_of(processes[rank])}")
-            if kind == "ready":
-                ready.add(rank)
-            elif kind == "news":
-                if on_news is not None:
-                    on_news(rank, content)
-            else:
-                del whose[pipe]
-                if kind == "done":
-                    found[rank] = content
-                else:
-                    faults.append(content)
-        patience_s = _OTHERS_S if faults else timeout_s if len(ready) == len(processes) else START_S
-    if faults:
-        own = [fault for fault in faults if not any(word in fault.reason for word in _LOST)]
-        raise IsolatedError((own or faults)[0])
-    return [found[rank] for rank in range(len(processes))]
+def _fault(folder: Path, count: int, timeout_s: float, ended: ProcessException | None) -> Fault | None:
+    """The fault of the process that is to blame: the first to notice need not be it."""
+    faults: list[Fault] = [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("fault*"))]
+    own = [fault for fault in faults if not any(word in fault.reason for word in _LOST)]
+    if own or not isinstance(ended, ProcessExitedException):
+        return next(iter(own or faults), None)
+    who = [f"process {rank}" if count > 1 else "its process" for rank in range(count)]
+    if ended.signal_name != "SIGALRM":
+        name, status = ended.signal_name, ended.exit_code
+        how = f"was ended by {name}" if name else f"ended with status {status}"
+        return Fault(f"{who[ended.error_index]} {how}")
+    texts = [path.read_text(errors="replace") for path in sorted(folder.glob("where*"))]
+    places = [(each, place_of(text, latest_first=True)) for each, text in zip(who, texts, strict=False)]
+    known = "; ".join(f"{each} was in {place}" for each, place in places if place)
+    return Fault(f"no answer within {timeout_s:g} s" + (f": {known}" if known else ""))
 
 
-def _where(process: Any, folder: Path, rank: int) -> str:
-    """The place in the code at which a process hangs."""
-    try:
-        os.kill(process.pid, signal.SIGUSR1)
-    except ProcessLookupError:
-        return ""
-    time.sleep(_DUMP_S)
-    return place_of((folder / f"where{rank}").read_text(errors="replace"), latest_first=True)
+def _told(path: Path) -> list[Any]:
+    found = []
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), path.open("rb") as file:
+        while True:
+            found.append(pickle.load(file))
+    return found
 
 
 def place_of(text: str, *, latest_first: bool = False) -> str:
@@ -174,63 +129,40 @@ def fault_of(error: BaseException) -> Fault:
     return Fault(reason, text, isinstance(error, ValueError))
 
 
-def _end_of(process: Any) -> str:
-    process.join(_OTHERS_S)
-    status = process.exitcode
-    if status is None:
-        return "closed its connection"
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-
-def _end(process: Any) -> None:
-    """Ends a process and all processes that it has started."""
-    for end in (lambda: os.killpg(process.pid, signal.SIGKILL), process.kill):
-        try:
-            end()
-        except (ProcessLookupError, PermissionError):
-            continue
-    process.join()
-
-
 def _child(
-    pipe: connection.Connection,
-    folder: Path,
-    rank: int,
-    num_processes: int,
-    timeout_s: float,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+    folder: Path, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> object:
+    """What the function returns; what it raises is written down instead."""
+    rank = dist.get_rank()
     os.setpgid(0, 0)
+    (folder / f"leader{rank}").write_text(str(os.getpid()))
     os.dup2(2, 1)  # standard output is for results
-    started()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     where = open(folder / f"where{rank}", "w")  # noqa: SIM115  # lives as long as the process
-    faulthandler.register(signal.SIGUSR1, file=where, all_threads=False)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    told = open(folder / f"told{rank}", "wb")  # noqa: SIM115  # likewise
+
+    def wait_anew() -> None:  # the dump and the signal reach a process that holds Python's lock, too
+        faulthandler.dump_traceback_later(timeout_s, file=where)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + _DUMP_S)
+
+    def tell(news: Any) -> None:
+        pickle.dump(news, told)
+        told.flush()
+        wait_anew()
+
+    wait_anew()
+    found = None
     try:
-        import torch  # noqa: F401
-        from torch import distributed as dist
-
-        from gpipe_bench.pipeline.ranks.launch import prepare_process
-
-        prepare_process(rank)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_processes,
-            timeout=timedelta(seconds=10 * timeout_s + START_S),
-        )  # fmt: skip
-        pipe.send(("ready", None))
-        pipe.send(("done", function(lambda news: pipe.send(("news", news)), *arguments)))
+        found = function(tell, *arguments)
         dist.barrier()  # or the others would lose a connection that they still read from
     except BaseException as error:  # also an engine that exits
-        pipe.send(("fault", fault_of(error)))
-    pipe.close()
+        (folder / f"fault{rank}").write_bytes(pickle.dumps(fault_of(error)))
     sys.stderr.flush()
-    os._exit(0)  # threads that an engine left behind shall not hold it up
+    threading.Thread(target=_leave, daemon=True).start()
+    return found
 
 
-def _end_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _leave() -> None:
+    """Threads that an engine left behind shall not hold its process up."""
+    threading.main_thread().join()
+    os._exit(0)

@@ -1,8 +1,13 @@
-"""What a guard run measures, and the processes of its three arms: base, head, and the base as the control.
+"""What a guard run measures: two checkouts, and the processes of three arms: base, head, and the base as the
+control.
+
+The base is where HEAD left a given revision. `git worktree` shares the object store, so that a checkout takes
+a second and needs no network except for submodules; it is removed whatever happens, and what a killed guard
+left is removed by the next.
 
 What is compared must live in processes of its own, or two versions of a package could not be loaded; and they
-must outlive the single measurement, or start-up would be measured. Lines of JSON cross the pipes, never
-pickles: the code at the other end may be any revision.
+must outlive the single measurement, or start-up would be measured. JSON crosses the pipes, never pickles: the
+code at the other end may be any revision.
 """
 
 from __future__ import annotations
@@ -10,25 +15,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
-import signal
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from gpipe_bench.experiments.guard.command import Command, CommandArm
-from gpipe_bench.experiments.guard.trees import top_of
 from gpipe_bench.harness.guard import ARMS, Sample
+from gpipe_bench.harness.programs import program, run
 
 WORKER = Path(__file__).with_name("worker.py")
 START_S, BUILD_S, ANSWER_S = 120.0, 180.0, 60.0  # an answer that takes longer is a hang
 BUILD_TIMEOUT_S = 900  # for the command of `--build`
+GIT_TIMEOUT_S = 120
 TAIL_BYTES = 2000  # of a process's standard error, in the message about its failure
 
 
@@ -38,14 +46,14 @@ class Subject:
 
     Args:
         root: in a git work tree; what is measured, as it lies there.
-        benchmarks: names, and what they are.
+        benchmarks: their names.
         folders: where modules are imported from, below `root`.
         file: a Python file with a dictionary BENCHMARKS of functions, unless a `command` is timed.
         build: a command that makes a checkout usable.
     """
 
     root: Path
-    benchmarks: Mapping[str, str]
+    benchmarks: Sequence[str]
     folders: Sequence[str] = (".",)
     file: Path | None = None
     command: Command | None = None
@@ -56,17 +64,19 @@ class Subject:
         if not self.build:
             return
         try:
-            done = subprocess.run(
-                self.build, cwd=tree, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=BUILD_TIMEOUT_S, check=False,
-            )  # fmt: skip
+            done = run(self.build, BUILD_TIMEOUT_S, cwd=tree)
         except subprocess.TimeoutExpired as error:
             raise ValueError(f"--build {self.build!r} has not ended for {BUILD_TIMEOUT_S} s") from error
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()[-5:]
+            said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
             raise ValueError(
-                f"--build {self.build!r} failed with status {done.returncode} in {where}: " + " / ".join(said)
+                f"--build {self.build!r} failed with status {done.returncode} in {where}: {said}"
             )
+
+    def modules(self, tree: Path) -> str:
+        """PYTHONPATH of a process that measures a checkout: what is installed comes behind it."""
+        places = [str(tree / folder) for folder in self.folders]
+        return os.pathsep.join(filter(None, (*places, os.environ.get("PYTHONPATH"))))
 
 
 def subject_of(
@@ -94,23 +104,23 @@ def subject_of(
             raise ValueError(f"--path {each}: {root} has no such folder")
     folders = folders or ((".", "src") if (root / "src").is_dir() else (".",))
     if command is not None:
-        return Subject(root, {command.name: command.line}, folders, None, command, build)
-    assert file is not None
-    if not file.is_file():
+        return Subject(root, [command.name], folders, None, command, build)
+    if file is None or not file.is_file():
         raise ValueError(f"--benchmarks {file} is no file")
-    return Subject(root, {}, folders, file.resolve(), None, build)
+    return Subject(root, [], folders, file.resolve(), None, build)
 
 
-def benchmarks_of(subject: Subject) -> dict[str, str]:
-    """The benchmarks of a subject's file, with what they are; their code is not run in this process.
+def benchmarks_of(subject: Subject) -> list[str]:
+    """The benchmarks of a subject's file; their code is not run in this process.
 
     Raises ValueError where there are none.
     """
     with tempfile.TemporaryDirectory(prefix="guard-") as folder, ExitStack() as stack:
         arm = Arm("head", subject.root, subject, folder, stack)
-        arm.wait_until_started()
         try:
-            return arm.names()
+            arm.receive(START_S)
+            names: list[str] = arm.ask(ANSWER_S, do="names")["names"]
+            return names
         except WorkerError as error:
             raise ValueError(f"--benchmarks {subject.file} can't be used: {error}") from error
 
@@ -126,14 +136,14 @@ def arms_of(subject: Subject, base: Path, control: Path | None = None) -> Iterat
     trees = {"base": base, "head": subject.root, "control": control or base}
     if subject.command is not None:
         yield {
-            name: CommandArm(name, trees[name], subject.command, _modules(trees[name], subject.folders))
+            name: CommandArm(name, trees[name], subject.command, subject.modules(trees[name]))
             for name in ARMS
         }
         return
     with tempfile.TemporaryDirectory(prefix="guard-") as folder, ExitStack() as stack:
         arms = {name: Arm(name, trees[name], subject, folder, stack) for name in ARMS}
         for arm in arms.values():
-            arm.wait_until_started()
+            arm.receive(START_S)
         yield arms
 
 
@@ -144,130 +154,174 @@ class Built(NamedTuple):
     compiled: Sequence[str] = ()  # modules of the revision that git does not bring
 
 
-class Arm:
-    """One revision, loaded in a process."""
-
-    def __init__(self, name: str, tree: Path, subject: Subject, temporary: str, stack: ExitStack) -> None:
-        given = (WORKER, tree, subject.root, subject.file)
-        environment = {**environment_of(tree, subject.folders), "TMPDIR": temporary}
-        self._worker = Worker(f"{name} ({tree})", [sys.executable, "-P", *map(str, given)], environment)
-        stack.callback(self._worker.kill)
-
-    def wait_until_started(self) -> None:
-        self._worker.receive(START_S)
-
-    def names(self) -> dict[str, str]:
-        """The benchmarks that the file declares, with what they are."""
-        names: dict[str, str] = self._ask(ANSWER_S, do="names")["names"]
-        return names
-
-    def build(self, benchmark: str) -> Built:
-        """Builds the benchmark and takes its first steps."""
-        return Built(**self._ask(BUILD_S, do="build", benchmark=benchmark))
-
-    def sample(self, benchmark: str, repeats: int) -> Sample:
-        """The mean of so many steps."""
-        return Sample(**self._ask(ANSWER_S, do="sample", benchmark=benchmark, repeats=repeats))
-
-    def _ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
-        self._worker.send(request)
-        return self._worker.receive(timeout_s)
-
-
-def environment_of(tree: Path, folders: Sequence[str]) -> dict[str, str]:
-    """The environment of a process with one thread, no GPU, the packages in `folders` of `tree` first, and
-    nothing written into `tree`.
-    """
-    before = os.environ.get("PYTHONPATH")
-    modules = _modules(tree, folders)
-    return {
-        **os.environ,
-        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": f"{modules}{os.pathsep}{before}" if before else modules,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "0",
-    }
-
-
-def _modules(tree: Path, folders: Sequence[str]) -> str:
-    return os.pathsep.join(str(tree / folder) for folder in folders)
-
-
 class WorkerError(RuntimeError):
-    """A process failed, hung or said something else than a line of JSON.
-
-    `lacks`: its revision has not what a benchmark asks for.
-    """
+    """A process failed or hung. `lacks`: its revision has not what a benchmark asks for."""
 
     lacks = False
 
 
-class Worker:
-    """A process that is kept alive. Its standard error is kept, and shown when it fails.
+class Arm:
+    """One revision, loaded in a process with one thread and no GPU, which writes nothing into its tree.
 
-    It leads a session of its own, so that an interrupt at the keyboard ends it through us, after which it is
-    certainly gone. If we vanish, its standard input ends, and so does it.
+    What it prints is kept, and shown when it fails. If we vanish, the pipe ends, and so does it.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.name = name
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        self._process = subprocess.Popen(
-            list(command), env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, start_new_session=True, bufsize=0,
+    def __init__(self, name: str, tree: Path, subject: Subject, temporary: str, stack: ExitStack) -> None:
+        self.name = f"{name} ({tree})"
+        self._said = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        self._pipe, theirs = Pipe()
+        given = (WORKER, theirs.fileno(), tree, subject.root, subject.file)
+        environment = {
+            **os.environ,
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": subject.modules(tree),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0",
+            "TMPDIR": temporary,
+        }
+        started = program(
+            [sys.executable, "-P", *map(str, given)], env=environment, pass_fds=[theirs.fileno()],
+            stdout=self._said, stderr=self._said,
         )  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out, self.pid = self._process.stdin, self._process.stdout, self._process.pid
-        self._pending = b""
+        self._process = stack.enter_context(started)
+        stack.enter_context(self._pipe)
+        theirs.close()
 
-    def send(self, request: Mapping[str, Any]) -> None:
-        """Writes one line. Raises WorkerError if nobody reads it."""
-        try:
-            self._in.write(json.dumps(dict(request)).encode() + b"\n")
-        except OSError as error:
-            raise self._failure("ended") from error
+    def build(self, benchmark: str) -> Built:
+        """Builds the benchmark and takes its first steps."""
+        return Built(**self.ask(BUILD_S, do="build", benchmark=benchmark))
+
+    def sample(self, benchmark: str, repeats: int) -> Sample:
+        """The mean of so many steps."""
+        return Sample(**self.ask(ANSWER_S, do="sample", benchmark=benchmark, repeats=repeats))
+
+    def ask(self, timeout_s: float, **request: Any) -> dict[str, Any]:
+        """The answer to a request. Raises WorkerError as `receive`."""
+        with contextlib.suppress(OSError):  # nobody reads it: `receive` says why
+            self._pipe.send_bytes(json.dumps(request).encode())
+        return self.receive(timeout_s)
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line. Raises WorkerError if it says "error", does not come in time, or is no JSON."""
-        end_s = time.monotonic() + timeout_s
-        while b"\n" not in self._pending:
-            remaining_s = end_s - time.monotonic()
-            if remaining_s <= 0 or not select.select([self._out], [], [], remaining_s)[0]:
-                raise self._failure(f"has not answered for {timeout_s:.0f} s")
-            data = os.read(self._out.fileno(), 1 << 16)
-            if not data:
-                raise self._failure("ended")
-            self._pending += data
-        line, _, self._pending = self._pending.partition(b"\n")
+        """The next answer. Raises WorkerError if it is an error, or does not come in time."""
         try:
-            reply = json.loads(line)
-        except ValueError as error:
-            raise self._failure(f"answered {line[:200]!r}, which is no JSON") from error
-        if not isinstance(reply, dict):
-            raise self._failure(f"answered {line[:200]!r}, which is no object")
+            if not self._pipe.poll(timeout_s):
+                raise self._failure(f"has not answered for {timeout_s:.0f} s")
+            reply: dict[str, Any] = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._failure("ended") from error
         if "error" in reply:
             told = WorkerError(f"{self.name}: {reply['error']}")
-            told.lacks = bool(reply.get("lacks"))
+            told.lacks = reply["lacks"]
             raise told
         return reply
-
-    def kill(self) -> None:
-        """Ends the process and its children at once."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._in, self._out, self._errors):
-            with contextlib.suppress(OSError):
-                stream.close()
 
     def _failure(self, what: str) -> WorkerError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.2)  # so that its last words are there
         status = self._process.poll()
         how = "" if status is None else f" with exit status {status}"
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - TAIL_BYTES))
-        tail = self._errors.read().decode("utf-8", "backslashreplace").strip()
+        self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - TAIL_BYTES))
+        tail = self._said.read().decode("utf-8", "backslashreplace").strip()
         return WorkerError(f"the process of {self.name} {what}{how}" + (f":\n{tail}" if tail else ""))
+
+
+# The checkout of the base
+
+DEEPER = "this clone is shallow: git fetch --unshallow, or fetch-depth: 0 in the checkout step"
+
+
+class Base(NamedTuple):
+    """The revision that the working tree is compared with, and where it is checked out."""
+
+    ref: str
+    commit: str
+    path: Path
+
+
+@contextlib.contextmanager
+def base_tree(root: Path, ref: str) -> Iterator[Base]:
+    """Checks out the commit where the working tree at `root` left `ref`, until the block ends.
+
+    Raises ValueError, with the remedy, as `merge_base`, and where a submodule can't be checked out.
+    """
+    commit = merge_base(root, ref)
+    prefix = _git(root, "rev-parse", "--show-prefix")
+    _remove_left(root)
+    folder = Path(tempfile.mkdtemp(prefix=f"guard-{os.getpid()}-"))
+    path = folder / "base"
+    try:
+        # The user's checkout hooks are meant for the user's own checkouts.
+        without_hooks = ("-c", f"core.hooksPath={os.devnull}")
+        _git(root, *without_hooks, "worktree", "add", "--quiet", "--detach", os.fspath(path), commit)
+        if (path / ".gitmodules").is_file():
+            try:
+                _git(path, *without_hooks, "submodule", "update", "--init", "--recursive", "--quiet")
+            except ValueError as error:
+                raise ValueError(f"the submodules of the base can't be checked out: {error}") from error
+        yield Base(ref, commit, path / prefix)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(ValueError):
+            _git(root, "worktree", "prune")
+
+
+def _remove_left(root: Path) -> None:
+    """Removes checkouts of guards that were killed."""
+    for line in _git(root, "worktree", "list", "--porcelain").splitlines():
+        folder = Path(line.removeprefix("worktree ")).parent
+        name = re.fullmatch(r"guard-(\d+)-\w+", folder.name)
+        if line.startswith("worktree ") and name and not psutil.pid_exists(int(name[1])):
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(ValueError):
+        _git(root, "worktree", "prune")
+
+
+def merge_base(root: Path, ref: str) -> str:
+    """The commit where HEAD left `ref`.
+
+    Raises ValueError, with the remedy, without git or a repository, for an unknown revision, and where the
+    history that was fetched does not reach the common commit.
+    """
+    try:
+        is_shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
+    except ValueError as error:
+        raise ValueError(
+            f"{root} is no git repository that can be read ({error}); "
+            "two revisions are compared, so run this in a clone"
+        ) from error
+    try:
+        commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
+    except ValueError as error:
+        raise ValueError(
+            f"unknown revision {ref!r}; {f'{DEEPER}; ' if is_shallow else ''}fetch it first (git fetch), or "
+            "name a branch, tag or commit that `git rev-parse` knows, such as HEAD~1"
+        ) from error
+    try:
+        return _git(root, "merge-base", commit, "HEAD")
+    except ValueError as error:
+        remedy = DEEPER if is_shallow else "compare with a revision of the same history"
+        raise ValueError(f"{ref!r} and HEAD have no common commit here; {remedy}") from error
+
+
+def top_of(folder: Path) -> Path | None:
+    """The top of the git working tree that a folder lies in; None in no repository that can be read."""
+    try:
+        return Path(_git(folder, "rev-parse", "--show-toplevel")).resolve()
+    except ValueError:
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """Output of a git command, stripped. Raises ValueError with what git said."""
+    # Inside a hook git points these at the hook's own repository and index.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = run(["git", "-C", os.fspath(root), *arguments], GIT_TIMEOUT_S, env=environment)
+    except OSError as error:
+        raise ValueError(f"git can't be started: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"git {arguments[0]} has not ended for {GIT_TIMEOUT_S} s") from error
+    if done.returncode:
+        raise ValueError(done.stderr.strip() or f"git {arguments[0]} failed with status {done.returncode}")
+    return done.stdout.strip()

@@ -11,11 +11,9 @@ those that are installed.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-import signal
 import statistics
 import subprocess
 import time
@@ -24,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_bench.harness.guard import ARMS, LOOKS, Sample
+from gpipe_bench.harness.programs import run
 
 TIMEOUT_S = 60.0
 NEEDED_RUNS = 2 * len(ARMS) * LOOKS[0]
@@ -45,8 +44,8 @@ class Command:
 
     Args:
         line: for the shell.
-        pattern: a regular expression whose group, or whole match, is the number; the last number if "".
-            Where it matches several times, their geometric mean counts.
+        pattern: a regular expression whose group, or whole match, is the number; any number if "". The
+            last match counts.
         higher_is_better: whether the number is a rate.
         timeout_s: a run that takes longer counts as hung.
 
@@ -79,20 +78,20 @@ class Command:
         """Name of the benchmark: the command line, shortened if it is long."""
         return self.line if len(self.line) <= SHOWN else f"{self.line[: SHOWN - 3]}..."
 
-    def numbers(self, said: str) -> list[float]:
-        """The numbers of an output that count. Raises ValueError where there is none, or one not above 0."""
+    def number(self, said: str) -> float:
+        """The number of an output that counts. Raises ValueError where there is none, or none above 0."""
         said = _ESCAPES.sub("", said)
-        found = re.findall(self.pattern, said, re.MULTILINE) if self.pattern else _NUMBER.findall(said)[-1:]
+        found = re.findall(self.pattern, said, re.MULTILINE) if self.pattern else _NUMBER.findall(said)
         if not found:
             what = f"nothing that --number {self.pattern!r} matches" if self.pattern else "no number"
             raise ValueError(f"printed {what} on standard output, but {_tail(said) or 'nothing at all'}")
         try:
-            numbers = [_value(each) for each in found]
+            number = _value(found[-1])
         except ValueError as error:
-            raise ValueError(f"printed {found[0]!r}, which is no number; --number REGEX names it") from error
-        if not all(0 < each < math.inf for each in numbers):
-            raise ValueError(f"printed {min(numbers):g}; ratios are compared, so print numbers above 0")
-        return numbers
+            raise ValueError(f"printed {found[-1]!r}, which is no number; --number REGEX names it") from error
+        if not 0 < number < math.inf:
+            raise ValueError(f"printed {number:g}; ratios are compared, so print numbers above 0")
+        return number
 
 
 class CommandArm:
@@ -100,83 +99,39 @@ class CommandArm:
 
     def __init__(self, name: str, tree: Path, command: Command, modules: str) -> None:
         self._where, self._tree, self.command = f"{name} ({tree})", tree, command
-        before = os.environ.get("PYTHONPATH")
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (modules, before)))}
-        self.count = 0
-        """How many numbers a run has."""
+        self._environment = {**os.environ, "PYTHONPATH": modules}
         self.taken_s = 0.0
         """Seconds that the latest run took."""
-        self.first = 0.0
-        """Number of the first run, in the form that is compared."""
-
-    def build(self) -> None:
-        """Runs it once, so that files and caches are there for all arms. Raises ValueError as `sample`."""
-        numbers, _ = self._run()
-        self.count, self.first = len(numbers), self._level(numbers)
 
     def sample(self) -> Sample:
         """Sample of one run; its `wall_s` is the number that is compared, larger if worse.
 
-        Raises ValueError, with the revision, for a run that fails, hangs, or prints no number or more than
-        before.
+        Raises ValueError, with the revision, for a run that fails, hangs, or prints no number.
         """
-        numbers, cpu_s = self._run()
-        if len(numbers) != self.count:
-            raise ValueError(
-                f"--command {self.command.line!r} of {self._where} printed {len(numbers)} numbers, and "
-                f"{self.count} before; give a --number that matches as often in every run"
-            )
-        return Sample(self._level(numbers), cpu_s)
-
-    def _level(self, numbers: list[float]) -> float:
-        """The geometric mean, larger if worse."""
-        level = math.exp(math.fsum(map(math.log, numbers)) / len(numbers))
-        return 1 / level if self.command.higher_is_better else level
-
-    def _run(self) -> tuple[list[float], float]:
-        """The numbers of a run, and its processor time."""
         command, begin_s, before_s = self.command, time.monotonic(), _children_s()
         what = f"--command {command.line!r} of {self._where}"
-        process = subprocess.Popen(
-            command.line, shell=True, cwd=self._tree, env=self._environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            start_new_session=True,
-        )  # fmt: skip
-        with process:
-            try:
-                said, errors = process.communicate(timeout=command.timeout_s)
-            except subprocess.TimeoutExpired:
-                raise ValueError(
-                    f"{what} has not ended for {command.timeout_s:g} s; --timeout-s gives it more"
-                ) from None
-            finally:
-                if process.returncode is None:  # an interrupt, too: nothing it started stays
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, signal.SIGKILL)
-        self.taken_s = time.monotonic() - begin_s
-        if process.returncode:
+        try:
+            done = run(command.line, command.timeout_s, cwd=self._tree, env=self._environment)
+        except subprocess.TimeoutExpired:
             raise ValueError(
-                f"{what} failed with status {process.returncode}: {_tail(errors or said)}; what the base has "
-                "not yet can lie outside of the repository, and --build builds what must be built"
+                f"{what} has not ended for {command.timeout_s:g} s; --timeout-s gives it more"
+            ) from None
+        self.taken_s = time.monotonic() - begin_s
+        if done.returncode:
+            raise ValueError(
+                f"{what} failed with status {done.returncode}: {_tail(done.stderr or done.stdout)}; what the "
+                "base has not yet can lie outside of the repository, and --build builds what must be built"
             )
         try:
-            return command.numbers(said), max(_children_s() - before_s, 1e-6)
+            number = command.number(done.stdout)
         except ValueError as error:
             raise ValueError(f"{what} {error}") from error
+        cpu_s = max(_children_s() - before_s, 1e-6)
+        return Sample(1 / number if command.higher_is_better else number, cpu_s)
 
 
-def check(arms: Mapping[str, CommandArm], left_s: float) -> None:
-    """Raises ValueError where the arms, all built, print different numbers of numbers, or where the time that
-    is left is not enough for a first look.
-    """
-    counts = {name: arm.count for name, arm in arms.items()}
-    if len({*counts.values()}) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise ValueError(
-            f"the revisions print different numbers of numbers: {told}; give a --number that matches as "
-            "often in both"
-        )
-    check_numbers({name: [arm.first] for name, arm in arms.items()}, arms["base"].command)
+def check_time(arms: Mapping[str, CommandArm], left_s: float) -> None:
+    """Raises ValueError where the time that is left is not enough for a first look at arms that ran once."""
     run_s = min(arm.taken_s for arm in arms.values())
     if run_s * NEEDED_RUNS > left_s:
         raise ValueError(

@@ -15,15 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.guard.own import BENCHMARKS, SEED
-
-if TYPE_CHECKING:
-    from gpipe_bench.pipeline.plan.edges import Edge
-    from gpipe_bench.pipeline.plan.schedule import Action, Schedule
-    from gpipe_bench.pipeline.stage.stage import Gradients
-    from gpipe_bench.pipeline.stage.trees import Message
+from gpipe_bench.models import MODELS, example_batch, loss_fn
+from gpipe_bench.pipeline import Pipeline
+from gpipe_bench.pipeline.plan.edges import Edge
+from gpipe_bench.pipeline.plan.named import SCHEDULES
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.stage.stage import Gradients
+from gpipe_bench.pipeline.stage.trees import Message
+from gpipe_bench.pipeline.transport import InProcess
 
 MICROBATCH_SIZE = 2
 
@@ -72,16 +78,12 @@ def content() -> dict[str, Any]:
 
 def counters(case: Case) -> dict[str, Any]:
     """The numbers of one case."""
-    from gpipe_bench.pipeline.plan.named import SCHEDULES
-
     schedule = SCHEDULES[case.schedule](case.num_stages, case.num_microbatches, case.remat)
     return {**of_schedule(schedule), **of_step(case, schedule)}
 
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
     """Counters that follow from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
-    from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-
     timeline = replay(schedule, SLOTS)
     stages = range(schedule.num_stages)
     return {
@@ -94,35 +96,28 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
     }
 
 
+class Counting(InProcess):
+    """Counts what crosses from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages, self.bytes = Counter[str](), Counter[str]()
+
+    def send(self, edge: Edge, microbatch: int, message: Message) -> None:
+        self._count("forward", message.tensors)
+        super().send(edge, microbatch, message)
+
+    def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
+        self._count("backward", gradients)
+        super().send_back(edge, microbatch, gradients)
+
+    def _count(self, direction: str, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        self.messages[direction] += 1
+        self.bytes[direction] += sum(t.nbytes for t in tensors if t is not None)
+
+
 def of_step(case: Case, schedule: Schedule) -> dict[str, Any]:
     """Counters of one training step of the engine, taken while the step runs."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from gpipe_bench.models import MODELS, example_batch, loss_fn
-    from gpipe_bench.pipeline import Pipeline
-    from gpipe_bench.pipeline.transport import InProcess
-
-    class Counting(InProcess):
-        """Counts what crosses from stage to stage."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.messages = {"forward": 0, "backward": 0}
-            self.bytes = {"forward": 0, "backward": 0}
-
-        def send(self, edge: Edge, microbatch: int, message: Message) -> None:
-            self._count("forward", message.tensors)
-            super().send(edge, microbatch, message)
-
-        def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:
-            self._count("backward", gradients)
-            super().send_back(edge, microbatch, gradients)
-
-        def _count(self, direction: str, tensors: tuple[torch.Tensor | None, ...]) -> None:
-            self.messages[direction] += 1
-            self.bytes[direction] += sum(t.numel() * t.itemsize for t in tensors if t is not None)
-
     taken: Counter[str] = Counter()
 
     @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.guard.arms import Arm, Built, Subject, WorkerError, arms_of
-from gpipe_bench.experiments.guard.command import Command, CommandArm, check, check_numbers
+from gpipe_bench.experiments.guard.command import Command, CommandArm, check_numbers, check_time
 from gpipe_bench.harness.guard import (
     ARMS,
     CPU_MARGIN,
@@ -149,7 +149,6 @@ class Finding:
 def guard(
     subject: Subject,
     base: Path,
-    names: Sequence[str],
     seed: int,
     *,
     control: Path | None = None,
@@ -158,7 +157,7 @@ def guard(
     tell: Callable[[str], None] = lambda line: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Compares the subject's folder with the tree `base` by these benchmarks; a command's control is run in a
+    """Compares the subject's folder with the tree `base` by its benchmarks; a command's control is run in a
     tree of its own. `is_counted`: exact counters are equal.
 
     What can't be run has failed, or is new if only the base lacks it, which its finding says; the others are
@@ -166,7 +165,7 @@ def guard(
     """
     begun_s = clock_s()
     deadline_s, first_deadline_s = begun_s + budget_s, begun_s + FIRST_SHARE * budget_s
-    findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in names]
+    findings = [Finding(name, command=subject.command, is_counted=is_counted) for name in subject.benchmarks]
     while pending := [
         each for each in findings if not (each.lacking or each.failed) and needs_another_run(each.verdicts)
     ]:
@@ -240,9 +239,9 @@ def measure_command(
     """One run of a command's benchmark, whose samples are single runs of it. Raises ValueError where it
     fails, and before the first if there is no time for a look.
     """
-    for each in arms.values():
-        each.build()
-    check(arms, math.inf if finding.runs else deadline_s - time.monotonic())
+    first = {name: [arm.sample().wall_s] for name, arm in arms.items()}  # files and caches are there then
+    check_numbers(first, arms["base"].command)
+    check_time(arms, math.inf if finding.runs else deadline_s - time.monotonic())
     judgement, rounds = run_rounds(lambda arm: arms[arm].sample(), seed, deadline_s=deadline_s)
     numbers = {arm: [sample.wall_s for taken in rounds for sample in taken[arm]] for arm in ARMS}
     check_numbers(numbers, arms["base"].command)

@@ -1,25 +1,25 @@
 """The process of one arm: builds the benchmarks of a file from its own revision, times them when asked.
 
-    python -P experiments/guard/worker.py TREE HEAD FILE
+    python -P experiments/guard/worker.py PIPE TREE HEAD FILE
 
 FILE declares a dictionary BENCHMARKS of functions; it is loaded as it lies in the working tree HEAD, in all
 arms, so that both revisions are asked the same. What it imports of the repository must come from TREE. This
 file imports nothing but the standard library: the process belongs to the code that is measured.
 
-Requests and answers are lines of JSON on standard input and output:
+Requests and answers are messages of JSON through PIPE, the number of an open descriptor:
 
-    {"do": "names"}                                             -> {"names": {"rows": "sums of many rows"}}
+    {"do": "names"}                                             -> {"names": ["rows"]}
     {"do": "build", "benchmark": "rows"}                        -> {"result": 5.5, "compiled": []}
     {"do": "sample", "benchmark": "rows", "repeats": 3}         -> {"wall_s": 0.012, "cpu_s": 0.012}
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.machinery
 import importlib.util
-import inspect
 import json
 import os
 import sys
@@ -28,6 +28,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +39,22 @@ LACKING = (ImportError, AttributeError, NameError, TypeError)
 Step = Callable[[], Any]
 
 
-def main(tree: str, head: str, file: str) -> None:
-    """Says that the arm is there, or why not, then answers requests by its methods until input ends."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what others print goes where errors go, not between the answers
+def main(pipe: str, tree: str, head: str, file: str) -> None:
+    """Says that the arm is there, then answers requests by its methods until the pipe ends."""
+    connection = Connection(int(pipe))
     arm = Arm(Path(tree).resolve(), Path(head).resolve(), Path(file).resolve())
-    answer(out, arm.start)
-    for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
-        answer(out, functools.partial(getattr(arm, request.pop("do")), **request))
-
-
-def answer(out: Any, act: Callable[[], dict[str, Any]]) -> None:
-    try:
-        reply = act()
-    except (Exception, SystemExit) as error:  # a benchmark that exits is named, too
-        traceback.print_exc()
-        reply = {"error": f"{type(error).__name__}: {error}", "lacks": isinstance(error, LACKING)}
-    out.write(json.dumps(reply).encode() + b"\n")
-    out.flush()
+    if hasattr(os, "sched_setaffinity"):  # the same core in all arms; one thread is set by the environment
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    reply: dict[str, Any] = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send_bytes(json.dumps(reply).encode())
+            request = json.loads(connection.recv_bytes())
+            try:
+                reply = getattr(arm, request.pop("do"))(**request)
+            except (Exception, SystemExit) as error:  # a benchmark that exits is named, too
+                traceback.print_exc()
+                reply = {"error": f"{type(error).__name__}: {error}", "lacks": isinstance(error, LACKING)}
 
 
 class Arm:
@@ -66,16 +64,9 @@ class Arm:
         self._tree, self._head, self._file = tree, head, file
         self._steps: dict[str, Step] = {}
 
-    def start(self) -> dict[str, Any]:
-        """The same core in all arms; one thread is set by the environment."""
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        return {}
-
     def names(self) -> dict[str, Any]:
-        """The benchmarks, with the first line of what they say of themselves."""
-        found = self._functions.items()
-        return {"names": {name: (inspect.getdoc(build) or name).splitlines()[0] for name, build in found}}
+        """The benchmarks."""
+        return {"names": list(self._functions)}
 
     def build(self, benchmark: str) -> dict[str, Any]:
         """Builds the benchmark and warms up."""

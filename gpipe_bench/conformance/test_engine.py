@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpipe_bench.experiments.engines.cases import CASES, GROUPS, PLACES, Row, examine, in_place
-from gpipe_bench.experiments.engines.given import OK, SKIPPED
+from gpipe_bench.experiments.engines.checks import OK, SKIPPED
 
 
 @pytest.fixture(scope="session")

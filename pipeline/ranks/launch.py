@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from .. import devices
 
@@ -101,6 +101,10 @@ def launch(
             process.kill()
             process.join()
         del store
+    if silent := {*range(num_processes)} - {*found}:
+        rank = min(silent)
+        text = f"process {rank} ended with exit code 0, before its function had a result"
+        raise ProcessExitedException(text, rank, context.pids()[rank], exit_code=0)
     return [pickle.loads(found[rank]) for rank in range(num_processes)]
 
 

@@ -113,10 +113,13 @@ def test_it_examines_and_guards_an_engine_that_has_a_folder_models_of_its_own(
     program: Path, tmp_path: Path
 ) -> None:
     theirs = their_repository.make(tmp_path / "theirs")
-    asked = run(program, theirs, "check-engine", their_repository.ENGINE)
+    shutil.copy(ROOT / "examples" / "own_engine.py", theirs)
+    (theirs / "fast_pipe.py").write_text("import models\nfrom own_engine import FillDrain\n")
+    their_repository.commit(theirs, "an engine")
+    asked = run(program, theirs, "check-engine", "fast_pipe:FillDrain")
     assert (asked.returncode, asked.stderr) == (0, ""), asked.stdout
     said = asked.stdout.splitlines()[0]
-    assert re.fullmatch(rf"{their_repository.ENGINE}: \d+ cases passed, \d+ cannot be asked", said), said
+    assert re.fullmatch(r"fast_pipe:FillDrain: \d+ cases passed, \d+ cannot be asked", said), said
     guarded = run(
         program, theirs, "guard", "--repo", ".", "--base", "HEAD", "--benchmarks", "benchmarks.py",
         "--budget-s", "1",

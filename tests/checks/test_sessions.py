@@ -93,6 +93,8 @@ def test_what_workflows_run_is_there_and_they_take_the_oldest_torch() -> None:
     named = [row["session"] for row in rows if "session" in row]
     named += re.findall(r"nox -s ([\w-]+)", json.dumps(workflows))
     assert {"tests", "lint", "checks", "guard", "smoke"} <= set(named) <= set(LISTED)
+    assert "nox -s guard -- --base" in (said := json.dumps(workflows))
+    assert "--require-conclusive" in said, "what a busy machine cannot tell has not passed"
     oldest = min(row["torch"] for row in rows if "torch" in row)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]

@@ -39,6 +39,11 @@ def test_json_is_one_line_with_every_action() -> None:
     assert found["workers"][3]["actions"][:9] == [f"3F{m}" for m in range(8)] + ["3R7"]
 
 
+def test_no_workers_are_named_by_their_option() -> None:
+    asked = ("gpipe", "--workers", 0, "--microbatches", 2)
+    assert call("schedule", *asked) == (2, "", "error: --workers 0: give 1 or more\n")
+
+
 def test_a_file_comes_back_as_the_same_schedule(tmp_path: Path) -> None:
     path = tmp_path / "gpipe.csv"
     asked = ("gpipe", "--workers", 3, "--microbatches", 4, "--remat", "except_last")

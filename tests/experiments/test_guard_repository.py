@@ -1,20 +1,34 @@
-"""The guard in somebody else's repository: what it finds there, and what it refuses to vouch for."""
+"""The guard in somebody else's repository: its checkouts, what it finds there, and what it refuses to vouch
+for.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import their_repository
+from their_repository import git
 
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.experiments.guard import arms as guard_arms
-from gpipe_bench.experiments.guard.arms import Arm, WorkerError, arms_of, benchmarks_of, subject_of
+from gpipe_bench.experiments.guard.arms import (
+    Arm,
+    WorkerError,
+    arms_of,
+    base_tree,
+    benchmarks_of,
+    merge_base,
+    subject_of,
+)
 from gpipe_bench.experiments.guard.command import Command
 from gpipe_bench.experiments.guard.run import Finding, measure
 
@@ -32,7 +46,7 @@ def start(theirs: Path, tmp_path: Path) -> Iterator[Callable[[Path], Arm]]:
         def started(tree: Path = theirs) -> Arm:
             subject = subject_of(theirs, theirs / "benchmarks.py", None)
             arm = Arm("base", tree, subject, str(tmp_path), stack)
-            arm.wait_until_started()
+            arm.receive(guard_arms.START_S)
             return arm
 
         yield started
@@ -44,16 +58,97 @@ def write(file: Path, text: str) -> Path:
     return file
 
 
+# The checkout of the base
+
+
+def committed(root: Path, text: str) -> None:
+    write(root / "file.txt", text)
+    their_repository.commit(root, text)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """main: first - second; feature: first - third, checked out."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    git(root, "init", "-q", "-b", "main")
+    committed(root, "first")
+    git(root, "branch", "feature")
+    committed(root, "second")
+    git(root, "checkout", "--quiet", "feature")
+    committed(root, "third")
+    return root
+
+
+def worktrees(root: Path) -> int:
+    return len(git(root, "worktree", "list").splitlines())
+
+
+def test_the_base_is_where_the_head_left_and_then_it_is_gone(repository: Path) -> None:
+    (repository / "file.txt").write_text("not committed")
+    with pytest.raises(KeyboardInterrupt), base_tree(repository, "main") as base:  # noqa: PT012
+        assert (base.path / "file.txt").read_text() == "first"
+        assert base.commit == git(repository, "rev-parse", "main~1")
+        assert worktrees(repository) == 2
+        (base.path / "new.txt").write_text("left behind")
+        raise KeyboardInterrupt
+    assert not base.path.parent.exists()
+    assert worktrees(repository) == 1
+    assert (repository / "file.txt").read_text() == "not committed"
+    assert git(repository, "rev-parse", "--abbrev-ref", "HEAD") == "feature"
+
+
+def test_what_a_killed_guard_left_is_removed_by_the_next(repository: Path, tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, used = tmp_path / f"guard-{ended.pid}-abcd", tmp_path / f"guard-{os.getpid()}-abcd"
+    for folder in (left, used):
+        git(repository, "worktree", "add", "--quiet", "--detach", os.fspath(folder / "base"), "main")
+    with base_tree(repository, "main"):
+        assert not left.exists()
+        assert (used / "base" / "file.txt").exists()
+        assert worktrees(repository) == 3
+    assert worktrees(repository) == 2
+
+
+def test_submodules_are_checked_out_too(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the base has them; git clones from folders only where a user allows it."""
+    part = tmp_path / "part"
+    part.mkdir()
+    git(part, "init", "-q")
+    committed(part, "of the base")
+    allow = ("-c", "protocol.file.allow=always")
+    git(repository, *allow, "submodule", "--quiet", "add", os.fspath(part), "part")
+    git(repository, "commit", "--quiet", "--message", "part")
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", os.fspath(home))
+    with pytest.raises(ValueError, match="the submodules of the base can't be checked out"):
+        base_tree(repository, "HEAD").__enter__()
+    (home / ".gitconfig").write_text('[protocol "file"]\n\tallow = always\n')
+    with base_tree(repository, "HEAD") as base:
+        assert (base.path / "part" / "file.txt").read_text() == "of the base"
+    assert worktrees(repository) == 1
+
+
+@pytest.mark.parametrize("ref", ["nonsense", "--all"])
+def test_an_unknown_revision_is_named(repository: Path, ref: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown revision '{ref}'; fetch it first"):
+        merge_base(repository, ref)
+
+
 # Functions
 
 
 @pytest.mark.alone  # steps are timed
 def test_their_slower_commit_is_measured_as_slower(theirs: Path, tmp_path: Path) -> None:
     """Their `models/` is theirs and ours is ours; the base is their earlier commit."""
-    their_repository.git(theirs, "worktree", "add", "-q", "--detach", str(tmp_path / "base"), "HEAD")
+    git(theirs, "worktree", "add", "-q", "--detach", str(tmp_path / "base"), "HEAD")
     their_repository.slow_down(theirs, 3.0)
     subject = subject_of(theirs, theirs / "benchmarks.py", None)
-    assert benchmarks_of(subject) == {"rows": "sums of many rows"}
+    assert benchmarks_of(subject) == ["rows"]
     finding = Finding("rows")
     with arms_of(subject, tmp_path / "base") as arms:
         judged = measure(arms, finding, "seed", subject, looks=(2,), sample_s=0.01)
@@ -80,17 +175,32 @@ def test_a_file_without_benchmarks_says_so(theirs: Path, text: str, said: str) -
     [
         ("lambda: 3", "ValueError: once returned int; it must"),
         ("lambda: lambda: threading.Event().wait()", "has not answered for 1 s"),
+        ("lambda: print('no such layer') or os._exit(1)", "ended with exit status 1:\nno such layer"),
+        ("lambda: os.kill(os.getpid(), 9)", "ended with exit status -9"),
     ],
 )
 def test_a_function_that_can_not_be_timed_says_so(
     theirs: Path, start: Callable[..., Arm], monkeypatch: pytest.MonkeyPatch, function: str, said: str
 ) -> None:
-    write(theirs / "benchmarks.py", f"import sys, threading\nBENCHMARKS = {{'once': {function}}}")
+    write(theirs / "benchmarks.py", f"import os, sys, threading\nBENCHMARKS = {{'once': {function}}}")
     if "answered" in said:
         monkeypatch.setattr(guard_arms, "BUILD_S", 1.0)
     with pytest.raises(WorkerError, match=said) as caught:
         start().build("once")
     assert not caught.value.lacks, "that is no reason to call it new"
+
+
+def test_killing_it_ends_its_children_too(theirs: Path, tmp_path: Path) -> None:
+    child = "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE).pid"
+    text = f"import subprocess, sys\nBENCHMARKS = {{'child': lambda: (pid := {child}) and (lambda: pid)}}"
+    subject = subject_of(theirs, write(theirs / "benchmarks.py", text), None)
+    with ExitStack() as stack:
+        arm = Arm("base", theirs, subject, str(tmp_path), stack)
+        arm.receive(guard_arms.START_S)
+        process = psutil.Process(int(arm.build("child").result or 0))
+        assert process.is_running()
+    psutil.wait_procs([process], timeout=10)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 # Where modules come from
@@ -221,7 +331,7 @@ def program(tmp_path: Path) -> Path:
     """A repository with a program of the shell, whose last commit lets it print a tenth more."""
     root = tmp_path / "program"
     root.mkdir()
-    their_repository.git(root, "init", "-q")
+    git(root, "init", "-q")
     for more in (100, 110):
         (root / "work.sh").write_text(f"echo 4 threads on cpu0; echo took {more}.0ms\n")
         their_repository.commit(root, f"{more}")
@@ -254,23 +364,23 @@ def test_a_command_of_any_language_is_guarded_against_its_base(
 
 
 @pytest.mark.parametrize(
-    ("said", "pattern", "numbers"),
+    ("said", "pattern", "number"),
     [
-        ("4 threads on cpu0\n12.5ms", "", [12.5]),
-        ("1,234,567 instructions:u", "", [1234567.0]),
-        ("rate=3e-4/s v1.2", "", [3e-4]),
-        ("a: 1 s\nb: 4 s", r"(\d+) s$", [1.0, 4.0]),
+        ("4 threads on cpu0\n12.5ms", "", 12.5),
+        ("1,234,567 instructions:u", "", 1234567.0),
+        ("rate=3e-4/s v1.2", "", 3e-4),
+        ("a: 1 s\nb: 4 s", r"(\d+) s$", 4.0),
         ("done", "", ValueError("printed no number on standard output, but done")),
         ("0", "", ValueError("printed 0; ratios are compared, so print numbers above 0")),
     ],
 )
-def test_the_number_of_an_output(said: str, pattern: str, numbers: list[float] | ValueError) -> None:
+def test_the_number_of_an_output(said: str, pattern: str, number: float | ValueError) -> None:
     command = Command("true", pattern)
-    if isinstance(numbers, ValueError):
-        with pytest.raises(ValueError, match=str(numbers)):
-            command.numbers(said)
+    if isinstance(number, ValueError):
+        with pytest.raises(ValueError, match=str(number)):
+            command.number(said)
     else:
-        assert command.numbers(said) == numbers
+        assert command.number(said) == number
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
@@ -195,15 +195,3 @@ def test_identical_code_fails_once_in_a_hundred_however_its_processes_differ(sd:
 )
 def test_only_two_consecutive_regressions_fail(verdicts: str, fails: bool) -> None:
     assert confirmed([judged(each, SLOWER) for each in verdicts.split()]) == fails  # type: ignore[arg-type]
-
-
-def simulated(trials: int, looks: Sequence[int] = LOOKS, **options: float) -> list[str]:
-    return [run_rounds(sampler(seed, **options), str(seed), looks=looks)[0].verdict for seed in range(trials)]
-
-
-def test_identical_code_rarely_looks_slower_and_a_tenth_is_seen() -> None:
-    """Noise as on a busy machine: 8 % from sample to sample."""
-    same = simulated(60, noise=0.08)
-    assert same.count("regression") + same.count("improved") <= 1
-    assert same.count("contaminated") <= 7  # what the looks allow, and chance
-    assert simulated(30, noise=0.08, head=1.1).count("regression") >= 26

@@ -1,8 +1,8 @@
 """Processes forked from one that has imported torch, in place of fresh ones, each of which takes seconds for
 that and more than it then computes; for the tests alone. What is forked, and what does it as a user does:
 
-- the processes of `launch`, but where a test uses `spawning`: test_launch.py, and tests/smoke.py
-- the process that keeps an engine apart: the pages' `check-engine` (tests/documented.py)
+- the processes of `launch`, but where a test uses `spawning`: test_launch.py, tests/smoke.py, and the pages'
+  `check-engine` (tests/documented.py)
 - a script, and the ranks of torchrun (`Script`, `torchrun`): the pages' `python` and `torchrun`, likewise
 """
 
@@ -20,10 +20,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
-from gpipe_bench.experiments.engines import isolated
 from gpipe_bench.pipeline.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,24 +45,17 @@ def fork_server(method: str = "forkserver") -> multiprocessing.context.BaseConte
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Meanwhile processes that are launched, or that keep an engine apart, are forked."""
+    """Meanwhile processes that are launched are forked."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preloaded"])
     fork_server()
-    apart = SimpleNamespace(get_context=fork_server, parent_process=multiprocessing.parent_process)
-    with (
-        mock.patch.object(launch, "START_METHOD", "forkserver"),
-        mock.patch.object(isolated, "multiprocessing", apart),
-    ):
+    with mock.patch.object(launch, "START_METHOD", "forkserver"):
         yield
 
 
 @contextlib.contextmanager
 def spawning() -> Iterator[None]:
     """Meanwhile they start as they do for users."""
-    with (
-        mock.patch.object(launch, "START_METHOD", "spawn"),
-        mock.patch.object(isolated, "multiprocessing", multiprocessing),
-    ):
+    with mock.patch.object(launch, "START_METHOD", "spawn"):
         yield
 
 

@@ -10,18 +10,14 @@ from one that had imported torch, it forks, but for the moment in which a child 
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import importlib
 import importlib.abc
-import importlib.machinery
-import importlib.util
-import multiprocessing
 import os
 import signal
 import sys
-import types
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 MODULE, _, ATTRIBUTE = os.environ["MOMENT"].partition(":")
@@ -47,32 +43,16 @@ def arrive() -> None:
 
 
 class Watch(importlib.abc.MetaPathFinder):
-    """Finds the module as everybody does, and wraps what is looked for."""
+    """Sees the module's import, and lets others find it."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != MODULE:
-            return None
-        if not ATTRIBUTE:
+    def find_spec(self, fullname: str, *_: Any) -> None:
+        if fullname == MODULE:
             arrive()
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None
-        loader: Any = spec.loader
-        load = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            wrap(module)
-
-        loader.exec_module = exec_module
-        return spec
 
 
-def wrap(module: ModuleType) -> None:
-    owner: Any = module
+def wrap() -> None:
+    """Puts in the attribute's place what arrives first."""
+    owner: Any = importlib.import_module(MODULE)
     *path, name = ATTRIBUTE.split(".")
     for each in path:
         owner = getattr(owner, each)
@@ -86,28 +66,18 @@ def wrap(module: ModuleType) -> None:
     setattr(owner, name, wrapper)
 
 
-if MODULE in sys.modules:
-    if ATTRIBUTE:  # else this was forked from a process that had imported it
-        wrap(sys.modules[MODULE])
-else:
+if ATTRIBUTE:
+    wrap()
+elif MODULE not in sys.modules:  # else this was forked from a process that had imported it
     sys.meta_path.insert(0, Watch())
-
-
-def forks() -> None:
-    """From here on launches fork, and so do engines that are kept apart."""
-    from gpipe_bench.experiments.engines import isolated
-    from gpipe_bench.pipeline.ranks import launch
-
-    launch.START_METHOD = "fork"
-    context = multiprocessing.get_context("fork")
-    isolated.multiprocessing = types.SimpleNamespace(
-        get_context=lambda method: context, parent_process=multiprocessing.parent_process
-    )
 
 
 if __name__ == "__main__":
     if "torch" in sys.modules and MODULE != "torch":
-        forks()
+        from gpipe_bench.pipeline.ranks import launch
+
+        launch.START_METHOD = "fork"
+        faulthandler.cancel_dump_traceback_later()  # its thread is in no fork, which would wait for it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     from gpipe_bench.experiments.__main__ import command
     from gpipe_bench.harness import signals as stopping

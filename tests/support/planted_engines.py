@@ -214,12 +214,6 @@ class DividesAgain(Staged):
 # What crosses a boundary
 
 
-@mistake("cut", "gradients", said="as if rounded to float32")
-def sends_float32(self, value, m):
-    leaves = [t.detach().float().to(t.dtype).requires_grad_(t.requires_grad) for t in each(value)]
-    return like(value, leaves)
-
-
 @mistake("cut", "masks per micro-batch")
 def first_mask(self, value, m):
     """Takes what needs no gradient from the first micro-batch."""
@@ -389,12 +383,6 @@ def clips_always(self):
     clip_grad_norm_(nn.ModuleList(self.stages).parameters(), 0.5)
 
 
-@mistake("after", "gradients", said="hold 0.01 times the weights")
-def decays(self):
-    for parameter in self.trained:
-        parameter.grad += 0.01 * parameter.detach()
-
-
 @mistake("after", "loss scaling")
 def skips_alone(self):
     """Its first stage takes large gradients for an overflow, and says so to nobody."""
@@ -432,10 +420,7 @@ class OldWeights(Staged):
         self.old = self.now
 
 
-@found_by(
-    "batch norm's averages", "batch norm, recomputed", "clipping over stages", "later steps", "micro-batches",
-    "remat always", "remat except_last", "returned loss",
-)  # fmt: skip
+@found_by("later steps", "micro-batches", "returned loss")
 class FirstWeights(Staged):
     """Copies the layers when it is built, and never looks at the user's again."""
 
@@ -477,12 +462,6 @@ def leaves_evaluation(self):
 def freezes_later(self):
     if self.steps == 2:
         self.stages[0].requires_grad_(False)
-
-
-@mistake("after", "later steps", "returned loss")
-def hooks(self):
-    """Registers its hook in every step anew, and each takes a little of what comes."""
-    self.stages[-1][-1].register_forward_hook(lambda layer, inputs, output: output * 0.99)
 
 
 @mistake("after", "left alone")

@@ -1,4 +1,4 @@
-"""Somebody else's repository, made up: an engine of its own, a folder `models/` of its own, a slowed commit.
+"""Somebody else's repository, made up: benchmarks, a folder `models/` of its own, a slowed commit.
 
 Tests guard it as its owner would.
 """
@@ -7,29 +7,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-
-from gpipe_bench.harness import ROOT
-
-ENGINE = "fast_pipe.engine:Engine"
-
-_ENGINE = '''\
-"""The engine of this repository."""
-
-import time
-
-import models
-from fast_pipe.fill_drain import FillDrain
-
-
-class Engine(FillDrain):
-    def step(self, batch, target, loss_fn):
-        begin_s = time.perf_counter()
-        loss = super().step(batch, target, loss_fn)
-        end_s = time.perf_counter() + models.SLOWER_BY * (time.perf_counter() - begin_s)
-        while time.perf_counter() < end_s:
-            pass
-        return loss
-'''
 
 _BENCHMARKS = '''\
 """What this repository times by itself."""
@@ -56,17 +33,11 @@ BENCHMARKS = {"rows": build_rows}
 
 def make(folder: Path) -> Path:
     """The repository, with one commit."""
-    package = folder / "fast_pipe"
-    package.mkdir(parents=True)
-    (folder / "models").mkdir()
-    (package / "__init__.py").touch()
-    (package / "engine.py").write_text(_ENGINE)
-    example = (ROOT / "examples" / "own_engine.py").read_text(encoding="utf-8")
-    (package / "fill_drain.py").write_text(example)
+    (folder / "models").mkdir(parents=True)
     (folder / "benchmarks.py").write_text(_BENCHMARKS)
     slow_down(folder, 0.0)
     git(folder, "init", "-q")
-    commit(folder, "an engine")
+    commit(folder, "benchmarks")
     return folder
 
 
@@ -81,7 +52,9 @@ def commit(folder: Path, message: str) -> None:
     git(folder, "commit", "-q", "--allow-empty", "-m", message)
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder: Path, *arguments: str) -> str:
+    """What git says."""
     settings = ("user.name=owner", "user.email=owner@example.org", "core.hooksPath=/dev/null")
     given = [word for setting in settings for word in ("-c", setting)]
-    subprocess.run(["git", "-C", str(folder), *given, *arguments], check=True, capture_output=True)
+    command = ["git", "-C", str(folder), *given, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

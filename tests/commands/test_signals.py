@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +22,10 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import their_repository
-from command_line import ROOT, lines, surroundings
+from command_line import ROOT, START, Gate, lines, start, surroundings
 from forked import Script
-from records import record
 
-from gpipe_bench.experiments.registry import load
-from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.harness.experiment import select as chosen
-from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.signals import number_of, stopping
 
 pytestmark = pytest.mark.processes
 LONG_S = 900.0  # for a hang, which would be a failure; nothing is asserted about time
@@ -110,7 +107,6 @@ def ended(tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
 ENGINES = ("engines", "workload=transformer", "where=processes")
 TABLE1 = ("table1", "part=paper", "half=transformer")
 EXPERIMENTS = "gpipe_bench.experiments"
-BEGIN = "gpipe_bench.harness.runner:Reporter.begin"
 EXAMINE = f"{EXPERIMENTS}.engines.cases:examine"
 
 
@@ -123,7 +119,6 @@ EXAMINATION = ["check-engine", "own_engine:FillDrain"]
 PLAN = ["plan", "gpt2", "--accelerators", "2", "--memory-gib", "8", "--batch-size", "4", "--num-layers", "1"]
 MOMENTS: dict[str, tuple[list[str], Moment]] = {
     "a run that starts": (run(*ENGINES), Moment(f"{EXPERIMENTS}.beyond.engines", INT)),
-    "a run before its first case": (run(*TABLE1), Moment(BEGIN, TERM)),
     "processes that import torch": (run(*ENGINES), Moment("torch", INT, in_a_child=True)),
     # One waits for ever and the other one for it, inside an operation that no handler interrupts.
     "processes that wait for each other": (
@@ -132,17 +127,10 @@ MOMENTS: dict[str, tuple[list[str], Moment]] = {
     "cases beside each other": (
         run(*TABLE1), Moment(f"{EXPERIMENTS}.paper.largest:place_anyhow", INT, in_a_child=True),
     ),
-    "a training over two processes": (
-        run("consistency", "processes=2"),
-        Moment(f"{EXPERIMENTS}.paper.consistency.training:train", TERM, in_a_child=True),
-    ),
-    "an examination that starts": (EXAMINATION, Moment(f"{EXPERIMENTS}.commands.check_engine", INT)),
     "a later check": (EXAMINATION, Moment(EXAMINE, INT, in_a_child=True, times=1)),
     "a plan whose layers are timed": (
         PLAN, Moment("gpipe_bench.planner.measured:_probe", TERM, in_a_child=True),
     ),
-    "a plan that profiles": (PLAN, Moment("gpipe_bench.planner.model:Model.profile_of", INT)),
-    "a plan of bytes": ([*PLAN, "--bytes"], Moment("gpipe_bench.planner.model:model_of", TERM)),
 }  # fmt: skip
 
 
@@ -167,41 +155,14 @@ def test_nothing_is_printed_kept_or_left_running(
         assert kept(tmp_path, words[1]) == 0
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        Moment("gpipe_bench.harness.runner:Reporter.finished", TERM, goes_on=True),
-        Moment("gpipe_bench.harness.store:Store.append", INT, goes_on=True),
-    ],
-)
-def test_between_cases_and_while_one_is_written(
-    tmp_path: Path, ended: Callable[..., tuple[str, str]], moment: Moment
-) -> None:
-    """What is being written is written whole; at most what ran beside it is finished, too."""
+def test_while_a_record_is_written(tmp_path: Path, ended: Callable[..., tuple[str, str]]) -> None:
+    """It is written whole; at most what ran beside it is finished, too."""
+    moment = Moment("gpipe_bench.harness.store:Store.append", INT, goes_on=True)
     out, err = ended(moment, *run(*TABLE1))
     found = kept(tmp_path, "table1")
     assert 1 <= found <= 2
     assert f"{found} finished cases are kept" in err
     assert all(line.startswith("{") for line in out.splitlines())
-
-
-def test_while_results_are_compared(tmp_path: Path, ended: Callable[..., tuple[str, str]]) -> None:
-    """With all cases on record."""
-    experiment, only = load("table1"), {"part": ("paper",), "half": ("transformer",)}
-    cases = chosen(experiment.cases(RunOptions(profile="smoke", device="cpu")), only)
-    options = experiment.relevant(RunOptions(profile="smoke", device="cpu"))
-    for case in cases:
-        Store(tmp_path / "results").append(
-            record(
-                experiment="table1", profile="smoke", case=case.key, revision=experiment.revision,
-                options=options,
-            )
-        )  # fmt: skip
-    before = (tmp_path / "results" / "table1.jsonl").read_bytes()
-    out, err = ended(Moment(f"{EXPERIMENTS}.commands.run:_shown", INT), *run(*TABLE1))
-    assert out == ""
-    assert f"{len(cases)} of {len(cases)} cases were on record already" in err
-    assert (tmp_path / "results" / "table1.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -227,3 +188,183 @@ def test_the_guard_leaves_no_process_and_no_checkout_behind(
         ["git", "-C", theirs, "worktree", "list"], capture_output=True, text=True, check=True
     )
     assert len(listed.stdout.splitlines()) == 1
+
+
+# In good order, at once, and once
+
+RANKS = START.replace('"fake_experiment"', '"fake_ranks"')
+
+
+@pytest.fixture
+def arrived(tmp_path):
+    """Reads what a process says once, whenever that is."""
+    path = tmp_path / "arrived"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR)
+
+    def read():
+        ready, _, _ = select.select([pipe], [], [], 120)
+        assert ready, "the process did not begin within two minutes"
+        return os.read(pipe, 100).decode()
+
+    read.path = path
+    yield read
+    os.close(pipe)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+def command(*arguments, code, **variables):
+    """A command that leads a process group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], env=surroundings(**variables),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def descendants():
+    """All that a process has started so far; gone when the test is done, whatever it finds."""
+    found = []
+
+    def of(process):
+        found.extend(psutil.Process(process.pid).children(recursive=True))
+        return found
+
+    yield of
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def nobody_is_left(processes):
+    _, alive = psutil.wait_procs(processes, timeout=300)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def ending_of(process):
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out.decode(), err.decode()
+
+
+def steps_kept(results):
+    return [(each["case"]["step"], each["status"]) for each in lines((results / "fake.jsonl").read_text())]
+
+
+@pytest.mark.parametrize(
+    ("to", "number", "status"), [("the run", signal.SIGTERM, 143), ("the whole group", signal.SIGINT, 130)]
+)
+def test_a_run_ends_with_all_that_it_launched(tmp_path, arrived, descendants, to, number, status):
+    """A keyboard's interrupt reaches every process of the group at once; a kill only the run itself, for
+    which both signals are one: test_the_way_out_is_taken_in_good_order.
+    """
+    results = tmp_path / "results"
+    process = command(
+        "run", "fake", "--device", "cpu", "--results", results, code=RANKS, FAKE_ARRIVED=str(arrived.path)
+    )
+    arrived()
+    family = descendants(process)
+    assert len(family) >= 2
+    if to == "the run":
+        process.send_signal(number)
+    else:
+        os.killpg(process.pid, number)
+    found, out, err = ending_of(process)
+    assert found == status, err
+    assert "1 finished cases are kept, the same command goes on from there" in err
+    assert "the comparison" not in out
+    assert steps_kept(results) == [(1, "done")]
+    assert nobody_is_left(family)
+
+
+@pytest.mark.alone
+def test_it_takes_no_longer_than_two_seconds(tmp_path, arrived, descendants):
+    """As docs/commands.md promises, of a machine with a core to spare."""
+    process = command(
+        "run", "fake", "--device", "cpu", "--results", tmp_path, code=RANKS, FAKE_ARRIVED=str(arrived.path)
+    )
+    arrived()
+    family, start_s = descendants(process), time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    ending_of(process)
+    assert nobody_is_left(family)
+    is_loaded = os.getloadavg()[0] >= (os.cpu_count() or 1)
+    assert time.monotonic() - start_s < (300 if is_loaded else 2)
+
+
+def test_what_was_started_twice_to_end_ends_once(tmp_path, gate):
+    """Tools send a second signal, or send it to process and group."""
+    results = tmp_path / "results"
+    process = start("run", "fake", "--device", "cpu", "--results", results, FAKE_GATE=str(gate.folder))
+    gate.wait()
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    found, out, err = ending_of(process)
+    assert found == 130, err
+    assert "reproduced" not in out
+    assert err.count("1 finished cases are kept") == 1
+    assert "Traceback" not in err
+    assert steps_kept(results) == [(1, "done")]
+
+
+STUBBORN = """
+import fake_experiment
+import signal
+take = fake_experiment.run
+def run(case, options):
+    while True:
+        try:
+            return take(case, options)
+        except KeyboardInterrupt:
+            pass
+import dataclasses
+fake_experiment.EXPERIMENT = dataclasses.replace(fake_experiment.EXPERIMENT, run=run)
+""" + START.replace("GRACE_S = 600.0", "GRACE_S = 1.5")
+
+
+def test_a_library_that_swallows_the_interrupt_does_not_hold_it_up(tmp_path, gate):
+    results = tmp_path / "results"
+    process = start(
+        "run", "fake", "--device", "cpu", "--results", results, code=STUBBORN, FAKE_GATE=str(gate.folder)
+    )
+    gate.wait()
+    process.send_signal(signal.SIGTERM)
+    found, out, err = ending_of(process)
+    assert found == 143, err
+    assert "reproduced" not in out
+    assert "ended by SIGTERM" in err
+    assert steps_kept(results) == [(1, "done")]
+
+
+@pytest.fixture
+def default_handlers():
+    """Also in a background job, which was told to ignore interrupts: it would wait for one for ever."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS.items())
+def test_the_way_out_is_taken_in_good_order(number, status, default_handlers):
+    cleaned, before = [], signal.getsignal(number)
+
+    def work():
+        with stopping():
+            try:
+                os.kill(os.getpid(), number)
+                signal.pause()
+            finally:
+                cleaned.append(True)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert cleaned
+    assert 128 + number_of(caught.value) == status
+    assert signal.getsignal(number) is before

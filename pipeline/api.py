@@ -39,9 +39,8 @@ from .ranks.distributed import PointToPoint
 from .ranks.failure import FailureDetector
 from .ranks.tied import Tie, TiedWeights
 from .stage.layers import LossFn
-from .stage.portals import portals_of
 from .stage.stage import Stage
-from .stage.trees import Tree, merge
+from .stage.trees import Tree, merge, portals_of
 from .step import Observer, Steps, refuse_elsewhere
 from .transport import EdgeTransport, InProcess, PortalTransport
 from .verify import verify

@@ -28,10 +28,9 @@ from .plan.schedule import Schedule, check_sizes
 from .plan.vee import shared_by
 from .ranks.connect import Network
 from .ranks.tied import find_ties
-from .stage.batchnorm import refuse_unsupported
+from .stage.buffers import refuse_unsupported
 from .stage.compiled import BACKEND, Compilation
-from .stage.portals import declarations
-from .stage.trees import Tree
+from .stage.trees import Tree, declarations
 
 Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..stage.batchnorm import Statistics
-from ..stage.buffers import State
+from ..stage.buffers import State, Statistics
 from ..stage.split_backward import Split
 from .boundary import Boundary, as_tuple
 from .trace import BufferRole, SplitTrace, Trace, rise

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from ..plan.edges import SMALL_BYTES, Rings, is_one_too_many
 from ..plan.schedule import Action
-from ..stage.portals import changed as overwritten
-from ..stage.tensors import version
-from ..stage.trees import Message, Nested, Structure
+from ..stage.trees import Message, Nested, Structure, portal_changed, version
 from .wire import Buffer, Connection, TensorSpec, Transit, flat
 
 
@@ -104,7 +102,7 @@ class Sender:
         for work in sending.works:
             self._connection.wait(work, sending.action, self.target)
         if self._portal is not None and sending.versions != [version(each) for each in sending.tensors]:
-            raise overwritten(self._portal)
+            raise portal_changed(self._portal)
 
 
 def conform(

@@ -25,7 +25,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import Assignment, Device, check_arguments, compilation_of
-from .mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
+from .errors import check_equal
+from .mesh.gradients import GradScaler, Tie, TiedWeights, clip, decides_for, refuse_optimizers
 from .mesh.grid import Grid, Replicas, join, watch_over
 from .mesh.reduce import data_parallel_of, divided_over
 from .model.parts import OwnLayers, Part, follow
@@ -34,10 +35,8 @@ from .plan.remat import Remat
 from .plan.schedule import Schedule
 from .plan.timeline import Timeline
 from .ranks.connect import Network, detector_of, network_of
-from .ranks.control import check_equal, gather_timeline
-from .ranks.distributed import PointToPoint
+from .ranks.distributed import PointToPoint, gather_timeline
 from .ranks.failure import FailureDetector
-from .ranks.tied import Tie, TiedWeights
 from .stage.layers import LossFn
 from .stage.stage import Stage
 from .stage.trees import Tree, merge, portals_of

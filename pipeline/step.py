@@ -22,12 +22,12 @@ from torch.nn.utils import parametrize
 from . import devices
 from .clock import Clock
 from .errors import ActionError
+from .mesh.gradients import TiedWeights
 from .mesh.reduce import DataParallel
 from .plan.edges import Edge, chain
 from .plan.schedule import Action, Kind, Schedule, execution_order, shortened, validate
 from .plan.simulate import SLOTS, replay
 from .ranks.distributed import PointToPoint
-from .ranks.tied import TiedWeights
 from .stage.layers import LossFn
 from .stage.stage import Stage
 from .stage.trees import Message, Nested, Tree, divide, flatten, num_examples, sizes

@@ -15,7 +15,7 @@ Profiles are of layers by themselves, so each counts a weight that several layer
 one weight, one state of the optimizer, and when the optimizer steps one gradient; in a step a gradient of
 each use is counted, which is more than there is. Workers in processes of their own have a weight
 each, and for a moment at the end of a step one gradient more: the sum that another owner has sent
-(`ranks.tied`).
+(`mesh.gradients`).
 
 The peak of a stage is no sum over its layers, so a cut whose fullest stage is smallest, or fits at all, is
 searched over the modelled peaks of all stages that could occur (`StagePeaks`).

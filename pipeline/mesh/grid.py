@@ -33,10 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import devices
 from ..errors import PeerError, StoreError
 from ..plan.links import BUCKET_BYTES, bucket_bytes_of
-from ..ranks.control import ObjectCollectives
-from ..ranks.failure import FailureDetector, missing
-from ..ranks.store import Store
-from ..ranks.wire import Connection, TensorSpec, Transit, backend
+from ..ranks.failure import FailureDetector, Store, backend, missing
+from ..ranks.wire import Connection, ObjectCollectives, TensorSpec, Transit
 
 NAMES = ("dp", "fsdp", "pp", "tp")
 _BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import devices
+from ..errors import check_equal
 from ..plan.schedule import Kind, Schedule
-from ..ranks.control import check_equal
 from ..ranks.failure import FailureDetector
-from ..ranks.tied import Tie
 from ..ranks.wire import Transit
 from ..stage.layers import LossFn
 from ..stage.stage import Reduction, Stage
 from ..stage.tensors import is_divided, local
+from .gradients import Tie
 from .grid import Collectives, FlatBucket, GlobalShares, Grid, Replicas, buckets_of
 
 LEVELS = (2, 3)

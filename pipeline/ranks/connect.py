@@ -35,12 +35,10 @@ from .. import devices
 from ..errors import ActionError, PeerError
 from ..plan.edges import Direction, Edge, refuse_other_orders
 from ..plan.schedule import Action, Schedule, channels
-from .control import ObjectCollectives
-from .failure import FailureDetector, watch_in_thread
+from .failure import FailureDetector, Store, backend, bounded, watch_in_thread
 from .launch import machine_id
 from .shared_memory import Neighbour
-from .store import Store, bounded
-from .wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
+from .wire import NCCL_TYPES, Connection, ObjectCollectives, TensorSpec, Transit
 
 _FIRST_TAG, _FIRST_SPEC = 2**29 + 1, TensorSpec((1,), (1,), torch.float32)
 T = TypeVar("T")

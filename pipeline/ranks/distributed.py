@@ -2,7 +2,7 @@
 
 Receives are posted ahead and sends are not waited for until later messages that take memory have left by the
 same way (`ends`). What a rank sends to itself stays where it is. Which shapes travel the ranks learn from the
-first real micro-batch (`control`): the model is never run on made-up data, which would move its
+first real micro-batch (`ends.Control`): the model is never run on made-up data, which would move its
 batch-normalization averages and need memory of its own. The first rank numbers the kinds of steps it meets
 (shapes, dtypes, training or not) and tells the number before each step, so the other ranks need not see the
 batch.
@@ -15,6 +15,8 @@ over.
 
 from __future__ import annotations
 
+import socket
+import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ..clock import Clock, conditions
 from ..errors import ActionError, PeerError, StoreError
 from ..plan.edges import Direction, Edge, chain, rings_of, turns
 from ..plan.schedule import Action, Kind, Schedule, channels, shortened
+from ..plan.timeline import Event, Timeline
 from ..stage.stage import Gradients
 from ..stage.trees import Message, sizes
 from ..transport import InProcess, StepPlan
@@ -43,10 +47,23 @@ from .connect import (
     open_connections,
     refuse_edges,
 )
-from .control import FRAMES_AHEAD, Agreement, Agreements, Control, ObjectCollectives, packed, unpacked
-from .ends import MessageSpec, Progress, ReceiveQueue, Receiver, Sender, changed, conform
+from .ends import (
+    FRAMES_AHEAD,
+    Agreement,
+    Agreements,
+    Control,
+    MessageSpec,
+    Progress,
+    ReceiveQueue,
+    Receiver,
+    Sender,
+    changed,
+    conform,
+    packed,
+    unpacked,
+)
 from .failure import FailureDetector
-from .wire import TensorSpec, flat
+from .wire import ObjectCollectives, TensorSpec, flat
 
 _LOSS_TAG = 2**29
 
@@ -406,3 +423,20 @@ class PointToPoint:
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._session.abort(action, error)
+
+
+def gather_timeline(
+    collectives: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
+) -> Timeline:
+    """The latest step of all ranks on one time axis: the clocks of hosts are as equal as these keep them."""
+    # Actions are timed by a clock that never goes back; where it stands on the one that tells the time.
+    offset_ns = time.time_ns() - time.perf_counter_ns()
+    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())
+    ranks: list[tuple[tuple[Event, ...], str, dict[str, str]]] = collectives.gather(mine)
+    return Timeline.of(
+        [event for rank in ranks for event in rank[0]],
+        schedule.num_stages,
+        devices=[ranks[schedule.worker(stage)][1] for stage in range(schedule.num_stages)],
+        conditions={name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]},
+        placement=schedule.placement,
+    )

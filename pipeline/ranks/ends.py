@@ -6,18 +6,32 @@ needed makes the sender wait, and one buffer for each micro-batch would give bac
 saves; so receives are posted in the order of need, each into its buffer of the ring (`plan.edges`), as soon
 as a spec says how large the message is. A slot in whose memory something still lives is not overwritten:
 it gets new memory.
+
+The first rank alone sees the batch, and the shapes of what travels show in the first real micro-batch. What
+ranks tell each other of that is read by the host before anything can be received, so it has a connection of
+its own, which is never NCCL's, and queues behind no activation (`Control`). Between two ranks it is one
+stream of frames: each holds a key, which says what it is about, and an object; what does not fit follows.
+Some receives of frames are always posted.
+
+    a step             its header, from rank to rank in the order of their first stages
+    an edge            a spec before the first message of each size, and, where messages are trees,
+                       with each further one the structure if it is another one
+    the loss           where hosts wait for messages
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..plan.edges import SMALL_BYTES, Rings, is_one_too_many
+from ..errors import PeerError
+from ..plan.edges import SMALL_BYTES, Direction, Rings, is_one_too_many
 from ..plan.schedule import Action
 from ..stage.trees import Message, Nested, Structure, portal_changed, version
 from .wire import Buffer, Connection, TensorSpec, Transit, flat
@@ -298,3 +312,152 @@ class Receiver:
         for buffer in buffers:
             if buffer is not None:
                 self.queue.connection.give_back(buffer, self.queue.source)
+
+
+# What ranks tell each other beside the tensors
+
+_FRAME = TensorSpec((1024,), (1,), torch.uint8)
+_LENGTH_BYTES = 8
+# Frames that may come from each rank before one is read; each frame takes a page of shared memory.
+FRAMES_AHEAD = 2
+_FRAME_TAG, _REST_TAG = 0, 1
+# Kinds of steps that are known at a time; with one more the ranks begin anew.
+MOST_AGREEMENTS = 256
+_CPU = torch.device("cpu")
+
+
+class Agreement:
+    """Shapes of the messages of one kind of step. Micro-batches of one size have one spec."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths  # examples in each micro-batch
+        self.specs: dict[Direction, dict[int, MessageSpec]] = defaultdict(dict)  # by number of examples
+        self.loss: TensorSpec | None = None
+
+
+class Agreements:
+    """The agreements of all kinds of steps so far, by the numbers that the first rank gives them."""
+
+    def __init__(self) -> None:
+        self._found: list[Agreement] = []
+        self._numbers: dict[Hashable, int] = {}  # by signature, on the first rank
+
+    def number(self, signature: Hashable) -> int:
+        """The number of steps of this kind, on the first rank; -1 if all are to be forgotten and this is the
+        first of new ones.
+        """
+        if signature in self._numbers or len(self._numbers) < MOST_AGREEMENTS:
+            return self._numbers.setdefault(signature, len(self._numbers))
+        self._numbers = {signature: 0}
+        return -1
+
+    def find(self, number: int) -> Agreement | None:
+        """The agreement of that number; None if it is the first step of its kind."""
+        if number < 0:
+            self._found.clear()
+            return None
+        return self._found[number] if number < len(self._found) else None
+
+    def add(self, agreement: Agreement) -> Agreement:
+        """Adds an agreement, which gets the next number."""
+        self._found.append(agreement)
+        return agreement
+
+    def forget(self) -> None:
+        """Forgets all agreements, on every rank alike."""
+        self._found.clear()
+        self._numbers.clear()
+
+
+class Control:
+    """One rank's end of the streams of frames to and from all others."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._senders: dict[int, Sender] = {}
+        self._posted: dict[int, deque[tuple[Buffer, Transit]]] = {}
+        self._free: dict[int, list[Buffer]] = {}  # have been read
+        self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
+
+    def expect(self, source: int, count: int = FRAMES_AHEAD) -> None:
+        """Lets this many frames come from rank `source` before they are asked for."""
+        posted, free = self._posted.setdefault(source, deque()), self._free.setdefault(source, [])
+        missing = count - len(posted) - len(free)
+        if missing > 0:
+            free += [self._connection.buffer(_FRAME, source, _CPU) for _ in range(missing)]
+            self._post(source)
+
+    def _post(self, source: int) -> None:
+        """Posts receives into the frames that have been read."""
+        free, posted = self._free[source], self._posted[source]
+        if free:
+            while free:
+                posted.append((free[-1], self._connection.receive(free[-1], source, _FRAME_TAG)))
+                free.pop()
+            self._connection.flush(source)
+
+    def send(self, target: int, key: Hashable, content: Any, action: Action | None = None) -> None:
+        """Tells rank `target` something about `key`; `action` is what an error will name."""
+        data = pickle.dumps((key, content))
+        whole = bytearray(_FRAME.num_bytes)
+        whole[: _LENGTH_BYTES + len(data)] = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        frames = torch.frombuffer(whole, dtype=torch.uint8)
+        size = _FRAME.num_bytes
+        parts = [frames] if len(frames) == size else [frames[:size], frames[size:]]
+        if target not in self._senders:
+            self._senders[target] = Sender(self._connection, target)
+        self._senders[target].send(parts, _FRAME_TAG, action)
+
+    def receive(self, source: int, key: Hashable, action: Action | None = None) -> Any:
+        """The next that rank `source` tells about `key`."""
+        if source not in self._posted:
+            self.expect(source)
+        unread, posted = self._unread[source, key], self._posted[source]
+        while not unread:
+            if len(posted) < FRAMES_AHEAD:
+                try:
+                    self._post(source)
+                except PeerError:  # a rank with no more to send may be gone
+                    if not posted:
+                        raise
+            buffer, work = posted.popleft()
+            self._connection.wait(work, action, source)
+            data = buffer.tensor.numpy().tobytes()
+            self._free[source].append(buffer)
+            end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+            if end > len(data):
+                rest = TensorSpec((end - len(data),), (1,), torch.uint8)
+                data += self._receive_now(rest, source, _REST_TAG, action).numpy().tobytes()
+            about, content = pickle.loads(data[_LENGTH_BYTES:end])
+            self._unread[source, about].append(content)
+        return unread.popleft()
+
+    def finish(self) -> None:
+        """Waits until everything that was sent is gone, as it is for others in turn."""
+        for source in self._posted:
+            with suppress(PeerError):  # a rank with no more to send may be gone
+                self._post(source)
+        for sender in self._senders.values():
+            sender.finish()
+
+    def _receive_now(self, tensor_spec: TensorSpec, source: int, tag: int, action: Action | None) -> Tensor:
+        buffer = self._connection.buffer(tensor_spec, source, _CPU)
+        if tensor_spec.num_bytes:
+            self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
+        data = buffer.tensor.clone()
+        self._connection.give_back(buffer, source)
+        return data
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def packed(tensor: Tensor) -> tuple[torch.dtype, Sequence[int], bytes]:
+    """A small tensor as an object, with its bits."""
+    return tensor.dtype, tuple(tensor.shape), _bits(tensor.cpu()).numpy().tobytes()
+
+
+def unpacked(content: tuple[torch.dtype, Sequence[int], bytes], device: torch.device) -> Tensor:
+    dtype, shape, data = content
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).to(device)

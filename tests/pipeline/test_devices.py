@@ -78,8 +78,8 @@ def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch
 
 ASKED = {
     "_get_backend": (dist.ProcessGroup, "ranks/failure.py"),
-    "PrefixStore": (dist, "ranks/store.py"),
-    "get_group_store": (dist.ProcessGroup, "ranks/store.py"),
+    "PrefixStore": (dist, "ranks/failure.py"),
+    "get_group_store": (dist.ProcessGroup, "ranks/failure.py"),
     "_flatten": (DeviceMesh, "mesh/grid.py"),
     "_fsdp_api": (torch.distributed.fsdp._fully_shard, "mesh/sharding.py"),
     "_get_fsdp_state": (FSDPModule, "mesh/sharding.py"),

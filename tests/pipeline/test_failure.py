@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gpipe_bench.pipeline import Action, ActionError, Pipeline, checkpoint
 from gpipe_bench.pipeline.errors import PeerError, StoreError
-from gpipe_bench.pipeline.ranks import store as store_module
-from gpipe_bench.pipeline.ranks.failure import FailureDetector, missing, peer_error_of
-from gpipe_bench.pipeline.ranks.store import Store
+from gpipe_bench.pipeline.ranks import failure
+from gpipe_bench.pipeline.ranks.failure import FailureDetector, Store, missing, peer_error_of
 
 pytestmark = pytest.mark.processes  # four at a time
 mse_loss = nn.functional.mse_loss
@@ -256,7 +255,7 @@ def test_a_silent_store_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store._failed, store._whole = None, store
     store._group = threading.Event()  # type: ignore[assignment]  # anything that can be a key
     store._store = SimpleNamespace(check=lambda keys: asked.append(keys) or never.wait())
-    monkeypatch.setattr(store_module, "ANSWER_S", 0.01)
+    monkeypatch.setattr(failure, "ANSWER_S", 0.01)
     for _ in range(2):
         with pytest.raises(StoreError, match="the store of the process group") as caught:
             store.get("failure", 0.01)

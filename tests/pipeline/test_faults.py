@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.pipeline import Action, Kind, Pipeline, checkpoint, named, start_process
 from gpipe_bench.pipeline.mesh.reduce import DataParallel
-from gpipe_bench.pipeline.ranks.store import Store
+from gpipe_bench.pipeline.ranks.failure import Store
 
 pytestmark = pytest.mark.processes  # four at a time
 NUM_MICROBATCHES, WIDTH = 3, 6

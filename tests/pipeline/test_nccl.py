@@ -33,7 +33,8 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks import connect, ends
 from gpipe_bench.pipeline.ranks.connect import in_turn
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, nccl_options, unreachable
+from gpipe_bench.pipeline.ranks.failure import nccl_options
+from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, unreachable
 
 WIDTH = 3
 mse_loss = nn.functional.mse_loss

@@ -2,8 +2,8 @@
 
 Where each worker is a process of its own, messages take memory by the rules that the engine goes by:
 
-    received    buffers of the rings of `plan.edges`, which stay from step to step: their bytes are
-                there at every moment, and no input or gradient that a stage works on adds to them
+    received    buffers of the rings of `plan.edges`: their bytes are counted at every moment, an upper
+                estimate, and no input or gradient that a stage works on adds to them
     sent        outputs and gradients until their sender has waited for them: the latest of each way
                 between two workers, or all of a step's where they are small; an output counts twice
                 while the sender's graph holds it, too, so without recomputation that is an upper estimate

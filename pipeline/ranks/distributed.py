@@ -125,8 +125,6 @@ class PointToPoint:
 
     def _take_ends(self, schedule: Schedule) -> None:
         """Makes this rank's ends of all edges, as the schedule needs them."""
-        for receiver in self._receivers.values():
-            receiver.close()
         self._schedule, rank = schedule, self.rank
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}

@@ -3,9 +3,8 @@
 A send that nobody waits for keeps its tensors alive, and one that is waited for at once makes its stage as
 slow as the receiver; between the two is a short queue. A receive that is posted only when its message is
 needed makes the sender wait, and one buffer for each micro-batch would give back the memory that a schedule
-saves; so receives are posted in the order of need, each into its buffer of the ring (`plan.edges`), as soon
-as a spec says how large the message is. A slot in whose memory something still lives is not overwritten:
-it gets new memory.
+saves; so receives are posted in the order of need, as many as the ring has slots (`plan.edges`), as soon as a
+spec says how large the message is.
 
 The first rank alone sees the batch, and the shapes of what travels show in the first real micro-batch. What
 ranks tell each other of that is read by the host before anything can be received, so it has a connection of
@@ -182,22 +181,20 @@ class ReceiveQueue:
         self.connection.flush(self.source)
 
 
-_Buffers = tuple[Buffer | None, ...]
-
-
 class Receiver:
-    """The end at which messages arrive, each in its slot of the ring; `tags` is the first tag of the message
-    of each micro-batch.
+    """The end at which messages arrive; `tags` is the first tag of the message of each micro-batch.
+
+    A message comes into memory of its own, which lives as long as somebody holds its tensors. As many are
+    posted as the ring has slots (`plan.edges`).
     """
 
     def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
         self.queue, self._rings, self._device, self._tags = queue, rings, device, tags
         self._ring = self._whole = rings.tight  # of this step, and of steps with a backward
-        self._slots: dict[int, tuple[MessageSpec, _Buffers]] = {}
-        self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
+        self._posted: dict[int, tuple[list[Buffer | None], list[Transit]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known spec yet
         self._after: Sequence[int] = ()  # calls of this rank before each receive
-        self._outlines: dict[int, MessageSpec] = {}
+        self._specs: dict[int, MessageSpec] = {}
         self._lengths: tuple[int, ...] = ()
         self._is_known = False  # whether there is a spec for each of the lengths
         self._training = True
@@ -206,58 +203,47 @@ class Receiver:
         """Starts a step, in which `specs` tell what is known of messages by their numbers of examples."""
         self._training = training
         self._posted.clear()
-        if specs is not self._outlines or not self._is_known:
-            self._outlines, self._lengths = specs, lengths
+        if specs is not self._specs or not self._is_known:
+            self._specs, self._lengths = specs, lengths
             self._is_known = all(length in specs for length in lengths)
             largest = max((spec.num_bytes for spec in specs.values()), default=0)
             self._whole = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
-        ring = self._whole if training or self._rings.forward is None else self._rings.forward
-        if ring is not self._ring:
-            for position in range(ring.num_slots, self._ring.num_slots):
-                if position in self._slots:
-                    self._give_back(self._slots.pop(position)[1])
-            self._ring = ring
+        self._ring = self._whole if training or self._rings.forward is None else self._rings.forward
         self._after = self._rings.after if training else self._rings.after_forward
-        self._unposted = deque(ring.initial)
+        self._unposted = deque(self._ring.initial)
 
     def post_next(self) -> bool:
         """Posts the next receive, to be followed by a flush, if it may be."""
         if not self._unposted:
             return False
         microbatch, queue = self._unposted[0], self.queue
-        spec = self._outlines.get(self._lengths[microbatch])
+        spec = self._specs.get(self._lengths[microbatch])
         if spec is None:
             return False
         if queue.progress is not None and queue.progress.calls < self._after[microbatch]:
             return False
         self._unposted.popleft()
-        buffers = self._buffers(microbatch, spec)
-        tag, receive = self._tags[microbatch], queue.connection.receive
+        buffer, receive = queue.connection.buffer, queue.connection.receive
+        source, tag, device = queue.source, self._tags[microbatch], self._device
+        buffers = [None if each is None else buffer(each, source, device) for each in spec.tensors]
         works = [
-            receive(buffer, queue.source, tag + i)
-            for i, buffer in enumerate(buffers)
-            if buffer is not None and buffer.flat.numel()
+            receive(each, source, tag + i)
+            for i, each in enumerate(buffers)
+            if each is not None and each.flat.numel()
         ]
         self._posted[microbatch] = (buffers, works)
         return True
 
     def take(self, microbatch: int, action: Action) -> tuple[Tensor | None, ...]:
-        """The tensors of a message that `action` sends, when they are there. A tensor that is kept keeps
-        its memory.
-        """
+        """The tensors of a message that `action` sends, when they are there."""
         if microbatch not in self._posted:  # its spec was not known
             self.queue.post()
         buffers, works = self._posted.pop(microbatch)
         for work in works:
             self.queue.connection.wait(work, action, self.queue.source)
-        # `detach` makes a tensor of its own, so that it counts as a holder.
-        tensors = tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
-        if self._training:
-            return tensors
-        # The output may hold on to what comes in, so it gets memory of its own.
-        tensors = tuple([None if tensor is None else tensor.clone() for tensor in tensors])
-        self.release(microbatch)
-        return tensors
+        if not self._training:
+            self.release(microbatch)
+        return tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
 
     def release(self, microbatch: int) -> None:
         """The stage is done with the slot of a micro-batch."""
@@ -265,53 +251,6 @@ class Receiver:
         if following is not None:
             self._unposted.append(following)
             self.queue.post()
-
-    def close(self) -> None:
-        """Gives all buffers back, between two steps."""
-        for _, buffers in self._slots.values():
-            self._give_back(buffers)
-        self._slots.clear()
-
-    def _buffers(self, microbatch: int, spec: MessageSpec) -> _Buffers:
-        slot = self._ring.slot[microbatch]
-        kept = self._slots.pop(slot, None)
-        if kept is not None and kept[0].tensors == spec.tensors:
-            buffers = kept[1]
-            for buffer in buffers:
-                if buffer is not None and buffer.holders.others:
-                    buffers = self._without_holders(spec, buffers)
-                    break
-            self._slots[slot] = (spec, buffers)
-            return buffers
-        if kept is not None:
-            self._give_back(kept[1])
-            kept = None  # or its tensors would keep the memory from being used again
-        buffers = self._make(spec)
-        self._slots[slot] = (spec, buffers)
-        return buffers
-
-    def _without_holders(self, spec: MessageSpec, buffers: _Buffers) -> _Buffers:
-        """New buffers in place of those in which something of an earlier message still lives."""
-        found = list(buffers)
-        for position, (buffer, tensor_spec) in enumerate(zip(buffers, spec.tensors, strict=True)):
-            if buffer is not None and tensor_spec is not None and buffer.holders.others:
-                self._give_back((buffer,))
-                found[position] = self.queue.connection.buffer(tensor_spec, self.queue.source, self._device)
-        return tuple(found)
-
-    def _make(self, spec: MessageSpec) -> _Buffers:
-        buffer, source, device = self.queue.connection.buffer, self.queue.source, self._device
-        return tuple(
-            [
-                None if tensor_spec is None else buffer(tensor_spec, source, device)
-                for tensor_spec in spec.tensors
-            ]
-        )
-
-    def _give_back(self, buffers: _Buffers) -> None:
-        for buffer in buffers:
-            if buffer is not None:
-                self.queue.connection.give_back(buffer, self.queue.source)
 
 
 # What ranks tell each other beside the tensors
@@ -444,9 +383,7 @@ class Control:
         buffer = self._connection.buffer(tensor_spec, source, _CPU)
         if tensor_spec.num_bytes:
             self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
-        data = buffer.tensor.clone()
-        self._connection.give_back(buffer, source)
-        return data
+        return buffer.tensor
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import PeerError
 from ..plan.schedule import Action
-from .shared_memory import Holders, Neighbour
+from .shared_memory import Neighbour
 
 # What NCCL can name (`getNcclDataType`); a tensor of another type travels as bytes.
 NCCL_TYPES = frozenset(
@@ -71,8 +71,7 @@ class Buffer(NamedTuple):
 
     tensor: Tensor
     flat: Tensor
-    shared: Tensor | None  # the bytes, where a neighbour writes them
-    holders: Holders  # of the memory: whether something made of an earlier message still lives in it
+    shared: Tensor | None = None  # the bytes, where a neighbour writes them
 
 
 class DeviceWaits:
@@ -169,20 +168,13 @@ class Connection:
         neighbour = self._neighbours.get(source)
         if neighbour is None or tensor_spec.num_bytes == 0:
             tensor = tensor_spec.empty(device)
-            elements = flat(tensor)
-            return Buffer(tensor, elements, None, Holders(tensor))
+            return Buffer(tensor, flat(tensor))
         try:
             shared = neighbour.empty(tensor_spec.num_bytes)
         except RuntimeError as error:
             raise unreachable(None, source, error) from error
         memory = shared.view(tensor_spec.dtype)
-        tensor = memory.as_strided(tensor_spec.shape, tensor_spec.stride)
-        return Buffer(tensor, memory, shared, Holders(tensor))
-
-    def give_back(self, buffer: Buffer, source: int) -> None:
-        """Allows the memory of a buffer from `source` to be used for another, once nothing lives in it."""
-        if buffer.shared is not None:
-            self._neighbours[source].give_back(buffer.shared)
+        return Buffer(memory.as_strided(tensor_spec.shape, tensor_spec.stride), memory, shared)
 
     def receive(self, buffer: Buffer, source: int, tag: int, action: Action | None = None) -> Transit:
         """Posts a receive, to be followed by `flush`; `action` is what an error will name."""

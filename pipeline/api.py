@@ -181,7 +181,6 @@ class Pipeline(nn.Module):
             if self._data_parallel is not None:
                 self._data_parallel.start_alike((assigned.same_on_all(), seed), self)
             if self._divided is not None:
-                self._divided.check_own(self._layers)
                 self._divided.divide(self._layers)
             # The stages, what moves messages between them, and the loop that takes their actions.
             shared = [tie for tie in assigned.ties if len(tie.stages) > 1]

@@ -230,7 +230,8 @@ class Steps:
             )
             if plan.training and self._elsewhere:
                 for parameter in stage.parameters:
-                    refuse_elsewhere(self._elsewhere, parameter)
+                    if id(parameter) in self._elsewhere:
+                        refuse_elsewhere(self._elsewhere, parameter)
             if scaler is not None:  # it learns its device, and all ranks begin with the same scale
                 scaler.scale(torch.zeros((), device=stage.device))
 

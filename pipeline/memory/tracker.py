@@ -307,7 +307,7 @@ class LayerRun:
             exits.clear()
             before = log.alive
             # The parameters have no gradients, then they do; what waits is let go of the second time.
-            again = replace(weights, single=[*weights.single], shared=[*weights.shared], done=[*weights.done])
+            again = replace(weights, waiting=[*weights.waiting], done=[*weights.done])
             rises = []
             for half in (again, weights):
                 log.events.clear()

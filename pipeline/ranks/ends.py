@@ -260,7 +260,7 @@ _LENGTH_BYTES = 8
 # Frames that may come from each rank before one is read; each frame takes a page of shared memory.
 FRAMES_AHEAD = 2
 _FRAME_TAG, _REST_TAG = 0, 1
-# Kinds of steps that are known at a time; with one more the ranks begin anew.
+# Kinds of steps that are known at a time.
 MOST_AGREEMENTS = 256
 _CPU = torch.device("cpu")
 
@@ -275,36 +275,32 @@ class Agreement:
 
 
 class Agreements:
-    """The agreements of all kinds of steps so far, by the numbers that the first rank gives them."""
+    """The agreements of the latest kinds of steps, by the numbers that the first rank gives them."""
 
     def __init__(self) -> None:
-        self._found: list[Agreement] = []
+        self.found: dict[int, Agreement] = {}
         self._numbers: dict[Hashable, int] = {}  # by signature, on the first rank
+        self._given = 0
 
     def number(self, signature: Hashable) -> int:
-        """The number of steps of this kind, on the first rank; -1 if all are to be forgotten and this is the
-        first of new ones.
-        """
-        if signature in self._numbers or len(self._numbers) < MOST_AGREEMENTS:
-            return self._numbers.setdefault(signature, len(self._numbers))
-        self._numbers = {signature: 0}
-        return -1
+        """The number of steps of this kind, on the first rank."""
+        if signature not in self._numbers:
+            self._numbers[signature] = self._given
+            self._given += 1
+            if len(self._numbers) > MOST_AGREEMENTS:
+                del self._numbers[next(iter(self._numbers))]
+        return self._numbers[signature]
 
-    def find(self, number: int) -> Agreement | None:
-        """The agreement of that number; None if it is the first step of its kind."""
-        if number < 0:
-            self._found.clear()
-            return None
-        return self._found[number] if number < len(self._found) else None
-
-    def add(self, agreement: Agreement) -> Agreement:
-        """Adds an agreement, which gets the next number."""
-        self._found.append(agreement)
+    def add(self, number: int, agreement: Agreement) -> Agreement:
+        """Adds the agreement of a new number; the oldest is forgotten, on every rank alike."""
+        self.found[number] = agreement
+        if len(self.found) > MOST_AGREEMENTS:
+            del self.found[next(iter(self.found))]
         return agreement
 
     def forget(self) -> None:
         """Forgets all agreements, on every rank alike."""
-        self._found.clear()
+        self.found.clear()
         self._numbers.clear()
 
 
@@ -384,17 +380,3 @@ class Control:
         if tensor_spec.num_bytes:
             self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
         return buffer.tensor
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def packed(tensor: Tensor) -> tuple[torch.dtype, Sequence[int], bytes]:
-    """A small tensor as an object, with its bits."""
-    return tensor.dtype, tuple(tensor.shape), _bits(tensor.cpu()).numpy().tobytes()
-
-
-def unpacked(content: tuple[torch.dtype, Sequence[int], bytes], device: torch.device) -> Tensor:
-    dtype, shape, data = content
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).to(device)

@@ -320,9 +320,9 @@ def missing(error: BaseException) -> PeerError:
 # and answers nobody for the five seconds of a lost request.)
 ANSWER_S = 1.5
 _ASK_S = 0.1  # between two questions whether a call is given up
-# Two connections for all pipelines of a group: for questions, and for what waits in the store for long and
-# holds the lock of its connection, such as a backend. Where one is given up, its thread still holds that
-# lock, so the next pipeline connects anew.
+# Two connections for all pipelines of a group, which outlive them: for questions, and for what waits in the
+# store for long and holds the lock of its connection, such as a backend. Where one is given up, its thread
+# still holds that lock, so the next pipeline connects anew.
 _connections: WeakKeyDictionary[dist.ProcessGroup, tuple[Any, Any]] = WeakKeyDictionary()
 
 
@@ -403,24 +403,9 @@ class Store:
         """Drops cached connections on which a thread may still wait; the next pipeline makes new ones."""
         _connections.pop(self._whole._group, None)
 
-    def set(self, key: str, value: str, limit_s: float = ANSWER_S) -> None:
-        self._ask(lambda: self._store.set(key, value), limit_s)
-
     def get(self, key: str, limit_s: float = ANSWER_S) -> bytes | None:
         """The value of a key, None if it has none."""
-        return self.get_all([key], limit_s)[0]
-
-    def get_all(self, keys: Sequence[str], limit_s: float = ANSWER_S) -> list[bytes | None]:
-        """The value of each key, in one question."""
-
-        def get() -> list[bytes | None]:
-            return [self._store.get(key) if self._store.check([key]) else None for key in keys]
-
-        return self._ask(get, limit_s)
-
-    def append(self, key: str, value: str) -> None:
-        """Adds to the value of a key."""
-        self._ask(lambda: self._store.append(key, value))
+        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None, limit_s)
 
     def set_first(self, key: str, value: str) -> bytes:
         """Sets a key if it has no value yet. Returns the value that the key has afterwards."""
@@ -428,7 +413,7 @@ class Store:
 
     def exchange(self, what: str, mine: str, *, rank: int, size: int, timeout_s: float) -> list[str]:
         """Returns the `mine` of each of `size` ranks; every rank must call it. Errors as in `await_all`."""
-        self.set(f"{what} of {rank}", mine, timeout_s)
+        self._ask(lambda: self._store.set(f"{what} of {rank}", mine), timeout_s)
         keys = {other: f"{what} of {other}" for other in range(size)}
         return [value.decode() for value in self.await_all(keys, timeout_s)]
 

@@ -49,10 +49,11 @@ class Memory:
     tensors of every storage, so memory is used again only when its owner's is the only one left.
     """
 
-    __slots__ = ("_address", "_own", "bytes", "number")
+    __slots__ = ("_address", "_own", "bytes", "is_used", "number")
 
     def __init__(self, number: int, mapped: Tensor) -> None:
         self.number, self.bytes = number, mapped
+        self.is_used = False  # by a message that has come, and perhaps still
         self._address = mapped.untyped_storage()._cdata
         self._own = use_count(self._address)
 
@@ -95,11 +96,13 @@ class Neighbour:
 
     def empty(self, num_bytes: int) -> Tensor:
         """A buffer of bytes to receive into, in which no other tensor lives."""
-        size, used = _whole_pages(num_bytes), self._used
-        for memory in used:  # what was used longest ago is most likely free
+        size, used = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, self._used
+        for _ in range(len(used)):  # what was used longest ago is most likely free
+            memory = used.popleft()
             if size <= len(memory.bytes) <= 2 * size and memory.is_free:
-                used.remove(memory)
+                memory.is_used = False
                 return memory.bytes[:num_bytes]
+            used.append(memory)
         free = [memory for memory in used if memory.is_free]
         most_bytes = 2 * (self.buffer_bytes + size - sum(len(each.bytes) for each in free))
         made = self._made(size)
@@ -265,10 +268,6 @@ class Neighbour:
             self._read()
 
 
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 def _map(descriptor: int, size: int) -> Tensor:
     """The bytes of a file that processes share; unlike with `mmap`, no descriptor stays open."""
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared=True, nbytes=size)
@@ -289,7 +288,9 @@ class Arrival(NamedTuple):
         if not arrived.get(key):
             self.neighbour.wait_until(lambda: bool(arrived.get(key)))
         arrived[key] -= 1
-        self.neighbour._used.append(self.memory)
+        if not self.memory.is_used:
+            self.memory.is_used = True
+            self.neighbour._used.append(self.memory)
 
 
 @dataclass(slots=True, eq=False)

@@ -240,7 +240,7 @@ def test_an_error_of_a_collective_is_no_failure_of_the_action() -> None:
 def test_a_store_that_cannot_be_asked(host: int | None, silent: bool, wanted: tuple[int, str]) -> None:
     """Is its host's failure, if that is a rank; a neighbour knows in which action."""
     broken = mock.Mock(side_effect=StoreError("is not there", silent=silent))
-    names = ("set", "get", "append", "set_first", "get_all")
+    names = ("get", "set_first")
     keys: Any = SimpleNamespace(host=host, is_in_rank=host is not None, **dict.fromkeys(names, broken))
     rank, action = wanted
     waits = PeerError(Action.parse(action), rank, "did not answer: timed out", timed_out=True)

@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from gpipe_bench.models.parallel import tensor_parallel
 from gpipe_bench.models.tasks import token_loss
 from gpipe_bench.pipeline import Action, Pipeline
-from gpipe_bench.pipeline.mesh.reduce import Collectives
+from gpipe_bench.pipeline.mesh.grid import Replicas
 
 pytestmark = pytest.mark.processes  # four at a time
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -263,10 +263,10 @@ def collectives_of_a_step() -> None:
     parts = [mlp_batch(4, seed=r) for r in range(2)]
     pipeline = replicas(seeded(mlp), 4, schedule="1f1b", bucket_bytes=2 * 42 * 8)
     for _ in range(2):
-        with mock.patch.object(Collectives, "sum", autospec=True, side_effect=Collectives.sum) as sums:
+        with mock.patch.object(Replicas, "sum", autospec=True, side_effect=Replicas.sum) as sums:
             pipeline.step(*own_part(pipeline, parts), mse_loss)
         assert sums.call_count == 2 + 1 + pipeline.stages[0].is_last  # four layers of 42 numbers, two in each
-    with mock.patch.object(Collectives, "sum", autospec=True) as sums:
+    with mock.patch.object(Replicas, "sum", autospec=True) as sums:
         pipeline(own_part(pipeline, parts)[0])
     assert not sums.called
 
@@ -285,7 +285,7 @@ def buckets_leave_inside_the_last_backward() -> None:
             left[action.stage] = sums.call_count - before
 
         for _ in range(2):
-            with mock.patch.object(Collectives, "sum", autospec=True, side_effect=Collectives.sum) as sums:
+            with mock.patch.object(Replicas, "sum", autospec=True, side_effect=Replicas.sum) as sums:
                 pipeline.step(*own_part(pipeline, parts), mse_loss, observe=observe)
         assert all(number > 1 for number in left.values()), (schedule, left)
 

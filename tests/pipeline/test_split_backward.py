@@ -111,6 +111,7 @@ def _heads_of_one_weight(layer: Call, x: Tensor) -> Tensor:
 # Name: how the layer is built, and what goes in.
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tree]]] = {
     "linear": (lambda: nn.Linear(32, 16), reals(8, 32)),
+    "large linear": (lambda: nn.Linear(600, 600), reals(2, 600)),  # more than W collects before it adds
     "linear, transposed input": (lambda: nn.Linear(32, 16), lambda: torch.randn(7, 4, 32).transpose(0, 1)),
     "linear, frozen weight": (lambda: frozen(nn.Linear(32, 16), "weight"), reals(8, 32)),
     "all frozen but the last": (
@@ -165,14 +166,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tree]]] = {
     "used twice": (
         _with_parts(lambda s, x: s.parts[0](torch.tanh(s.parts[0](x))), lambda: nn.Linear(32, 32)),
         reals(4, 32),
-    ),
-    "large and used twice": (  # more than W collects before it adds
-        _with_parts(lambda s, x: s.parts[0](torch.tanh(s.parts[0](x))), lambda: nn.Linear(600, 600)),
-        reals(2, 600),
-    ),
-    "convolution used three times": (
-        _with_parts(lambda s, x: s.parts[0](s.parts[0](s.parts[0](x))), lambda: nn.Conv2d(8, 8, 1)),
-        image(),
     ),
     "transposed once, used three times": (lambda: Call(_kept_transpose, w=(32, 32)), reals(4, 32)),
     "used many times": (_with_parts(_many_times, lambda: nn.Linear(32, 32)), reals(4, 32)),
@@ -274,8 +267,9 @@ def assert_same(ours: list[Tensor | None], wanted: list[Tensor | None]) -> None:
 IN_THE_FIRST_HALF = {
     "linear, frozen weight", "weight on the left", "weight by itself", "addmm with factors", "embedding",
     "embedding, sparse", "layer normalization", "scale", "bilinear", "weight norm", "functional call",
-    "in place on a view", "used many times", "used and scaled", "tied to two heads",
-    "a view of a parameter in the sum", "checkpointed, reentrant",
+    "in place on a view", "used twice", "used many times", "used and scaled",
+    "transposed once, used three times", "tied to two heads", "parts of one weight",
+    "a view of a parameter in the sum", "checkpointed, reentrant", "gradient penalty",
 }  # fmt: skip
 
 

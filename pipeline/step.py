@@ -119,7 +119,17 @@ class Steps:
             if self._on_accelerators:
                 observe = self._on_their_devices(observe)
             run(program, self._transport, clock, observe)
-            return self._finish()
+            loss = self._transport.finish()
+            if self._data_parallel is not None:
+                if loss is None:
+                    self._data_parallel.evaluated()
+                else:
+                    loss = self._data_parallel.finish(loss)
+            if loss is not None and self._tied is not None:
+                self._tied.sum_gradients()
+            for stage in self._stages.values():
+                stage.finish()
+            return loss
         except BaseException as error:
             failure = self._give_up(error)
             if self._ranks is not None and self._ranks.is_let_down(error):
@@ -258,20 +268,6 @@ class Steps:
                 yield
 
         return guarded
-
-    def _finish(self) -> Tensor | None:
-        """Ends a step after its last action. Returns the loss of a training step; gradients are complete."""
-        loss = self._transport.finish()
-        if self._data_parallel is not None:
-            if loss is None:
-                self._data_parallel.evaluated()
-            else:
-                loss = self._data_parallel.finish(loss)
-        if loss is not None and self._tied is not None:
-            self._tied.sum_gradients()
-        for stage in self._stages.values():
-            stage.finish()
-        return loss
 
 
 def refuse_elsewhere(elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]], parameter: nn.Parameter) -> None:

@@ -49,17 +49,13 @@ class Memory:
     tensors of every storage, so memory is used again only when its owner's is the only one left.
     """
 
-    __slots__ = ("_address", "_own", "bytes", "is_used", "number")
+    __slots__ = ("address", "bytes", "is_used", "number", "own")
 
     def __init__(self, number: int, mapped: Tensor) -> None:
         self.number, self.bytes = number, mapped
         self.is_used = False  # by a message that has come, and perhaps still
-        self._address = mapped.untyped_storage()._cdata
-        self._own = use_count(self._address)
-
-    @property
-    def is_free(self) -> bool:
-        return use_count(self._address) <= self._own
+        self.address = mapped.untyped_storage()._cdata
+        self.own = use_count(self.address)  # free where there are no more
 
 
 class Neighbour:
@@ -99,11 +95,11 @@ class Neighbour:
         size, used = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, self._used
         for _ in range(len(used)):  # what was used longest ago is most likely free
             memory = used.popleft()
-            if size <= len(memory.bytes) <= 2 * size and memory.is_free:
+            if size <= len(memory.bytes) <= 2 * size and use_count(memory.address) <= memory.own:
                 memory.is_used = False
                 return memory.bytes[:num_bytes]
             used.append(memory)
-        free = [memory for memory in used if memory.is_free]
+        free = [memory for memory in used if use_count(memory.address) <= memory.own]
         most_bytes = 2 * (self.buffer_bytes + size - sum(len(each.bytes) for each in free))
         made = self._made(size)
         for each in free:

@@ -166,11 +166,12 @@ class Connection:
     def buffer(self, tensor_spec: TensorSpec, source: int, device: torch.device) -> Buffer:
         """Where to receive a tensor from rank `source`."""
         neighbour = self._neighbours.get(source)
-        if neighbour is None or tensor_spec.num_bytes == 0:
+        num_bytes = math.prod(tensor_spec.shape) * tensor_spec.dtype.itemsize
+        if neighbour is None or num_bytes == 0:
             tensor = tensor_spec.empty(device)
             return Buffer(tensor, flat(tensor))
         try:
-            shared = neighbour.empty(tensor_spec.num_bytes)
+            shared = neighbour.empty(num_bytes)
         except RuntimeError as error:
             raise unreachable(None, source, error) from error
         memory = shared.view(tensor_spec.dtype)

@@ -423,8 +423,6 @@ class Pipeline(nn.Module):
         """
         if self._ranks is not None:
             self._ranks.close()
-        if self._replicas is not None:
-            self._replicas.close()
 
     def __enter__(self) -> Self:
         return self

@@ -189,7 +189,6 @@ class Replicas:
         self._processes = dist.get_process_group_ranks(group)
         self._store, self._detector = detector.store.part(group), detector
         self._of_objects: ObjectCollectives | None = None
-        self._connections: list[Connection] = []
         accelerated = devices.is_accelerator(device)
         if accelerated:
             detector.device_waits.begin(partial(devices.mark, device))
@@ -200,9 +199,9 @@ class Replicas:
     def _connect(self, name: str, *, accelerated: bool) -> Connection:
         options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
         made = self._bounded(lambda: backend(self._store, self.rank, self.size, **options, sums=True))
-        self._connections.append(Connection(made, 0, {}))
-        self._detector.cuts(self._connections[-1])
-        return self._connections[-1]
+        connection = Connection(made, 0, {})
+        self._detector.cuts(connection)
+        return connection
 
     def _bounded(self, call: Callable[[], T]) -> T:
         """The result of `call`, which waits for other replicas no longer than the timeout."""
@@ -253,11 +252,6 @@ class Replicas:
         """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
         with self._detector.device_waits.waiting(None, None):
             self._bounded(work.wait)
-
-    def close(self) -> None:
-        """Ends the connections in good order."""
-        for connection in self._connections:
-            connection.close()
 
 
 class GlobalShares(Sequence[float]):

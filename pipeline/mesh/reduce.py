@@ -34,22 +34,13 @@ LEVELS = (2, 3)
 
 
 class DataParallel:
-    """This process's part.
-
-    Args:
-        replicas: who else holds these stages; None where nobody does.
-        bucket_bytes: gradients that leave together.
-        splits: whether the schedule has W, which makes gradients from the first layer on.
-        divided: how the parameters of the stages are divided over processes; None where none are.
+    """This process's part. `replicas` hold the same stages, None where nobody does; `splits` says whether the
+    schedule has W, which makes gradients from the first layer on; `divided` is how the parameters of the
+    stages are divided over processes, None where none are.
     """
 
     def __init__(
-        self,
-        replicas: Replicas | None,
-        *,
-        bucket_bytes: int | None,
-        splits: bool,
-        divided: Divided | None = None,
+        self, replicas: Replicas | None, divided: Divided | None, *, bucket_bytes: int | None, splits: bool
     ) -> None:
         self.replicas, self._bucket_bytes, self._splits = replicas, bucket_bytes, splits
         self._divided = divided
@@ -101,21 +92,17 @@ class DataParallel:
 
     def reduction(self, stage: Stage) -> Reduction:
         """Returns the reduction that joins the gradients of a stage of this process."""
-        found: Reduction | None
+        over_replicas: Reduction | None = None
+        if self.replicas is not None and (self._divided is None or not self._divided.by_shards):
+            over_replicas = Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
+        found = over_replicas
         if self._divided is not None:
-            found = self._divided.reduction(stage, self._buckets, self.replicas)
-        else:
-            found = self._buckets(stage)
+            found = self._divided.reduction(stage, over_replicas, self.replicas)
         assert found is not None
         self._stages.append(stage)
         self._alike += stage.parameters
         self._reductions[stage.index] = found
         return found
-
-    def _buckets(self, stage: Stage) -> Reduction | None:
-        if self.replicas is None:
-            return None
-        return Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
 
     def agree(self, num_microbatches: int) -> int:
         """In how many micro-batches a pass goes that a replica would take in so many. Where holders of a
@@ -177,17 +164,16 @@ def data_parallel_of(
     divided: Divided | None,
     schedule: Schedule,
 ) -> DataParallel | None:
-    """Returns the work that replicas do together on a grid; `detector` knows the grid's failures. None if
-    there is a single pipeline that divides no parameters.
-    """
+    """The work that replicas do together on a grid; None for a single pipeline that divides no parameters."""
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
-    group = None if grid is None else grid.batch_group
-    if group is None and divided is None:
+    replicas = None
+    if grid is not None and grid.batch_group is not None and detector is not None:
+        replicas = Replicas(grid.batch_group, device, timeout_s, detector)
+    if replicas is None and divided is None:
         return None
-    replicas = None if group is None or detector is None else Replicas(group, device, timeout_s, detector)
     splits = any(action.kind is Kind.W for action in schedule)
-    return DataParallel(replicas, bucket_bytes=bucket_bytes, splits=splits, divided=divided)
+    return DataParallel(replicas, divided, bucket_bytes=bucket_bytes, splits=splits)
 
 
 class Buckets(Reduction):
@@ -206,22 +192,9 @@ class Buckets(Reduction):
 
     A sum over replicas must count what was in `.grad` before the step once. So replica 0 keeps it and adds to
     it, and the others begin without: what they all have afterwards holds it.
-
-    Args:
-        stage: whose gradients they are.
-        replicas: over which they are summed.
-        bucket_bytes: gradients that leave together; as `buckets_of` has it if not given.
-        splits: whether the last gradients are made by W, from the first layer on, or from the last.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        replicas: Replicas,
-        bucket_bytes: int | None = None,
-        *,
-        splits: bool = False,
-    ) -> None:
+    def __init__(self, stage: Stage, replicas: Replicas, bucket_bytes: int | None, *, splits: bool) -> None:
         self._stage, self._replicas, self._splits = stage, replicas, splits
         self._bucket_bytes = bucket_bytes
         self._trainable: tuple[nn.Parameter, ...] = ()
@@ -324,53 +297,38 @@ class Buckets(Reduction):
 
 
 class Divided:
-    """The division of the layers on a grid.
-
-    Args:
-        grid: with more than one process along `fsdp` or `tp`
-        zero: what is stored in parts along `fsdp`: 2, gradients and the optimizer's state; 3, parameters too.
-            None where there is no such dimension.
+    """The division of the layers on a grid with more than one process along `fsdp` or `tp`. `zero` says what
+    is stored in parts along `fsdp`: 2, gradients and the optimizer's state; 3, parameters too.
     """
 
-    def __init__(self, grid: Grid, zero: int | None) -> None:
+    def __init__(self, grid: Grid, zero: int) -> None:
         self._grid, self._zero = grid, zero
         self._sharding: ModuleType | None = None
         self._tensor_parallel: ModuleType | None = None
-        if zero is not None:
+        self.makes: Callable[..., Stage] = Stage  # the class of the stages
+        if grid.size("fsdp") > 1:
             from . import sharding
 
             self._sharding = sharding
         if grid.size("tp") > 1:
             from . import tensor_parallel
 
-            self._tensor_parallel = tensor_parallel
+            self._tensor_parallel, self.makes = tensor_parallel, tensor_parallel.DividedStage
+
+    @property
+    def by_shards(self) -> bool:
+        """Whether layers are stored in parts, whose gradients torch sums."""
+        return self._sharding is not None
 
     @property
     def by_layer(self) -> bool:
         """Whether all holders of a layer fetch its parameters whenever it runs, in step with each other."""
-        return self._zero == 3
-
-    @property
-    def makes(self) -> Callable[..., Stage]:
-        """The class of the stages."""
-        return Stage if self._tensor_parallel is None else self._tensor_parallel.DividedStage
+        return self.by_shards and self._zero == 3
 
     def check(
-        self,
-        layers: Mapping[str, nn.Module],
-        ties: Sequence[Tie],
-        schedule: Schedule,
-        *,
-        compiles: bool,
+        self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], schedule: Schedule, *, compiles: bool
     ) -> None:
-        """`ValueError` for what cannot be done with divided parameters, and what can.
-
-        Args:
-            layers: those of the whole model
-            ties: its weights with several places
-            schedule: what the steps take
-            compiles: whether the layers are to be compiled
-        """
+        """`ValueError` for what cannot be done with divided parameters, and what can, of the whole model."""
         if compiles:
             raise ValueError(
                 "compile= makes programs of layers whose parameters are whole and stay where they are; leave "
@@ -400,15 +358,15 @@ class Divided:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
     def reduction(
-        self, stage: Stage, sums: Callable[[Stage], Reduction | None], replicas: Replicas | None
+        self, stage: Stage, over_replicas: Reduction | None, replicas: Replicas | None
     ) -> Reduction:
-        """What joins a stage's gradients; `sums` makes the reduction over replicas."""
+        """What joins a stage's gradients; `over_replicas` does where they are whole."""
         found: Reduction
         if self._sharding is not None:
             found = self._sharding.Shards(stage, self._zero, self._grid, replicas)
         else:
             assert self._tensor_parallel is not None, "one of the two divides"
-            found = self._tensor_parallel.Layouts(stage, sums)
+            found = self._tensor_parallel.Layouts(stage, over_replicas or Reduction())
         return found
 
 
@@ -420,4 +378,4 @@ def divided_over(grid: Grid | None, zero: int | None) -> Divided | None:
         raise ValueError(f"zero={zero} divides along the dimension 'fsdp' of a mesh, and there is none")
     if grid is None or grid.size("fsdp") == grid.size("tp") == 1:
         return None
-    return Divided(grid, None if grid.size("fsdp") == 1 else zero or LEVELS[0])
+    return Divided(grid, zero or LEVELS[0])

@@ -98,12 +98,6 @@ def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None
 class Shards(Reduction):
     """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last. Which
     parameters are trained, torch looks up when it gathers them.
-
-    Args:
-        stage: whose layers they are
-        zero: 2 or 3
-        grid: this process's place in the job
-        replicas: of the stage
     """
 
     def __init__(self, stage: Stage, zero: int, grid: Grid, replicas: Replicas) -> None:

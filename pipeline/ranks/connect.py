@@ -18,7 +18,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -124,7 +123,7 @@ class Session:
         if self.is_accelerated:
             detector.device_waits.begin(partial(network.mark, device))
         self._process = os.getpid()
-        self._connections: list[Connection] = []
+        self._connections: list[Connection] = []  # of which the first has the shared memory
         self._failed: ActionError | None = None
         self._closed = False
 
@@ -184,18 +183,7 @@ class Session:
         self._closed = True
         if not self.detector.noticed:
             self.synchronize()
-        self.detector.stop_watching()
-        if self.detector.noticed:
-            for connection in self._connections:
-                connection.cut()  # most of them once more
-            return
-        # All at once, or who builds another pipeline waits long for each.
-        ends = [threading.Thread(target=connection.close) for connection in self._connections]
-        ends.append(threading.Thread(target=self.detector.close))
-        for end in ends:
-            end.start()
-        for end in ends:
-            end.join()
+        self.detector.close()
 
 
 def open_connections(

@@ -92,8 +92,9 @@ class FailureDetector:
         self.noticed = False  # a failure elsewhere, by the thread that watches
         self.device_waits = DeviceWaits(now)  # of the accelerator of this rank
         self._late: PeerError | None = None  # which of the device's waits has not ended in time
-        self._connections: list[tuple[Connection, bool]] = []
-        self._of_all: tuple[Connection, ObjectCollectives] | None = None
+        self._connections: list[tuple[Connection, bool]] = []  # and whether they are cut at a notice
+        self._groups: list[Connection] = []  # of the user's mesh: cut, but not closed
+        self._of_all: ObjectCollectives | None = None
         self._stop: Callable[[], None] | None = None
         self._is_over = False
 
@@ -139,8 +140,8 @@ class FailureDetector:
             connected = backend(self.store, rank, size, name="all", accelerated=False, timeout_s=timeout_s)
             connection = Connection(connected, 0, {})
             self.cuts(connection)
-            self._of_all = connection, ObjectCollectives(connection, rank, size)
-        return self._of_all[1]
+            self._of_all = ObjectCollectives(connection, rank, size)
+        return self._of_all
 
     def watch_over(self, groups: Iterable[dist.ProcessGroup], device_type: str, timeout_s: float) -> None:
         """Bounds every wait in these groups from now on, and closes the groups if a rank fails."""
@@ -149,10 +150,12 @@ class FailureDetector:
                 with suppress(RuntimeError):  # a group need not have a backend for each
                     found: Any = group._get_backend(torch.device(kind))
                     bound_waits(found, timeout_s)
-                    self.cuts(Connection(found, 0, {}))
+                    self._groups.append(Connection(found, 0, {}))
 
     def cuts(self, connection: Connection, *, at_notice: bool = True) -> None:
-        """Another connection that is cut when a rank fails, be it this one, or only this one."""
+        """Another connection that is cut when a rank fails, be it this one, or only this one, and closed at
+        the end.
+        """
         self._connections.append((connection, at_notice))
 
     # A failure
@@ -183,9 +186,12 @@ class FailureDetector:
             if isinstance(missing, StoreError):
                 missing = PeerError(None, None, str(missing), timed_out=False)
             failure = self.explain(missing.numbered(self._members))
-        for connection, _ in tuple(self._connections):
-            connection.cut()
+        self._cut_all()
         return failure
+
+    def _cut_all(self) -> None:
+        for connection in (*(connection for connection, _ in self._connections), *self._groups):
+            connection.cut()
 
     def report(self, error: ActionError) -> ActionError:
         """Writes a failure and returns the one that counts: the first that any rank wrote."""
@@ -227,9 +233,9 @@ class FailureDetector:
     def notice(self) -> None:
         """Makes this rank's waits fail, including a current one, because of a failure elsewhere."""
         self.noticed = True
-        for connection, at_notice in tuple(self._connections):
-            if at_notice:
-                connection.cut(beside=True)
+        at_notice = [connection for connection, cut_now in tuple(self._connections) if cut_now]
+        for connection in (*at_notice, *self._groups):
+            connection.cut(beside=True)
 
     # Watching
 
@@ -266,9 +272,17 @@ class FailureDetector:
             self._stop()
 
     def close(self) -> None:
-        """Ends the connection of all ranks, after they have left."""
-        if self._of_all is not None:
-            self._of_all[0].close()
+        """Ends all connections in good order, or cuts what is left where there was a failure elsewhere."""
+        self.stop_watching()
+        if self.noticed:
+            self._cut_all()
+            return
+        # All at once, or who builds another pipeline waits long for each.
+        ends = [threading.Thread(target=connection.close) for connection, _ in self._connections]
+        for end in ends:
+            end.start()
+        for end in ends:
+            end.join()
 
 
 def watch_in_thread(look: Callable[[], bool], interval_s: float) -> Callable[[], None]:

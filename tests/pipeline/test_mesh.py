@@ -605,18 +605,17 @@ def heads_of_the_whole_layer_are_refused() -> None:
         on(mesh, heads(None)).close()
 
 
+# Those that leave a mesh with groups that are cut come last.
 CASES = named(
-    parameters_without_a_gradient, parameters_that_come_later,
-    parameters_that_nobody_would_sum, averages_follow_all_replicas, replicas_begin_alike,
-    an_infinite_gradient_on_one_rank_is_seen_by_all, collectives_of_a_step,
-    buckets_leave_inside_the_last_backward, a_replica_that_fails,
-    a_replica_that_takes_fewer_steps_ends_the_others, a_closed_pipeline_leaves_nothing_open,
-
     collectives_are_counted, norms_of_parts, states_are_divided_under_plain_names,
     what_cannot_be_sharded_is_refused, what_not_all_replicas_use_is_refused_by_all,
     a_rank_that_cannot_divide_is_named_by_the_others, masks_of_divided_layers,
     layers_that_are_divided_in_part_are_refused, what_tensor_parallel_refuses,
-    heads_of_the_whole_layer_are_refused,
+    heads_of_the_whole_layer_are_refused, parameters_without_a_gradient, parameters_that_come_later,
+    parameters_that_nobody_would_sum, averages_follow_all_replicas, replicas_begin_alike,
+    an_infinite_gradient_on_one_rank_is_seen_by_all, collectives_of_a_step,
+    buckets_leave_inside_the_last_backward, a_replica_that_fails,
+    a_replica_that_takes_fewer_steps_ends_the_others, a_closed_pipeline_leaves_nothing_open,
 )  # fmt: skip
 
 

@@ -204,7 +204,12 @@ class Pipeline(nn.Module):
                 refuse_optimizers(self, num_workers=network.size)
             if self._portal_edges:
                 self._transport = PortalTransport(self._transport, self._portal_edges)
-            self._prepare()
+            for stage in self._stages.values():
+                stage.follow(self._schedule)
+            self._steps = Steps(
+                self._schedule, self._stages, self._devices, self._transport, self._tied,
+                self._data_parallel, self._elsewhere,
+            )  # fmt: skip
             if self.grid is not None and detector is not None:
                 watch_over(self.grid, detector, timeout_s)
 
@@ -481,14 +486,6 @@ class Pipeline(nn.Module):
     def _parts(self) -> list[Part]:
         """Layers that are not submodules of the pipeline; only the modules that they hold are."""
         return [layer for layer in self._layers.values() if isinstance(layer, Part)]
-
-    def _prepare(self) -> None:
-        for stage in self._stages.values():
-            stage.follow(self._schedule)
-        self._steps = Steps(
-            self._schedule, self._stages, self._devices, self._transport, self._tied, self._data_parallel,
-            self._elsewhere,
-        )  # fmt: skip
 
     def __reduce__(self) -> Any:
         raise TypeError(

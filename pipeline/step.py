@@ -40,17 +40,9 @@ T = TypeVar("T", bound=BaseException)
 
 
 class Steps:
-    """Takes mini-batches through the stages of this process.
-
-    Args:
-        schedule: what a step of `num_microbatches` takes.
-        stages: those of this process, by their index.
-        stage_devices: of every stage of the pipeline.
-        transport: what moves messages between stages.
-        tied: the weights that stages of several processes use.
-        data_parallel: what is done with other replicas.
-        elsewhere: the parameters that other processes train, by their id, with their names, as far as this
-            process still has them.
+    """Takes mini-batches through the stages of this process, which are given by their index; the devices are
+    those of every stage. `elsewhere` has the parameters that other processes train, by their id, with their
+    names, as far as this process still has them.
     """
 
     def __init__(

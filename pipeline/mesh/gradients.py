@@ -262,14 +262,9 @@ def find_ties(
 
 
 class TiedWeights:
-    """This rank's part in keeping the copies of tied weights equal.
-
-    Args:
-        ties: that several stages have, and this rank.
-        ranks: the transport.
-        model: what this rank has of the model.
-        over_replicas: the sum of what the replicas of this rank bring, each a gradient of the parameter or
-            None; None where there are no replicas.
+    """This rank's part in keeping the copies of the `ties` equal that it has in its part of the `model`.
+    `over_replicas` gives the sum of what the replicas of this rank bring, each a gradient of the parameter or
+    None; it is None where there are no replicas.
     """
 
     def __init__(

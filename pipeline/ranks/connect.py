@@ -265,7 +265,9 @@ def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:
     for connection, source, target in first_messages:
         pairs.setdefault((min(source, target), max(source, target)), []).append((connection, source, target))
     deadline_s = network.now() + session.timeout_s
-    for pair in in_turn(pairs):
+    # In one order for all, so of the pairs that have yet to meet the first always can. Neighbours come first,
+    # the even pairs before the odd ones: a chain takes two turns.
+    for pair in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair[0] % 2, pair)):
         if network.rank not in pair:
             continue
         peer = sum(pair) - network.rank
@@ -289,13 +291,6 @@ def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:
             what = f"did not answer: it did not come to connect within {session.timeout_s:g} s"
             raise PeerError(None, peer, what, timed_out=True) from error
         session.detector.refuse_after_notice()
-
-
-def in_turn(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The order in which pairs of ranks meet. It is one for all, so of the pairs that have yet to meet the
-    first always can. Neighbours come first, the even pairs before the odd ones: a chain takes two turns.
-    """
-    return sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair[0] % 2, pair))
 
 
 # Ranks on one host

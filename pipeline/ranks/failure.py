@@ -63,14 +63,8 @@ class FailureDetector:
     use the groups of a mesh in the middle of an action (`fully_shard`, tensor-parallel layers). So these
     groups wait no longer than the pipeline does, and are closed with it.
 
-    Args:
-        store: the keys that they share, connected.
-        rank: this one.
-        ranks: all of them.
-        members: of them, those of this process's pipeline, in the order of the pipeline's ranks.
-        coordinates: where a rank is on the grid; None where there is no grid.
-        now: a clock that never goes back, seconds.
-        sleep: lets the others go on.
+    `store` has the keys that all `ranks` share; `members` are those of this process's pipeline, in the order
+    of the pipeline's ranks; `coordinates` says where a rank is on the grid, if there is one.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks import ends
-from gpipe_bench.pipeline.ranks.connect import in_turn
 from gpipe_bench.pipeline.ranks.failure import nccl_options
 from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, unreachable
 
@@ -402,12 +401,6 @@ def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torc
         assert tensor.dtype == (torch.float32 if dtype == torch.float32 else torch.uint8)
         assert tensor.numel() * tensor.element_size() == dtype.itemsize
         assert tensor.data_ptr() == buffer.tensor.data_ptr()
-
-
-def test_neighbours_meet_first_and_the_even_pairs_before_the_odd_ones() -> None:
-    """Every rank takes its pairs in this order: nobody waits in a ring, and a chain takes two turns."""
-    assert in_turn({(0, 1), (1, 2), (2, 3), (3, 4)}) == [(0, 1), (2, 3), (1, 2), (3, 4)]
-    assert in_turn([(0, 3), (2, 3), (1, 2), (0, 1)]) == [(0, 1), (2, 3), (1, 2), (0, 3)]
 
 
 def test_a_device_that_stands_still_is_told_from_one_that_is_slow_or_did_not_run() -> None:

@@ -201,7 +201,8 @@ class Pipeline(nn.Module):
                 )
                 check_equal(self.gather((assigned.same_on_all(), seed)))
                 self._tied = self._tie(shared, self._ranks)
-                refuse_optimizers(self, num_workers=network.size)
+                if network.size > 1:
+                    refuse_optimizers(self)
             if self._portal_edges:
                 self._transport = PortalTransport(self._transport, self._portal_edges)
             for stage in self._stages.values():

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -44,14 +44,9 @@ def clip(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Scales the gradients of all `stages` so that the norm of all together is at most `max_norm`.
-
-    Args:
-        stages: those of this process, by their index
-        copies: parameters among theirs that another rank counts
-        gather: what every rank brings, in the order of the ranks; None where all stages are in this process
-        max_norm: what the norm may be
-        norm_type: which norm
+    """Scales the gradients of all `stages` so that the norm of all together is at most `max_norm`; `copies`
+    are parameters among theirs that another rank counts. `gather` gives what every rank brings, in the order
+    of the ranks; it is None where all stages are in this process.
 
     Returns the norm before, a float64 scalar.
     """
@@ -132,17 +127,6 @@ def _together(parts: Tensor, norm_type: float) -> Tensor:
     return total ** (1 / norm_type)
 
 
-class Gathering(Protocol):
-    """The part of a pipeline that a gradient scaler uses."""
-
-    @property
-    def group(self) -> object:
-        """The processes that have a part of it; None where there is but this one."""
-
-    def gather(self, mine: bool) -> list[bool]:
-        """Returns the `mine` of every rank."""
-
-
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for the gradients of a pipeline; made by `Pipeline.scaler`.
 
@@ -153,7 +137,7 @@ class GradScaler(torch.amp.GradScaler):
     ends the pipeline as in a step. `state_dict` is the same on every rank.
     """
 
-    def __init__(self, pipeline: Gathering, device: str, **options: Any) -> None:
+    def __init__(self, pipeline: Any, device: str, **options: Any) -> None:
         super().__init__(device, **options)
         self._pipeline = pipeline
 
@@ -188,16 +172,12 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
-def decides_for(scaler: torch.amp.GradScaler, pipeline: Gathering) -> bool:
+def decides_for(scaler: torch.amp.GradScaler, pipeline: Any) -> bool:
     """Whether the decisions of `scaler` hold for all ranks of `pipeline`."""
     return isinstance(scaler, GradScaler) and scaler._pipeline is pipeline
 
 
-_OF_ALL_PARAMETERS: tuple[type, ...] = (torch.optim.LBFGS,)
-"""Optimizers that decide by the gradients of all parameters at once."""
-
-
-def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
+def refuse_optimizers(pipeline: nn.Module) -> None:
     """From now on `ValueError` where an optimizer would step by what this process has of a `pipeline` over
     processes, and would not do what it does with the plain model.
     """
@@ -205,13 +185,13 @@ def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = watched()
-        if isinstance(optimizer, _OF_ALL_PARAMETERS) and num_workers > 1 and alive is not None:
+        if isinstance(optimizer, torch.optim.LBFGS) and alive is not None:
             own = set(alive.parameters())
             if any(each in own for group in optimizer.param_groups for each in group["params"]):
                 raise ValueError(
-                    f"{type(optimizer).__name__} decides by the gradients of all parameters, and each rank "
-                    "has only those of its stages; use an optimizer that takes each parameter by itself, "
-                    "such as AdamW, or train in one process"
+                    "LBFGS decides by the gradients of all parameters, and each rank has only those of its "
+                    "stages; use an optimizer that takes each parameter by itself, such as AdamW, or train "
+                    "in one process"
                 )
 
     finalize(pipeline, register_optimizer_step_pre_hook(refuse).remove).atexit = False
@@ -222,19 +202,12 @@ def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that has several places in the model.
-
-    Args:
-        parameter: which
-        names: in the plain model; checkpoints use the first
-        stages: that use it, in order
-        ranks: whose stages these are, each once, that of the first stage first
-    """
+    """A parameter that has several places in the model."""
 
     parameter: nn.Parameter
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
-    ranks: tuple[int, ...]
+    names: tuple[str, ...]  # in the plain model; checkpoints use the first
+    stages: tuple[int, ...]  # that use it, in order
+    ranks: tuple[int, ...]  # whose stages these are, each once, that of the first stage first
 
 
 def find_ties(

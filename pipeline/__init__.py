@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from .ranks.launch import launch as launch
     from .ranks.launch import start_process as start_process
     from .stage.layers import run_plain as run_plain
-    from .stage.portals import Pop as Pop
-    from .stage.portals import PortalSequential as PortalSequential
-    from .stage.portals import Stash as Stash
+    from .stage.trees import Pop as Pop
+    from .stage.trees import PortalSequential as PortalSequential
+    from .stage.trees import Stash as Stash
     from .transport import InProcess as InProcess
 
 # Where the names are; a line here and a line above.
@@ -75,7 +75,7 @@ _NAMES = {
     "plan.timeline": ("Event", "Timeline", "svg"),
     "ranks.launch": ("launch", "start_process"),
     "stage.layers": ("run_plain",),
-    "stage.portals": ("Pop", "PortalSequential", "Stash"),
+    "stage.trees": ("Pop", "PortalSequential", "Stash"),
     "transport": ("InProcess",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

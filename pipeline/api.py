@@ -25,7 +25,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import Assignment, Device, check_arguments, compilation_of
-from .mesh.gradients import GradScaler, clip, decides_for, refuse_optimizers
+from .errors import check_equal
+from .mesh.gradients import GradScaler, Tie, TiedWeights, clip, decides_for, refuse_optimizers
 from .mesh.grid import Grid, Replicas, join, watch_over
 from .mesh.reduce import data_parallel_of, divided_over
 from .model.parts import OwnLayers, Part, follow
@@ -34,14 +35,11 @@ from .plan.remat import Remat
 from .plan.schedule import Schedule
 from .plan.timeline import Timeline
 from .ranks.connect import Network, detector_of, network_of
-from .ranks.control import check_equal, gather_timeline
-from .ranks.distributed import PointToPoint
+from .ranks.distributed import PointToPoint, gather_timeline
 from .ranks.failure import FailureDetector
-from .ranks.tied import Tie, TiedWeights
 from .stage.layers import LossFn
-from .stage.portals import portals_of
 from .stage.stage import Stage
-from .stage.trees import Tree, merge
+from .stage.trees import Tree, merge, portals_of
 from .step import Observer, Steps, refuse_elsewhere
 from .transport import EdgeTransport, InProcess, PortalTransport
 from .verify import verify
@@ -183,7 +181,6 @@ class Pipeline(nn.Module):
             if self._data_parallel is not None:
                 self._data_parallel.start_alike((assigned.same_on_all(), seed), self)
             if self._divided is not None:
-                self._divided.check_own(self._layers)
                 self._divided.divide(self._layers)
             # The stages, what moves messages between them, and the loop that takes their actions.
             shared = [tie for tie in assigned.ties if len(tie.stages) > 1]
@@ -204,10 +201,16 @@ class Pipeline(nn.Module):
                 )
                 check_equal(self.gather((assigned.same_on_all(), seed)))
                 self._tied = self._tie(shared, self._ranks)
-                refuse_optimizers(self, num_workers=network.size)
+                if network.size > 1:
+                    refuse_optimizers(self)
             if self._portal_edges:
                 self._transport = PortalTransport(self._transport, self._portal_edges)
-            self._prepare()
+            for stage in self._stages.values():
+                stage.follow(self._schedule)
+            self._steps = Steps(
+                self._schedule, self._stages, self._devices, self._transport, self._tied,
+                self._data_parallel, self._elsewhere,
+            )  # fmt: skip
             if self.grid is not None and detector is not None:
                 watch_over(self.grid, detector, timeout_s)
 
@@ -426,8 +429,6 @@ class Pipeline(nn.Module):
         """
         if self._ranks is not None:
             self._ranks.close()
-        if self._replicas is not None:
-            self._replicas.close()
 
     def __enter__(self) -> Self:
         return self
@@ -486,14 +487,6 @@ class Pipeline(nn.Module):
     def _parts(self) -> list[Part]:
         """Layers that are not submodules of the pipeline; only the modules that they hold are."""
         return [layer for layer in self._layers.values() if isinstance(layer, Part)]
-
-    def _prepare(self) -> None:
-        for stage in self._stages.values():
-            stage.follow(self._schedule)
-        self._steps = Steps(
-            self._schedule, self._stages, self._devices, self._transport, self._tied, self._data_parallel,
-            self._elsewhere,
-        )  # fmt: skip
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import devices as accelerators  # `devices` is an argument here
 from .memory.profile import layer_costs
+from .mesh.gradients import find_ties
 from .model.parts import OwnLayers
 from .plan.edges import edges_of
 from .plan.named import NAMED, named
@@ -27,11 +28,9 @@ from .plan.remat import Remat
 from .plan.schedule import Schedule, check_sizes
 from .plan.vee import shared_by
 from .ranks.connect import Network
-from .ranks.tied import find_ties
-from .stage.batchnorm import refuse_unsupported
+from .stage.buffers import refuse_unsupported
 from .stage.compiled import BACKEND, Compilation
-from .stage.portals import declarations
-from .stage.trees import Tree
+from .stage.trees import Tree, declarations
 
 Device = torch.device | str
 _STAGES_PER_WORKER = 2  # default for schedules that allow any number

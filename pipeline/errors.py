@@ -82,3 +82,13 @@ def summary(error: BaseException) -> str:
     text = str(error).strip()
     means = next((f" (here: {meaning})" for words, meaning in _MEANS.items() if words in text), "")
     return f"{type(error).__name__}: {text}{means}" if text else type(error).__name__
+
+
+def check_equal(found: Sequence[object], who: str = "rank") -> None:
+    """`ValueError`, on every rank alike, if what the ranks (or what `who` says) build is not the same."""
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ValueError(
+                f"{who} {rank} builds another pipeline than {who} 0: its layers, cuts, schedule or seed "
+                "differ; give all ranks the same arguments"
+            )

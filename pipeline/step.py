@@ -22,12 +22,12 @@ from torch.nn.utils import parametrize
 from . import devices
 from .clock import Clock
 from .errors import ActionError
+from .mesh.gradients import TiedWeights
 from .mesh.reduce import DataParallel
 from .plan.edges import Edge, chain
 from .plan.schedule import Action, Kind, Schedule, execution_order, shortened, validate
 from .plan.simulate import SLOTS, replay
 from .ranks.distributed import PointToPoint
-from .ranks.tied import TiedWeights
 from .stage.layers import LossFn
 from .stage.stage import Stage
 from .stage.trees import Message, Nested, Tree, divide, flatten, num_examples, sizes
@@ -40,17 +40,9 @@ T = TypeVar("T", bound=BaseException)
 
 
 class Steps:
-    """Takes mini-batches through the stages of this process.
-
-    Args:
-        schedule: what a step of `num_microbatches` takes.
-        stages: those of this process, by their index.
-        stage_devices: of every stage of the pipeline.
-        transport: what moves messages between stages.
-        tied: the weights that stages of several processes use.
-        data_parallel: what is done with other replicas.
-        elsewhere: the parameters that other processes train, by their id, with their names, as far as this
-            process still has them.
+    """Takes mini-batches through the stages of this process, which are given by their index; the devices are
+    those of every stage. `elsewhere` has the parameters that other processes train, by their id, with their
+    names, as far as this process still has them.
     """
 
     def __init__(
@@ -119,7 +111,17 @@ class Steps:
             if self._on_accelerators:
                 observe = self._on_their_devices(observe)
             run(program, self._transport, clock, observe)
-            return self._finish()
+            loss = self._transport.finish()
+            if self._data_parallel is not None:
+                if loss is None:
+                    self._data_parallel.evaluated()
+                else:
+                    loss = self._data_parallel.finish(loss)
+            if loss is not None and self._tied is not None:
+                self._tied.sum_gradients()
+            for stage in self._stages.values():
+                stage.finish()
+            return loss
         except BaseException as error:
             failure = self._give_up(error)
             if self._ranks is not None and self._ranks.is_let_down(error):
@@ -230,7 +232,8 @@ class Steps:
             )
             if plan.training and self._elsewhere:
                 for parameter in stage.parameters:
-                    refuse_elsewhere(self._elsewhere, parameter)
+                    if id(parameter) in self._elsewhere:
+                        refuse_elsewhere(self._elsewhere, parameter)
             if scaler is not None:  # it learns its device, and all ranks begin with the same scale
                 scaler.scale(torch.zeros((), device=stage.device))
 
@@ -257,20 +260,6 @@ class Steps:
                 yield
 
         return guarded
-
-    def _finish(self) -> Tensor | None:
-        """Ends a step after its last action. Returns the loss of a training step; gradients are complete."""
-        loss = self._transport.finish()
-        if self._data_parallel is not None:
-            if loss is None:
-                self._data_parallel.evaluated()
-            else:
-                loss = self._data_parallel.finish(loss)
-        if loss is not None and self._tied is not None:
-            self._tied.sum_gradients()
-        for stage in self._stages.values():
-            stage.finish()
-        return loss
 
 
 def refuse_elsewhere(elsewhere: Mapping[int, tuple[ref[nn.Parameter], str]], parameter: nn.Parameter) -> None:

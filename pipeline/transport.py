@@ -24,10 +24,8 @@ from .devices import Mark, Sent, Transfers
 from .errors import ActionError, summary
 from .plan.edges import Edge, leaving
 from .plan.schedule import Action
-from .stage.portals import changed
 from .stage.stage import Gradients
-from .stage.tensors import version
-from .stage.trees import Message, flatten, unflatten
+from .stage.trees import Message, flatten, portal_changed, unflatten, version
 
 
 class StepPlan(NamedTuple):
@@ -131,7 +129,7 @@ class InProcess:
         versions = self._versions.pop((edge.number, microbatch))
         for name, tensor, before in zip(edge.names, message.tensors, versions, strict=True):
             if version(tensor) != before:
-                raise changed(name)
+                raise portal_changed(name)
         return message._replace(tensors=tuple([tensor.detach() for tensor in message.tensors]))
 
     def send_back(self, edge: Edge, microbatch: int, gradients: Gradients) -> None:

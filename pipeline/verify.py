@@ -32,10 +32,20 @@ from torch.nn.utils import parametrize
 
 from .errors import VerifyError, summary
 from .plan.schedule import Kind
-from .stage.batchnorm import Statistics
+from .stage.buffers import Statistics
 from .stage.layers import Generators, LayerRunner, LossFn
-from .stage.portals import Carried, declarations
-from .stage.trees import Message, Tree, change, divide, flatten, num_examples, sizes, tensors_of
+from .stage.trees import (
+    Carried,
+    Message,
+    Tree,
+    change,
+    declarations,
+    divide,
+    flatten,
+    num_examples,
+    sizes,
+    tensors_of,
+)
 
 # The largest difference that rounding explains, relative to the largest number of a tensor.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}

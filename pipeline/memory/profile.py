@@ -36,10 +36,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..stage.batchnorm import Statistics
+from ..stage.buffers import Statistics
 from ..stage.compiled import signature
-from ..stage.portals import Carried, declarations
-from ..stage.trees import Tree, change, tensors_of
+from ..stage.trees import Carried, Tree, change, declarations, tensors_of
 from .boundary import Boundary
 from .trace import LayerProfile
 from .tracker import EventLog, LayerRun, buffer_roles, no_collections, on_this_rank

@@ -166,7 +166,7 @@ class LayerProfile:
     trained_sizes: tuple[int, ...]  # bytes of each parameter tensor that gets a gradient
     buffer_sizes: tuple[
         int, ...
-    ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.batchnorm)
+    ]  # with what a stage adds for batch normalization (gpipe_bench.pipeline.stage.buffers)
     free: Trace
     first: Trace
     later: Trace

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..stage.batchnorm import Statistics
-from ..stage.buffers import State
+from ..stage.buffers import State, Statistics
 from ..stage.split_backward import Split
 from .boundary import Boundary, as_tuple
 from .trace import BufferRole, SplitTrace, Trace, rise
@@ -308,7 +307,7 @@ class LayerRun:
             exits.clear()
             before = log.alive
             # The parameters have no gradients, then they do; what waits is let go of the second time.
-            again = replace(weights, single=[*weights.single], shared=[*weights.shared], done=[*weights.done])
+            again = replace(weights, waiting=[*weights.waiting], done=[*weights.done])
             rises = []
             for half in (again, weights):
                 log.events.clear()

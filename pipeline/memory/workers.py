@@ -2,8 +2,8 @@
 
 Where each worker is a process of its own, messages take memory by the rules that the engine goes by:
 
-    received    buffers of the rings of `plan.edges`, which stay from step to step: their bytes are
-                there at every moment, and no input or gradient that a stage works on adds to them
+    received    buffers of the rings of `plan.edges`: their bytes are counted at every moment, an upper
+                estimate, and no input or gradient that a stage works on adds to them
     sent        outputs and gradients until their sender has waited for them: the latest of each way
                 between two workers, or all of a step's where they are small; an output counts twice
                 while the sender's graph holds it, too, so without recomputation that is an upper estimate
@@ -15,7 +15,7 @@ Profiles are of layers by themselves, so each counts a weight that several layer
 one weight, one state of the optimizer, and when the optimizer steps one gradient; in a step a gradient of
 each use is counted, which is more than there is. Workers in processes of their own have a weight
 each, and for a moment at the end of a step one gradient more: the sum that another owner has sent
-(`ranks.tied`).
+(`mesh.gradients`).
 
 The peak of a stage is no sum over its layers, so a cut whose fullest stage is smallest, or fits at all, is
 searched over the modelled peaks of all stages that could occur (`StagePeaks`).

@@ -1,5 +1,5 @@
-"""What is done with all gradients of a step together: clipping by their norm, scaling, and which optimizers
-may step by them.
+"""What is done with all gradients of a step together: sums of weights that several stages share, clipping,
+scaling, and which optimizers may step by them.
 
 The norm is made of one norm per parameter in the model's order, wherever the stages and the parts of the
 parameters are, so that every number of stages gives the same bits. Where processes have a part of a gradient
@@ -7,13 +7,23 @@ each, the part's norm is computed where the part is; what the parts of all gradi
 each dimension of the mesh along which there are parts, and is added up in the order of the ranks, so that all
 of them find the same bits. A gradient that is whole here gives the bits of the plain model; one in parts
 gives them but for the rounding of a sum of squares that is grouped by parts.
+
+Weights that several stages share, such as an embedding that is the output layer too, are one parameter in one
+process, and autograd adds up what its stages give it. Each further process that uses such a weight has a copy
+of it, and all copies must take the same steps. So what is in `.grad` after the last backward of a step is
+summed over the owners once, through the host's memory, and every owner gets the sum: equal optimizers then
+keep the copies equal, bit for bit. Sums round in the order in which they are made, so a model with such a
+weight agrees over numbers of stages to rounding, where any other agrees in all bits. On a grid the first
+owner sums over the replicas, too, because the stages of a weight end their backwards at different times and
+none of them knows that its gradient is whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -21,6 +31,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..ranks.distributed import PointToPoint
+from ..ranks.wire import ObjectCollectives
 from ..stage.stage import Stage
 from ..stage.tensors import is_divided, local
 
@@ -32,14 +44,9 @@ def clip(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Scales the gradients of all `stages` so that the norm of all together is at most `max_norm`.
-
-    Args:
-        stages: those of this process, by their index
-        copies: parameters among theirs that another rank counts
-        gather: what every rank brings, in the order of the ranks; None where all stages are in this process
-        max_norm: what the norm may be
-        norm_type: which norm
+    """Scales the gradients of all `stages` so that the norm of all together is at most `max_norm`; `copies`
+    are parameters among theirs that another rank counts. `gather` gives what every rank brings, in the order
+    of the ranks; it is None where all stages are in this process.
 
     Returns the norm before, a float64 scalar.
     """
@@ -120,17 +127,6 @@ def _together(parts: Tensor, norm_type: float) -> Tensor:
     return total ** (1 / norm_type)
 
 
-class Gathering(Protocol):
-    """The part of a pipeline that a gradient scaler uses."""
-
-    @property
-    def group(self) -> object:
-        """The processes that have a part of it; None where there is but this one."""
-
-    def gather(self, mine: bool) -> list[bool]:
-        """Returns the `mine` of every rank."""
-
-
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for the gradients of a pipeline; made by `Pipeline.scaler`.
 
@@ -141,7 +137,7 @@ class GradScaler(torch.amp.GradScaler):
     ends the pipeline as in a step. `state_dict` is the same on every rank.
     """
 
-    def __init__(self, pipeline: Gathering, device: str, **options: Any) -> None:
+    def __init__(self, pipeline: Any, device: str, **options: Any) -> None:
         super().__init__(device, **options)
         self._pipeline = pipeline
 
@@ -176,16 +172,12 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
-def decides_for(scaler: torch.amp.GradScaler, pipeline: Gathering) -> bool:
+def decides_for(scaler: torch.amp.GradScaler, pipeline: Any) -> bool:
     """Whether the decisions of `scaler` hold for all ranks of `pipeline`."""
     return isinstance(scaler, GradScaler) and scaler._pipeline is pipeline
 
 
-_OF_ALL_PARAMETERS: tuple[type, ...] = (torch.optim.LBFGS,)
-"""Optimizers that decide by the gradients of all parameters at once."""
-
-
-def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
+def refuse_optimizers(pipeline: nn.Module) -> None:
     """From now on `ValueError` where an optimizer would step by what this process has of a `pipeline` over
     processes, and would not do what it does with the plain model.
     """
@@ -193,13 +185,148 @@ def refuse_optimizers(pipeline: nn.Module, *, num_workers: int) -> None:
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = watched()
-        if isinstance(optimizer, _OF_ALL_PARAMETERS) and num_workers > 1 and alive is not None:
+        if isinstance(optimizer, torch.optim.LBFGS) and alive is not None:
             own = set(alive.parameters())
             if any(each in own for group in optimizer.param_groups for each in group["params"]):
                 raise ValueError(
-                    f"{type(optimizer).__name__} decides by the gradients of all parameters, and each rank "
-                    "has only those of its stages; use an optimizer that takes each parameter by itself, "
-                    "such as AdamW, or train in one process"
+                    "LBFGS decides by the gradients of all parameters, and each rank has only those of its "
+                    "stages; use an optimizer that takes each parameter by itself, such as AdamW, or train "
+                    "in one process"
                 )
 
     finalize(pipeline, register_optimizer_step_pre_hook(refuse).remove).atexit = False
+
+
+# Weights that several stages share
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that has several places in the model."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]  # in the plain model; checkpoints use the first
+    stages: tuple[int, ...]  # that use it, in order
+    ranks: tuple[int, ...]  # whose stages these are, each once, that of the first stage first
+
+
+def find_ties(
+    named: Sequence[tuple[str, nn.Module]], spans: Iterable[range], homes: Sequence[int]
+) -> tuple[Tie, ...]:
+    """The parameters with several places in the layers; `homes` are the ranks of the stages.
+
+    A layer's name stands before those of its parameters; without one they have the model's names already, and
+    a module that several layers use has but one.
+    """
+    places: dict[nn.Parameter, list[tuple[str, int]]] = {}
+    for stage, span in enumerate(spans):
+        for index in span:
+            prefix, layer = named[index]
+            for name, parameter in layer.named_parameters(remove_duplicate=False):
+                place = (f"{prefix}.{name}" if prefix else name, stage)
+                places.setdefault(parameter, []).append(place)
+    found = []
+    for parameter, uses in places.items():
+        if len(uses) > 1:
+            stages = tuple(dict.fromkeys(stage for _, stage in uses))
+            ranks = tuple(dict.fromkeys(homes[stage] for stage in stages))
+            found.append(Tie(parameter, tuple(dict.fromkeys(name for name, _ in uses)), stages, ranks))
+    return tuple(found)
+
+
+class TiedWeights:
+    """This rank's part in keeping the copies of the `ties` equal that it has in its part of the `model`.
+    `over_replicas` gives the sum of what the replicas of this rank bring, each a gradient of the parameter or
+    None; it is None where there are no replicas.
+    """
+
+    def __init__(
+        self,
+        ties: Iterable[Tie],
+        ranks: PointToPoint,
+        model: nn.Module,
+        *,
+        over_replicas: Callable[[Tensor, Tensor | None], Tensor | None] | None = None,
+    ) -> None:
+        self._ties, self._ranks, self._over_replicas = tuple(ties), ranks, over_replicas
+        tied = {tie.parameter: tie for tie in self._ties}
+        self._places = [
+            (module._parameters, name, tied[parameter])
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter in tied
+        ]
+        self.copies = frozenset(tie.parameter for tie in self._ties if tie.ranks[0] != ranks.rank)
+        """Parameters of this rank whose first owner is another rank, which counts them."""
+        self._held: dict[nn.Parameter, Tensor | None] = {}  # what was in .grad before the step
+
+    def share_values(self) -> None:
+        """Copies the first owner's values to all owners."""
+        with self._ranks.collectives() as collectives, torch.no_grad():
+            for tie in self._ties:
+                value = self._of_first(collectives, tie, tie.parameter)
+                assert value is not None
+                if value is not tie.parameter:
+                    tie.parameter.copy_(value)
+
+    def begin(self) -> None:
+        """Before a training step: sets aside what is in `.grad`.
+
+        `RuntimeError` if another parameter stands where the weight was: its gradients would not be summed.
+        """
+        for parameters, name, tie in self._places:
+            if parameters.get(name) is not tie.parameter:
+                raise RuntimeError(
+                    f"the parameter of {tie.names[0]!r} is another one than when the pipeline was built, and "
+                    "stages of other processes share it; change its values in place, as load_state_dict does "
+                    "without assign=True, or build a new pipeline on every rank"
+                )
+        for tie in self._ties:
+            self._held[tie.parameter], tie.parameter.grad = tie.parameter.grad, None
+
+    def sum_gradients(self) -> None:
+        """Ends a training step: every owner has the sum in `.grad`, added to what it held before."""
+        with self._ranks.collectives() as collectives, torch.no_grad():
+            for tie in self._ties:
+                total = self._sum(collectives, tie)
+                if self._over_replicas is not None and self._ranks.rank == tie.ranks[0]:
+                    total = self._over_replicas(tie.parameter, total)
+                total = self._of_first(collectives, tie, total)
+                held = self._held.get(tie.parameter)
+                if held is not None:
+                    total = held if total is None else held.add_(total)
+                tie.parameter.grad = total
+        self._held = {}
+
+    def restore(self) -> None:
+        """Ends a step that failed: `.grad` has what was there before."""
+        for parameter, held in self._held.items():
+            parameter.grad = held
+        self._held = {}
+
+    def _sum(self, collectives: ObjectCollectives, tie: Tie) -> Tensor | None:
+        """Sums `.grad` on the first owner and returns the sum there; other owners send theirs."""
+        total = tie.parameter.grad
+        if total is not None and total.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {tie.names[0]!r}, which stages of several processes share, is sparse and "
+                "cannot be summed over them; use sparse=False"
+            )
+        first, *others = tie.ranks
+        if self._ranks.rank != first:
+            collectives.send_tensor(total, first)
+            return None
+        for rank in reversed(others):  # in the order in which a plain backward meets the uses
+            theirs = collectives.receive_tensor(tie.parameter, rank)
+            if theirs is not None:
+                total = theirs if total is None else theirs.add_(total)
+        return total
+
+    def _of_first(self, collectives: ObjectCollectives, tie: Tie, tensor: Tensor | None) -> Tensor | None:
+        """The tensor of the first owner, on every owner."""
+        first, *others = tie.ranks
+        if self._ranks.rank != first:
+            return collectives.receive_tensor(tie.parameter, first)
+        for rank in others:
+            collectives.send_tensor(tensor, rank)
+        return tensor

@@ -33,10 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import devices
 from ..errors import PeerError, StoreError
 from ..plan.links import BUCKET_BYTES, bucket_bytes_of
-from ..ranks.control import ObjectCollectives
-from ..ranks.failure import FailureDetector, missing
-from ..ranks.store import Store
-from ..ranks.wire import Connection, TensorSpec, Transit, backend
+from ..ranks.failure import FailureDetector, Store, backend, missing
+from ..ranks.wire import Connection, ObjectCollectives, TensorSpec, Transit
 
 NAMES = ("dp", "fsdp", "pp", "tp")
 _BATCH = ("dp", "fsdp")  # along these every rank has a share of the batch of its own
@@ -177,42 +175,36 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The processes of `group`, which run the same stage of one pipeline each; a failure that the `detector`
-    learns of cuts what connects them.
+    """The processes of `group`, which run the same stage of one pipeline each, here on `device`. All of them
+    make it; a failure that the `detector` learns of cuts what connects them.
 
     What waits for other replicas raises `PeerError` if one is missing, with its number in the job where that
-    is known, and `StoreError` as the store does.
+    is known, and `StoreError` as the store does. Every replica calls the same methods in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, detector: FailureDetector) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, detector: FailureDetector
+    ) -> None:
         self.rank, self.size, self._timeout_s = dist.get_rank(group), dist.get_world_size(group), timeout_s
         self._processes = dist.get_process_group_ranks(group)
-        self._store, self.detector = detector.store.part(group), detector
+        self._store, self._detector = detector.store.part(group), detector
         self._of_objects: ObjectCollectives | None = None
-        self._connections: list[Connection] = []
+        accelerated = devices.is_accelerator(device)
+        if accelerated:
+            detector.device_waits.begin(partial(devices.mark, device))
+        self._sums = self._of_hosts = self._connect("sums", accelerated=accelerated)
+        if accelerated:
+            self._of_hosts = self._connect("sums of hosts", accelerated=False)
 
-    def gather(self, mine: Tensor) -> list[Tensor]:
-        """The tensor of every replica, in the order of their ranks; all must call."""
-        return [found.to(mine.device) for found in self.share(mine.cpu())]
-
-    def share(self, mine: T) -> list[T]:
-        """Returns the picklable objects `mine` of all replicas, in rank order; every replica must call it."""
-        if self._of_objects is None:
-            self._of_objects = ObjectCollectives(
-                self.connect("objects", accelerated=False), self.rank, self.size
-            )
-        return self.bounded(partial(self._of_objects.gather, mine))
-
-    def connect(self, name: str, *, accelerated: bool) -> Connection:
-        """Connects all replicas for collectives, which fail after the timeout; all must call."""
+    def _connect(self, name: str, *, accelerated: bool) -> Connection:
         options: dict[str, Any] = {"name": name, "accelerated": accelerated, "timeout_s": self._timeout_s}
-        found = self.bounded(lambda: backend(self._store, self.rank, self.size, **options, sums=True))
-        self._connections.append(Connection(found, 0, {}))
-        self.detector.cuts(self._connections[-1])
-        return self._connections[-1]
+        made = self._bounded(lambda: backend(self._store, self.rank, self.size, **options, sums=True))
+        connection = Connection(made, 0, {})
+        self._detector.cuts(connection)
+        return connection
 
-    def bounded(self, call: Callable[[], T]) -> T:
-        """Returns the result of `call`, which waits for other replicas no longer than the timeout."""
+    def _bounded(self, call: Callable[[], T]) -> T:
+        """The result of `call`, which waits for other replicas no longer than the timeout."""
         try:
             return call()
         except PeerError as error:
@@ -222,42 +214,28 @@ class Replicas:
         except RuntimeError as error:
             raise missing(error) from error
 
-    def on(self, device: torch.device) -> None:
-        """Watches the waits of accelerator `device` from now on; the sums are of tensors on it."""
-        self.detector.device_waits.begin(partial(devices.mark, device))
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """The tensor of every replica, in the order of their ranks."""
+        return [found.to(mine.device) for found in self.share(mine.cpu())]
 
-    def wait(self, work: Transit) -> None:
-        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
-        with self.detector.device_waits.waiting(None, None):
-            self.bounded(work.wait)
+    def share(self, mine: T) -> list[T]:
+        """The picklable objects `mine` of all replicas, in the order of their ranks."""
+        if self._of_objects is None:
+            connection = self._connect("objects", accelerated=False)
+            self._of_objects = ObjectCollectives(connection, self.rank, self.size)
+        return self._bounded(partial(self._of_objects.gather, mine))
 
-    def close(self) -> None:
-        """Ends the connections in good order."""
-        for connection in self._connections:
-            connection.close()
-
-
-class Collectives:
-    """Collectives between `replicas` by connections called `name`. They raise what `Replicas` do."""
-
-    def __init__(self, replicas: Replicas, name: str, *, accelerated: bool) -> None:
-        self.replicas = replicas
-        self._connection = replicas.connect(name, accelerated=accelerated)
+    def numbers(self, mine: int) -> list[int]:
+        """Each replica's number, of at most 63 bits, at the price of one message."""
+        found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        gather = self._of_hosts.backend.allgather
+        self.wait(self._bounded(lambda: gather([found], [torch.tensor([mine])])))
+        return [int(each) for each in found]
 
     def sum(self, numbers: Tensor) -> Transit:
         """Begins to make `numbers`, a contiguous tensor, the sum over the replicas, the same bits on all."""
-        return self.replicas.bounded(lambda: self._connection.backend.allreduce([numbers]))  # type: ignore[no-any-return]
-
-    def gather(self, number: int) -> list[int]:
-        """Returns each replica's `number`, of at most 63 bits; waits for all replicas."""
-        found = [torch.empty(1, dtype=torch.int64) for _ in range(self.replicas.size)]
-        mine = torch.tensor([number])
-        self.wait(self.replicas.bounded(lambda: self._connection.backend.allgather([found], [mine])))
-        return [int(each) for each in found]
-
-    def wait(self, work: Transit) -> None:
-        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
-        self.replicas.wait(work)
+        by = self._sums if devices.is_accelerator(numbers.device) else self._of_hosts
+        return self._bounded(lambda: by.backend.allreduce([numbers]))  # type: ignore[no-any-return]
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Copies the values of the first replica's tensors to all replicas, in place, and waits."""
@@ -266,9 +244,14 @@ class Collectives:
         there = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
         for bucket in buckets_of(there, bucket_bytes=BUCKET_BYTES):
             memory = bucket.fill([there[i] for i in bucket.positions]).view(torch.uint8)
-            self.wait(self.replicas.bounded(partial(self._connection.backend.broadcast, [memory], options)))
+            self.wait(self._bounded(partial(self._sums.backend.broadcast, [memory], options)))
             for position, view in zip(bucket.positions, bucket.views, strict=True):
                 there[position].copy_(view)
+
+    def wait(self, work: Transit) -> None:
+        """Waits until the result of `work` may be used, on an accelerator by work that is enqueued later."""
+        with self._detector.device_waits.waiting(None, None):
+            self._bounded(work.wait)
 
 
 class GlobalShares(Sequence[float]):
@@ -278,10 +261,10 @@ class GlobalShares(Sequence[float]):
     first forward.
     """
 
-    def __init__(self, lengths: Sequence[int], collectives: Collectives) -> None:
-        self._lengths, self._collectives = lengths, collectives
+    def __init__(self, lengths: Sequence[int], replicas: Replicas) -> None:
+        self._lengths, self._replicas = lengths, replicas
         self._examples = torch.tensor([sum(lengths)], dtype=torch.float64)
-        self._work: Transit | None = collectives.sum(self._examples)
+        self._work: Transit | None = replicas.sum(self._examples)
         self._shares: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
@@ -290,7 +273,7 @@ class GlobalShares(Sequence[float]):
     def __getitem__(self, index: Any) -> Any:
         if self._shares is None:
             assert self._work is not None
-            self._collectives.wait(self._work)
+            self._replicas.wait(self._work)
             self._work = None  # it would keep the connection open
             examples = int(self._examples)
             self._shares = tuple([length / examples for length in self._lengths])
@@ -324,8 +307,11 @@ class FlatBucket:
         numbers, which is what collectives add.
         """
         memory = torch.empty(self._num_elements + len(tensors), dtype=self._dtype, device=self._device)
-        self._divide(memory)
-        self.marks.fill_(1)
+        self.views, start = [], 0
+        for tensor_spec in self._specs:
+            self.views.append(memory.as_strided(tensor_spec.shape, tensor_spec.stride, start))
+            start += tensor_spec.num_bytes // tensor_spec.dtype.itemsize
+        self.marks = memory[start:].fill_(1)
         for place, (tensor, view) in enumerate(zip(tensors, self.views, strict=True)):
             if tensor is None:
                 self.marks[place].zero_()
@@ -333,17 +319,6 @@ class FlatBucket:
             else:
                 view.copy_(tensor)
         return torch.view_as_real(memory) if memory.is_complex() else memory
-
-    def take(self, numbers: Tensor) -> None:
-        """Uses `numbers`, memory that was filled elsewhere, as the bucket's memory."""
-        self._divide(torch.view_as_complex(numbers) if self._dtype.is_complex else numbers)
-
-    def _divide(self, memory: Tensor) -> None:
-        self.views, start = [], 0
-        for tensor_spec in self._specs:
-            self.views.append(memory.as_strided(tensor_spec.shape, tensor_spec.stride, start))
-            start += tensor_spec.num_bytes // tensor_spec.dtype.itemsize
-        self.marks = memory[start:]
 
 
 def buckets_of(

@@ -20,70 +20,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import devices
+from ..errors import check_equal
 from ..plan.schedule import Kind, Schedule
-from ..ranks.control import check_equal
 from ..ranks.failure import FailureDetector
-from ..ranks.tied import Tie
 from ..ranks.wire import Transit
 from ..stage.layers import LossFn
 from ..stage.stage import Reduction, Stage
 from ..stage.tensors import is_divided, local
-from .grid import Collectives, FlatBucket, GlobalShares, Grid, Replicas, buckets_of
+from .gradients import Tie
+from .grid import FlatBucket, GlobalShares, Grid, Replicas, buckets_of
 
 LEVELS = (2, 3)
 
 
 class DataParallel:
-    """This process's part.
-
-    Args:
-        replicas: who else holds these stages; None where nobody does.
-        device: of the stages.
-        bucket_bytes: gradients that leave together.
-        splits: whether the schedule has W, which makes gradients from the first layer on.
-        divided: how the parameters of the stages are divided over processes; None where none are.
+    """This process's part. `replicas` hold the same stages, None where nobody does; `splits` says whether the
+    schedule has W, which makes gradients from the first layer on; `divided` is how the parameters of the
+    stages are divided over processes, None where none are.
     """
 
     def __init__(
-        self,
-        replicas: Replicas | None,
-        device: torch.device,
-        *,
-        bucket_bytes: int | None,
-        splits: bool,
-        divided: Divided | None = None,
+        self, replicas: Replicas | None, divided: Divided | None, *, bucket_bytes: int | None, splits: bool
     ) -> None:
         self.replicas, self._bucket_bytes, self._splits = replicas, bucket_bytes, splits
         self._divided = divided
         self._stages: list[Stage] = []
         self._reductions: dict[int, Reduction] = {}
         self._alike: list[nn.Parameter] = []  # of the stages, with the values of the first replica
-        self._collectives = self._of_hosts = None
-        if replicas is not None:
-            accelerated = devices.is_accelerator(device)
-            if accelerated:
-                replicas.on(device)
-            self._collectives = Collectives(replicas, "sums", accelerated=accelerated)
-            self._of_hosts = self._collectives
-            if accelerated:
-                self._of_hosts = Collectives(replicas, "sums of hosts", accelerated=False)
-            if divided is not None:
-                divided.agree_by(self._of_hosts)
 
     def start_alike(self, plan: object, model: nn.Module) -> None:
         """Copies the first replica's parameters and buffers to all replicas.
 
         `ValueError` if a replica's parameters, buffers or plan for them differ.
         """
-        if self._collectives is None:
+        if self.replicas is None:
             return
         values = [*model.named_parameters(), *model.named_buffers()]
         forms = [(name, value.shape, value.dtype) for name, value in values]
         mine = (plan, forms, self._bucket_bytes)
-        check_equal(self._collectives.replicas.share(mine), "replica")
+        check_equal(self.replicas.share(mine), "replica")
         with torch.no_grad():
-            self._collectives.copy_from_first([local(value) for _, value in values])
+            self.replicas.copy_from_first([local(value) for _, value in values])
 
     def _go_on_alike(self) -> None:
         """Copies the first replica's new parameters, added to a layer or to a loss module, to all replicas.
@@ -100,37 +77,32 @@ class DataParallel:
                 "pipeline was built, and both would sum its gradients over replicas; tie weights before the "
                 "pipeline is built, and give loss_fn parameters of its own"
             )
-        if self._collectives is not None:
+        if self.replicas is not None:
             known = set(self._alike)
             new = [p for p in dict.fromkeys(now) if p not in known and not is_divided(p)]
             forms = [(parameter.shape, parameter.dtype) for parameter in now]
-            if any(theirs != forms for theirs in self._collectives.replicas.share(forms)):
+            if any(theirs != forms for theirs in self.replicas.share(forms)):
                 raise ValueError(
                     "the replicas of a stage have been given different parameters since the pipeline was "
                     "built; change the layers, and loss_fn, alike on all ranks"
                 )
             with torch.no_grad():
-                self._collectives.copy_from_first([parameter.detach() for parameter in new])
+                self.replicas.copy_from_first([parameter.detach() for parameter in new])
         self._alike = now
 
     def reduction(self, stage: Stage) -> Reduction:
         """Returns the reduction that joins the gradients of a stage of this process."""
-        found: Reduction | None
+        over_replicas: Reduction | None = None
+        if self.replicas is not None and (self._divided is None or not self._divided.by_shards):
+            over_replicas = Buckets(stage, self.replicas, self._bucket_bytes, splits=self._splits)
+        found = over_replicas
         if self._divided is not None:
-            found = self._divided.reduction(stage, self._buckets)
-        else:
-            found = self._buckets(stage)
+            found = self._divided.reduction(stage, over_replicas, self.replicas)
         assert found is not None
         self._stages.append(stage)
         self._alike += stage.parameters
         self._reductions[stage.index] = found
         return found
-
-    def _buckets(self, stage: Stage) -> Reduction | None:
-        mine = self._collectives
-        if mine is None:
-            return None
-        return Buckets(stage, mine, self._bucket_bytes, splits=self._splits)
 
     def agree(self, num_microbatches: int) -> int:
         """In how many micro-batches a pass goes that a replica would take in so many. Where holders of a
@@ -150,27 +122,26 @@ class DataParallel:
         self._go_on_alike()
         for reduction in self._reductions.values():
             reduction.begin()
-        if self._of_hosts is not None:
-            return GlobalShares(lengths, self._of_hosts) if has_loss else ()
+        if self.replicas is not None:
+            return GlobalShares(lengths, self.replicas) if has_loss else ()
         return tuple([length / sum(lengths) for length in lengths])
 
     def finish(self, loss: Tensor) -> Tensor:
         """Waits for the gradients after a training step's last action. Returns the loss of all replicas."""
-        collectives = self._collectives
-        if collectives is not None:
+        if self.replicas is not None:
             loss = loss.clone()
-            of_all = collectives.sum(loss)
+            of_all = self.replicas.sum(loss)
         for reduction in self._reductions.values():
             reduction.finish()
-        if collectives is not None:
-            collectives.wait(of_all)
+        if self.replicas is not None:
+            self.replicas.wait(of_all)
         return loss
 
     def sum_of(self, like: Tensor, gradient: Tensor | None) -> Tensor | None:
         """The sum of the gradients that the replicas have of a parameter; None if none has any. All call."""
-        assert self._collectives is not None
+        assert self.replicas is not None
         (bucket,) = buckets_of([like.detach()])
-        self._collectives.wait(self._collectives.sum(bucket.fill([gradient])))
+        self.replicas.wait(self.replicas.sum(bucket.fill([gradient])))
         return bucket.views[0] if bucket.marks[0] else None
 
     def evaluated(self) -> None:
@@ -193,17 +164,16 @@ def data_parallel_of(
     divided: Divided | None,
     schedule: Schedule,
 ) -> DataParallel | None:
-    """Returns the work that replicas do together on a grid; `detector` knows the grid's failures. None if
-    there is a single pipeline that divides no parameters.
-    """
+    """The work that replicas do together on a grid; None for a single pipeline that divides no parameters."""
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; a bucket holds at least one byte")
-    group = None if grid is None else grid.batch_group
-    if group is None and divided is None:
+    replicas = None
+    if grid is not None and grid.batch_group is not None and detector is not None:
+        replicas = Replicas(grid.batch_group, device, timeout_s, detector)
+    if replicas is None and divided is None:
         return None
-    replicas = None if group is None or detector is None else Replicas(group, timeout_s, detector)
     splits = any(action.kind is Kind.W for action in schedule)
-    return DataParallel(replicas, device, bucket_bytes=bucket_bytes, splits=splits, divided=divided)
+    return DataParallel(replicas, divided, bucket_bytes=bucket_bytes, splits=splits)
 
 
 class Buckets(Reduction):
@@ -222,23 +192,10 @@ class Buckets(Reduction):
 
     A sum over replicas must count what was in `.grad` before the step once. So replica 0 keeps it and adds to
     it, and the others begin without: what they all have afterwards holds it.
-
-    Args:
-        stage: whose gradients they are.
-        collectives: between its replicas.
-        bucket_bytes: gradients that leave together; as `buckets_of` has it if not given.
-        splits: whether the last gradients are made by W, from the first layer on, or from the last.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        collectives: Collectives,
-        bucket_bytes: int | None = None,
-        *,
-        splits: bool = False,
-    ) -> None:
-        self._stage, self._collectives, self._splits = stage, collectives, splits
+    def __init__(self, stage: Stage, replicas: Replicas, bucket_bytes: int | None, *, splits: bool) -> None:
+        self._stage, self._replicas, self._splits = stage, replicas, splits
         self._bucket_bytes = bucket_bytes
         self._trainable: tuple[nn.Parameter, ...] = ()
         self._parameters: tuple[nn.Parameter, ...] = ()  # what their gradients come in on
@@ -261,7 +218,7 @@ class Buckets(Reduction):
             order = range(len(parts)) if self._splits else ()
             self._buckets = buckets_of(parts, order, self._bucket_bytes)
             self._number_of = {i: n for n, bucket in enumerate(self._buckets) for i in bucket.positions}
-        if self._collectives.replicas.rank:
+        if self._replicas.rank:
             for parameter in self._parameters:
                 parameter.grad = None
 
@@ -282,7 +239,7 @@ class Buckets(Reduction):
 
     def finish(self) -> None:
         for bucket, (work, is_missing) in zip(self._buckets, self._sent, strict=False):
-            self._collectives.wait(work)
+            self._replicas.wait(work)
             if is_missing:
                 for position, mark in zip(bucket.positions, bucket.marks.tolist(), strict=True):
                     if not mark:
@@ -336,57 +293,42 @@ class Buckets(Reduction):
                 whole = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
                 gradient = like.from_local(gradient, like.device_mesh, like.placements, **whole)
             parameter.grad = gradient
-        self._sent.append((self._collectives.sum(numbers), is_missing))
+        self._sent.append((self._replicas.sum(numbers), is_missing))
 
 
 class Divided:
-    """The division of the layers on a grid.
-
-    Args:
-        grid: with more than one process along `fsdp` or `tp`
-        zero: what is stored in parts along `fsdp`: 2, gradients and the optimizer's state; 3, parameters too.
-            None where there is no such dimension.
+    """The division of the layers on a grid with more than one process along `fsdp` or `tp`. `zero` says what
+    is stored in parts along `fsdp`: 2, gradients and the optimizer's state; 3, parameters too.
     """
 
-    def __init__(self, grid: Grid, zero: int | None) -> None:
+    def __init__(self, grid: Grid, zero: int) -> None:
         self._grid, self._zero = grid, zero
         self._sharding: ModuleType | None = None
         self._tensor_parallel: ModuleType | None = None
-        if zero is not None:
+        self.makes: Callable[..., Stage] = Stage  # the class of the stages
+        if grid.size("fsdp") > 1:
             from . import sharding
 
             self._sharding = sharding
         if grid.size("tp") > 1:
             from . import tensor_parallel
 
-            self._tensor_parallel = tensor_parallel
+            self._tensor_parallel, self.makes = tensor_parallel, tensor_parallel.DividedStage
+
+    @property
+    def by_shards(self) -> bool:
+        """Whether layers are stored in parts, whose gradients torch sums."""
+        return self._sharding is not None
 
     @property
     def by_layer(self) -> bool:
         """Whether all holders of a layer fetch its parameters whenever it runs, in step with each other."""
-        return self._zero == 3
-
-    @property
-    def makes(self) -> Callable[..., Stage]:
-        """The class of the stages."""
-        return Stage if self._tensor_parallel is None else self._tensor_parallel.DividedStage
+        return self.by_shards and self._zero == 3
 
     def check(
-        self,
-        layers: Mapping[str, nn.Module],
-        ties: Sequence[Tie],
-        schedule: Schedule,
-        *,
-        compiles: bool,
+        self, layers: Mapping[str, nn.Module], ties: Sequence[Tie], schedule: Schedule, *, compiles: bool
     ) -> None:
-        """`ValueError` for what cannot be done with divided parameters, and what can.
-
-        Args:
-            layers: those of the whole model
-            ties: its weights with several places
-            schedule: what the steps take
-            compiles: whether the layers are to be compiled
-        """
+        """`ValueError` for what cannot be done with divided parameters, and what can, of the whole model."""
         if compiles:
             raise ValueError(
                 "compile= makes programs of layers whose parameters are whole and stay where they are; leave "
@@ -405,28 +347,26 @@ class Divided:
         if self._sharding is not None:
             self._sharding.check_sharded(layers, schedule, self._zero)
 
-    def check_own(self, layers: Mapping[str, nn.Module]) -> None:
-        """`ValueError` for what cannot be done with the `layers` of this process."""
+    def divide(self, layers: Mapping[str, nn.Module]) -> None:
+        """Leaves this process its parts of the parameters of its `layers`, where it had all of them.
+
+        `ValueError` for what cannot be done with these layers.
+        """
         if self._tensor_parallel is not None:
             self._tensor_parallel.refuse_mixed(layers)
-
-    def divide(self, layers: Mapping[str, nn.Module]) -> None:
-        """Leaves this process its parts of the parameters of its `layers`, where it had all of them."""
         if self._sharding is not None:
             self._sharding.shard_layers(layers, self._grid, self._zero)
 
-    def agree_by(self, collectives: Collectives) -> None:
-        """Sets the collectives by which the replicas of a stage compare what they are about to do."""
-        self._collectives = collectives
-
-    def reduction(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> Reduction:
-        """Returns the reduction that joins a stage's gradients; `sums` makes the reduction over replicas."""
+    def reduction(
+        self, stage: Stage, over_replicas: Reduction | None, replicas: Replicas | None
+    ) -> Reduction:
+        """What joins a stage's gradients; `over_replicas` does where they are whole."""
         found: Reduction
         if self._sharding is not None:
-            found = self._sharding.Shards(stage, self._zero, self._grid, self._collectives)
+            found = self._sharding.Shards(stage, self._zero, self._grid, replicas)
         else:
             assert self._tensor_parallel is not None, "one of the two divides"
-            found = self._tensor_parallel.Layouts(stage, sums)
+            found = self._tensor_parallel.Layouts(stage, over_replicas or Reduction())
         return found
 
 
@@ -438,4 +378,4 @@ def divided_over(grid: Grid | None, zero: int | None) -> Divided | None:
         raise ValueError(f"zero={zero} divides along the dimension 'fsdp' of a mesh, and there is none")
     if grid is None or grid.size("fsdp") == grid.size("tp") == 1:
         return None
-    return Divided(grid, None if grid.size("fsdp") == 1 else zero or LEVELS[0])
+    return Divided(grid, zero or LEVELS[0])

@@ -52,7 +52,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..plan.schedule import Kind, Schedule
 from ..stage.stage import Reduction, Stage
 from ..stage.tensors import is_divided
-from .grid import Collectives, Grid
+from .grid import Grid, Replicas
 
 
 def check_sharded(layers: Mapping[str, nn.Module], schedule: Schedule, zero: int) -> None:
@@ -98,17 +98,11 @@ def shard_layers(layers: Mapping[str, nn.Module], grid: Grid, zero: int) -> None
 class Shards(Reduction):
     """The `Reduction` of a stage whose layers are sharded: tells FSDP2 which backward is the last. Which
     parameters are trained, torch looks up when it gathers them.
-
-    Args:
-        stage: whose layers they are
-        zero: 2 or 3
-        grid: this process's place in the job
-        collectives: between the replicas of the stage
     """
 
-    def __init__(self, stage: Stage, zero: int, grid: Grid, collectives: Collectives) -> None:
+    def __init__(self, stage: Stage, zero: int, grid: Grid, replicas: Replicas) -> None:
         self._stage, self._zero = stage, zero
-        self._announcer = Announcer(stage.index, collectives)
+        self._announcer = Announcer(stage.index, replicas)
         copies = grid.group("dp") if grid.size("dp") > 1 else None
         self._layers = [
             _Sharded(layer, position, zero, self._announcer, copies)
@@ -165,14 +159,14 @@ class Shards(Reduction):
 class Announcer:
     """Lets the replicas of a stage compare what they are about to do before they do it."""
 
-    def __init__(self, stage: int, collectives: Collectives) -> None:
-        self._stage, self._collectives = stage, collectives
+    def __init__(self, stage: int, replicas: Replicas) -> None:
+        self._stage, self._replicas = stage, replicas
 
     def announce(self, what: str) -> None:
         """Waits for all replicas. `ValueError`, on all of them, if they don't do the same."""
-        if len(set(self._collectives.gather(crc32(what.encode())))) == 1:
+        if len(set(self._replicas.numbers(crc32(what.encode())))) == 1:
             return
-        said = [f"replica {rank} {text}" for rank, text in enumerate(self._collectives.replicas.share(what))]
+        said = [f"replica {rank} {text}" for rank, text in enumerate(self._replicas.share(what))]
         raise ValueError(
             f"the replicas of stage {self._stage} part ways: {', '.join(said)}; along 'fsdp' all replicas "
             "have to run the same layers and train the same parameters with every micro-batch: let each "

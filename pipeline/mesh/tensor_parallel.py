@@ -16,7 +16,7 @@ A message between stages is what the layers give: a plain tensor, whole or this 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -144,15 +144,12 @@ def _here(gradients: Gradients) -> Gradients:
 
 
 class Layouts(Reduction):
-    """The `Reduction` of a divided stage: keeps gradients laid out like their parameters.
-
-    Args:
-        stage: whose parameters they are of
-        sums: makes what joins the gradients with those of other replicas; None where there are none
+    """The `Reduction` of a divided stage: keeps gradients laid out like their parameters; `over_replicas`
+    joins them with those of other replicas.
     """
 
-    def __init__(self, stage: Stage, sums: Callable[[Stage], Reduction | None]) -> None:
-        self._replicas = sums(stage) or Reduction()
+    def __init__(self, stage: Stage, over_replicas: Reduction) -> None:
+        self._replicas = over_replicas
         found = dict.fromkeys(p for layer in stage.layers for p in layer.parameters())
         self._parameters = [parameter for parameter in found if isinstance(parameter, DTensor)]
         self._cut: set[DTensor] = set()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..stage.portals import run_through
+from ..stage.trees import run_through
 
 
 class Part(nn.Module):

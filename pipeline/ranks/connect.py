@@ -18,7 +18,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -35,12 +34,10 @@ from .. import devices
 from ..errors import ActionError, PeerError
 from ..plan.edges import Direction, Edge, refuse_other_orders
 from ..plan.schedule import Action, Schedule, channels
-from .control import ObjectCollectives
-from .failure import FailureDetector, watch_in_thread
+from .failure import FailureDetector, Store, backend, bounded, watch_in_thread
 from .launch import machine_id
 from .shared_memory import Neighbour
-from .store import Store, bounded
-from .wire import NCCL_TYPES, Connection, TensorSpec, Transit, backend
+from .wire import NCCL_TYPES, Connection, ObjectCollectives, TensorSpec, Transit
 
 _FIRST_TAG, _FIRST_SPEC = 2**29 + 1, TensorSpec((1,), (1,), torch.float32)
 T = TypeVar("T")
@@ -126,7 +123,7 @@ class Session:
         if self.is_accelerated:
             detector.device_waits.begin(partial(network.mark, device))
         self._process = os.getpid()
-        self._connections: list[Connection] = []
+        self._connections: list[Connection] = []  # of which the first has the shared memory
         self._failed: ActionError | None = None
         self._closed = False
 
@@ -186,18 +183,7 @@ class Session:
         self._closed = True
         if not self.detector.noticed:
             self.synchronize()
-        self.detector.stop_watching()
-        if self.detector.noticed:
-            for connection in self._connections:
-                connection.cut()  # most of them once more
-            return
-        # All at once, or who builds another pipeline waits long for each.
-        ends = [threading.Thread(target=connection.close) for connection in self._connections]
-        ends.append(threading.Thread(target=self.detector.close))
-        for end in ends:
-            end.start()
-        for end in ends:
-            end.join()
+        self.detector.close()
 
 
 def open_connections(
@@ -279,7 +265,9 @@ def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:
     for connection, source, target in first_messages:
         pairs.setdefault((min(source, target), max(source, target)), []).append((connection, source, target))
     deadline_s = network.now() + session.timeout_s
-    for pair in in_turn(pairs):
+    # In one order for all, so of the pairs that have yet to meet the first always can. Neighbours come first,
+    # the even pairs before the odd ones: a chain takes two turns.
+    for pair in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair[0] % 2, pair)):
         if network.rank not in pair:
             continue
         peer = sum(pair) - network.rank
@@ -303,13 +291,6 @@ def warm_up(session: Session, first_messages: Iterable[FirstMessage]) -> None:
             what = f"did not answer: it did not come to connect within {session.timeout_s:g} s"
             raise PeerError(None, peer, what, timed_out=True) from error
         session.detector.refuse_after_notice()
-
-
-def in_turn(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The order in which pairs of ranks meet. It is one for all, so of the pairs that have yet to meet the
-    first always can. Neighbours come first, the even pairs before the odd ones: a chain takes two turns.
-    """
-    return sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair[0] % 2, pair))
 
 
 # Ranks on one host

@@ -2,7 +2,7 @@
 
 Receives are posted ahead and sends are not waited for until later messages that take memory have left by the
 same way (`ends`). What a rank sends to itself stays where it is. Which shapes travel the ranks learn from the
-first real micro-batch (`control`): the model is never run on made-up data, which would move its
+first real micro-batch (`ends.Control`): the model is never run on made-up data, which would move its
 batch-normalization averages and need memory of its own. The first rank numbers the kinds of steps it meets
 (shapes, dtypes, training or not) and tells the number before each step, so the other ranks need not see the
 batch.
@@ -15,6 +15,8 @@ over.
 
 from __future__ import annotations
 
+import socket
+import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ..clock import Clock, conditions
 from ..errors import ActionError, PeerError, StoreError
 from ..plan.edges import Direction, Edge, chain, rings_of, turns
 from ..plan.schedule import Action, Kind, Schedule, channels, shortened
+from ..plan.timeline import Event, Timeline
 from ..stage.stage import Gradients
 from ..stage.trees import Message, sizes
 from ..transport import InProcess, StepPlan
@@ -43,10 +47,21 @@ from .connect import (
     open_connections,
     refuse_edges,
 )
-from .control import FRAMES_AHEAD, Agreement, Agreements, Control, ObjectCollectives, packed, unpacked
-from .ends import MessageSpec, Progress, ReceiveQueue, Receiver, Sender, changed, conform
+from .ends import (
+    FRAMES_AHEAD,
+    Agreement,
+    Agreements,
+    Control,
+    MessageSpec,
+    Progress,
+    ReceiveQueue,
+    Receiver,
+    Sender,
+    changed,
+    conform,
+)
 from .failure import FailureDetector
-from .wire import TensorSpec, flat
+from .wire import ObjectCollectives, TensorSpec, flat
 
 _LOSS_TAG = 2**29
 
@@ -74,7 +89,7 @@ class PointToPoint:
         network = network_of(group)
         refuse_edges(schedule, portals, accelerated=network.is_accelerated(device))
         self.rank, self.size = network.rank, network.size
-        detector = detector or detector_of(network, timeout_s)
+        self._detector = detector = detector or detector_of(network, timeout_s)
         session = self._session = Session(network, device, detector, timeout_s=timeout_s)
         try:
             control, self._collectives, self._by_heading, self._of_loss, self._of_portals = open_connections(
@@ -108,8 +123,6 @@ class PointToPoint:
 
     def _take_ends(self, schedule: Schedule) -> None:
         """Makes this rank's ends of all edges, as the schedule needs them."""
-        for receiver in self._receivers.values():
-            receiver.close()
         self._schedule, rank = schedule, self.rank
         backward = (Kind.B, Kind.I)
         self._kinds = {(a.stage, a.microbatch): a.kind for a in schedule if a.kind in backward}
@@ -180,7 +193,8 @@ class PointToPoint:
 
     def begin(self, plan: StepPlan | None, signature: Hashable) -> StepPlan:
         self._session.refuse_after_failure()
-        self._session.detector.refuse_after_notice()
+        if self._detector.noticed:
+            self._detector.refuse_after_notice()
         if plan is None:
             assert self._header.source is not None
             header = self._control.receive(self._header.source, "step")
@@ -195,13 +209,14 @@ class PointToPoint:
             schedule = shortened(schedule, found.num_microbatches)
         if schedule is not self._schedule:
             self._take_ends(schedule)
-        agreement = self._agreements.find(number)
+        agreement = self._agreements.found.get(number)
         self._was_agreed = agreement is not None
         # Forwards alone have no rings that would say for certain that two workers who send to each other
         # don't wait for each other.
         self._bounded = self._was_agreed and (self._training or not schedule.placement)
         if agreement is None:
-            agreement = self._agreements.add(Agreement(sizes(found.examples, found.num_microbatches)))
+            agreement = Agreement(sizes(found.examples, found.num_microbatches))
+            self._agreements.add(number, agreement)
         self._agreement = agreement
         if self._progress is not None:
             self._progress.calls = 0
@@ -313,7 +328,7 @@ class PointToPoint:
     def _go_on(self, progress: Progress) -> None:
         """Counts a call; the time of some receives may have come."""
         progress.calls += 1
-        self._session.detector.device_waits.note()
+        self._detector.device_waits.note()
         for queue in self._queues:
             if self._training or not queue.back:
                 queue.post()
@@ -324,49 +339,55 @@ class PointToPoint:
         nobody should wait for its end to learn a number. On accelerators it needs all actions of its rank,
         and passes along when all else is done.
         """
-        if self._agreement.loss is not None:
-            conform(
-                (loss,), MessageSpec((self._agreement.loss,)), self._device, "loss"
-            )  # raises if it is another
-        self._loss = loss
-        if not self._session.is_accelerated:
-            for target in self._route.targets:
-                self._control.send(target, "loss", packed(loss))
-
-    def _learn_loss(self) -> Tensor:
-        """The loss of a training step, on every rank."""
-        loss, self._loss = self._loss, None
-        source, targets = self._route
-        known = self._agreement.loss
-        if source is None:
-            assert loss is not None
-            self._agreement.loss = TensorSpec.of(loss)
+        known, self._loss = self._agreement.loss, loss
+        if known is not None:
+            conform((loss,), MessageSpec((known,)), self._device, "loss")  # raises if it is another
         elif not self._session.is_accelerated:
-            loss = unpacked(self._control.receive(source, "loss"), self._device)
-        else:
-            self._agreement.loss = tensor_spec = known or self._control.receive(source, "loss")
-            buffer = self._of_loss.buffer(tensor_spec, source, self._device)
-            self._of_loss.wait(self._of_loss.receive(buffer, source, _LOSS_TAG), None, source)
-            loss = buffer.tensor.clone()
-        for target in targets if self._session.is_accelerated else ():
-            if known is None:
-                self._control.send(target, "loss", self._agreement.loss)
-            sender = Sender(self._of_loss, target)
-            sender.send([flat(loss)], _LOSS_TAG)
-            sender.finish()
-        return loss
+            self._agreement.loss = TensorSpec.of(loss)
+        if not self._session.is_accelerated and self._route.targets:
+            bits = loss.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            content = loss.dtype, tuple(loss.shape), bits.numpy().tobytes()
+            for target in self._route.targets:
+                self._control.send(target, "loss", content)
 
     def finish(self) -> Tensor | None:
         """When this returns, all sends are gone if the host waits for messages; on an accelerator all are
         given to the device, which `close` waits for before the process may exit.
         """
-        loss = self._learn_loss() if self._training else None
+        loss, self._loss = self._loss, None
+        if self._training and self._session.is_accelerated:
+            loss = self._pass_on(loss)
+        elif self._training and self._route.source is not None:
+            dtype, shape, bits = self._control.receive(self._route.source, "loss")
+            loss = torch.frombuffer(bytearray(bits), dtype=dtype).reshape(shape).to(self._device)
         for sender in self._senders.values():
             sender.finish()
         self._control.finish()
         if self._progress is not None:
-            self._session.detector.device_waits.note()
-        self._session.detector.refuse_after_notice()  # or garbage would reach the optimizer
+            self._detector.device_waits.note()
+        if self._detector.noticed:
+            self._detector.refuse_after_notice()  # or garbage would reach the optimizer
+        return loss
+
+    def _pass_on(self, loss: Tensor | None) -> Tensor:
+        """The loss of a training step, from accelerator to accelerator."""
+        source, targets = self._route
+        known = self._agreement.loss
+        if source is None:
+            assert loss is not None
+            spec = known or TensorSpec.of(loss)
+        else:
+            spec = known or self._control.receive(source, "loss")
+            buffer = self._of_loss.buffer(spec, source, self._device)
+            self._of_loss.wait(self._of_loss.receive(buffer, source, _LOSS_TAG), None, source)
+            loss = buffer.tensor
+        self._agreement.loss = spec
+        for target in targets:
+            if known is None:
+                self._control.send(target, "loss", spec)
+            sender = Sender(self._of_loss, target)
+            sender.send([flat(loss)], _LOSS_TAG)
+            sender.finish()
         return loss
 
     # Outside of a step
@@ -380,7 +401,7 @@ class PointToPoint:
         self._session.refuse_after_failure()
         self._session.synchronize()
         try:
-            self._session.detector.refuse_after_notice()
+            self._detector.refuse_after_notice()
             yield self._collectives
         except Exception as error:
             if isinstance(error, ActionError) or not self.is_let_down(error):
@@ -393,7 +414,7 @@ class PointToPoint:
     @contextmanager
     def collectives_of_all(self) -> Iterator[ObjectCollectives]:
         """Same as `collectives`, but for all processes of the job."""
-        detector = self._session.detector
+        detector = self._detector
         with self.collectives():
             try:
                 yield detector.object_collectives(self._session.timeout_s)
@@ -402,7 +423,24 @@ class PointToPoint:
 
     def is_let_down(self, error: BaseException) -> bool:
         """Whether an error says that another rank is missing."""
-        return self._session.detector.peer_error(error) is not None
+        return self._detector.peer_error(error) is not None
 
     def abort(self, action: Action | None, error: BaseException) -> ActionError:
         return self._session.abort(action, error)
+
+
+def gather_timeline(
+    collectives: ObjectCollectives, clock: Clock, device: torch.device, schedule: Schedule
+) -> Timeline:
+    """The latest step of all ranks on one time axis: the clocks of hosts are as equal as these keep them."""
+    # Actions are timed by a clock that never goes back; where it stands on the one that tells the time.
+    offset_ns = time.time_ns() - time.perf_counter_ns()
+    mine = (clock.events(offset_ns), f"{socket.gethostname()} {device}", conditions())
+    ranks: list[tuple[tuple[Event, ...], str, dict[str, str]]] = collectives.gather(mine)
+    return Timeline.of(
+        [event for rank in ranks for event in rank[0]],
+        schedule.num_stages,
+        devices=[ranks[schedule.worker(stage)][1] for stage in range(schedule.num_stages)],
+        conditions={name: "; ".join(dict.fromkeys(rank[2][name] for rank in ranks)) for name in ranks[0][2]},
+        placement=schedule.placement,
+    )

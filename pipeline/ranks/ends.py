@@ -3,25 +3,36 @@
 A send that nobody waits for keeps its tensors alive, and one that is waited for at once makes its stage as
 slow as the receiver; between the two is a short queue. A receive that is posted only when its message is
 needed makes the sender wait, and one buffer for each micro-batch would give back the memory that a schedule
-saves; so receives are posted in the order of need, each into its buffer of the ring (`plan.edges`), as soon
-as a spec says how large the message is. A slot in whose memory something still lives is not overwritten:
-it gets new memory.
+saves; so receives are posted in the order of need, as many as the ring has slots (`plan.edges`), as soon as a
+spec says how large the message is.
+
+The first rank alone sees the batch, and the shapes of what travels show in the first real micro-batch. What
+ranks tell each other of that is read by the host before anything can be received, so it has a connection of
+its own, which is never NCCL's, and queues behind no activation (`Control`). Between two ranks it is one
+stream of frames: each holds a key, which says what it is about, and an object; what does not fit follows.
+Some receives of frames are always posted.
+
+    a step             its header, from rank to rank in the order of their first stages
+    an edge            a spec before the first message of each size, and, where messages are trees,
+                       with each further one the structure if it is another one
+    the loss           where hosts wait for messages
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+import pickle
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..plan.edges import SMALL_BYTES, Rings, is_one_too_many
+from ..errors import PeerError
+from ..plan.edges import SMALL_BYTES, Direction, Rings, is_one_too_many
 from ..plan.schedule import Action
-from ..stage.portals import changed as overwritten
-from ..stage.tensors import version
-from ..stage.trees import Message, Nested, Structure
+from ..stage.trees import Message, Nested, Structure, portal_changed, version
 from .wire import Buffer, Connection, TensorSpec, Transit, flat
 
 
@@ -104,7 +115,7 @@ class Sender:
         for work in sending.works:
             self._connection.wait(work, sending.action, self.target)
         if self._portal is not None and sending.versions != [version(each) for each in sending.tensors]:
-            raise overwritten(self._portal)
+            raise portal_changed(self._portal)
 
 
 def conform(
@@ -170,22 +181,20 @@ class ReceiveQueue:
         self.connection.flush(self.source)
 
 
-_Buffers = tuple[Buffer | None, ...]
-
-
 class Receiver:
-    """The end at which messages arrive, each in its slot of the ring; `tags` is the first tag of the message
-    of each micro-batch.
+    """The end at which messages arrive; `tags` is the first tag of the message of each micro-batch.
+
+    A message comes into memory of its own, which lives as long as somebody holds its tensors. As many are
+    posted as the ring has slots (`plan.edges`).
     """
 
     def __init__(self, queue: ReceiveQueue, rings: Rings, device: torch.device, tags: Sequence[int]) -> None:
         self.queue, self._rings, self._device, self._tags = queue, rings, device, tags
         self._ring = self._whole = rings.tight  # of this step, and of steps with a backward
-        self._slots: dict[int, tuple[MessageSpec, _Buffers]] = {}
-        self._posted: dict[int, tuple[_Buffers, list[Transit]]] = {}
+        self._posted: dict[int, tuple[list[Buffer | None], list[Transit]]] = {}
         self._unposted: deque[int] = deque()  # have a slot, but perhaps no known spec yet
         self._after: Sequence[int] = ()  # calls of this rank before each receive
-        self._outlines: dict[int, MessageSpec] = {}
+        self._specs: dict[int, MessageSpec] = {}
         self._lengths: tuple[int, ...] = ()
         self._is_known = False  # whether there is a spec for each of the lengths
         self._training = True
@@ -194,58 +203,47 @@ class Receiver:
         """Starts a step, in which `specs` tell what is known of messages by their numbers of examples."""
         self._training = training
         self._posted.clear()
-        if specs is not self._outlines or not self._is_known:
-            self._outlines, self._lengths = specs, lengths
+        if specs is not self._specs or not self._is_known:
+            self._specs, self._lengths = specs, lengths
             self._is_known = all(length in specs for length in lengths)
             largest = max((spec.num_bytes for spec in specs.values()), default=0)
             self._whole = self._rings.of(largest, SMALL_BYTES) if self._is_known else self._rings.tight
-        ring = self._whole if training or self._rings.forward is None else self._rings.forward
-        if ring is not self._ring:
-            for position in range(ring.num_slots, self._ring.num_slots):
-                if position in self._slots:
-                    self._give_back(self._slots.pop(position)[1])
-            self._ring = ring
+        self._ring = self._whole if training or self._rings.forward is None else self._rings.forward
         self._after = self._rings.after if training else self._rings.after_forward
-        self._unposted = deque(ring.initial)
+        self._unposted = deque(self._ring.initial)
 
     def post_next(self) -> bool:
         """Posts the next receive, to be followed by a flush, if it may be."""
         if not self._unposted:
             return False
         microbatch, queue = self._unposted[0], self.queue
-        spec = self._outlines.get(self._lengths[microbatch])
+        spec = self._specs.get(self._lengths[microbatch])
         if spec is None:
             return False
         if queue.progress is not None and queue.progress.calls < self._after[microbatch]:
             return False
         self._unposted.popleft()
-        buffers = self._buffers(microbatch, spec)
-        tag, receive = self._tags[microbatch], queue.connection.receive
+        buffer, receive = queue.connection.buffer, queue.connection.receive
+        source, tag, device = queue.source, self._tags[microbatch], self._device
+        buffers = [None if each is None else buffer(each, source, device) for each in spec.tensors]
         works = [
-            receive(buffer, queue.source, tag + i)
-            for i, buffer in enumerate(buffers)
-            if buffer is not None and buffer.flat.numel()
+            receive(each, source, tag + i)
+            for i, each in enumerate(buffers)
+            if each is not None and each.flat.numel()
         ]
         self._posted[microbatch] = (buffers, works)
         return True
 
     def take(self, microbatch: int, action: Action) -> tuple[Tensor | None, ...]:
-        """The tensors of a message that `action` sends, when they are there. A tensor that is kept keeps
-        its memory.
-        """
+        """The tensors of a message that `action` sends, when they are there."""
         if microbatch not in self._posted:  # its spec was not known
             self.queue.post()
         buffers, works = self._posted.pop(microbatch)
         for work in works:
             self.queue.connection.wait(work, action, self.queue.source)
-        # `detach` makes a tensor of its own, so that it counts as a holder.
-        tensors = tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
-        if self._training:
-            return tensors
-        # The output may hold on to what comes in, so it gets memory of its own.
-        tensors = tuple([None if tensor is None else tensor.clone() for tensor in tensors])
-        self.release(microbatch)
-        return tensors
+        if not self._training:
+            self.release(microbatch)
+        return tuple([None if buffer is None else buffer.tensor.detach() for buffer in buffers])
 
     def release(self, microbatch: int) -> None:
         """The stage is done with the slot of a micro-batch."""
@@ -254,49 +252,131 @@ class Receiver:
             self._unposted.append(following)
             self.queue.post()
 
-    def close(self) -> None:
-        """Gives all buffers back, between two steps."""
-        for _, buffers in self._slots.values():
-            self._give_back(buffers)
-        self._slots.clear()
 
-    def _buffers(self, microbatch: int, spec: MessageSpec) -> _Buffers:
-        slot = self._ring.slot[microbatch]
-        kept = self._slots.pop(slot, None)
-        if kept is not None and kept[0].tensors == spec.tensors:
-            buffers = kept[1]
-            for buffer in buffers:
-                if buffer is not None and buffer.holders.others:
-                    buffers = self._without_holders(spec, buffers)
-                    break
-            self._slots[slot] = (spec, buffers)
-            return buffers
-        if kept is not None:
-            self._give_back(kept[1])
-            kept = None  # or its tensors would keep the memory from being used again
-        buffers = self._make(spec)
-        self._slots[slot] = (spec, buffers)
-        return buffers
+# What ranks tell each other beside the tensors
 
-    def _without_holders(self, spec: MessageSpec, buffers: _Buffers) -> _Buffers:
-        """New buffers in place of those in which something of an earlier message still lives."""
-        found = list(buffers)
-        for position, (buffer, tensor_spec) in enumerate(zip(buffers, spec.tensors, strict=True)):
-            if buffer is not None and tensor_spec is not None and buffer.holders.others:
-                self._give_back((buffer,))
-                found[position] = self.queue.connection.buffer(tensor_spec, self.queue.source, self._device)
-        return tuple(found)
+_FRAME = TensorSpec((1024,), (1,), torch.uint8)
+_LENGTH_BYTES = 8
+# Frames that may come from each rank before one is read; each frame takes a page of shared memory.
+FRAMES_AHEAD = 2
+_FRAME_TAG, _REST_TAG = 0, 1
+# Kinds of steps that are known at a time.
+MOST_AGREEMENTS = 256
+_CPU = torch.device("cpu")
 
-    def _make(self, spec: MessageSpec) -> _Buffers:
-        buffer, source, device = self.queue.connection.buffer, self.queue.source, self._device
-        return tuple(
-            [
-                None if tensor_spec is None else buffer(tensor_spec, source, device)
-                for tensor_spec in spec.tensors
-            ]
-        )
 
-    def _give_back(self, buffers: _Buffers) -> None:
-        for buffer in buffers:
-            if buffer is not None:
-                self.queue.connection.give_back(buffer, self.queue.source)
+class Agreement:
+    """Shapes of the messages of one kind of step. Micro-batches of one size have one spec."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths  # examples in each micro-batch
+        self.specs: dict[Direction, dict[int, MessageSpec]] = defaultdict(dict)  # by number of examples
+        self.loss: TensorSpec | None = None
+
+
+class Agreements:
+    """The agreements of the latest kinds of steps, by the numbers that the first rank gives them."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Agreement] = {}
+        self._numbers: dict[Hashable, int] = {}  # by signature, on the first rank
+        self._given = 0
+
+    def number(self, signature: Hashable) -> int:
+        """The number of steps of this kind, on the first rank."""
+        if signature not in self._numbers:
+            self._numbers[signature] = self._given
+            self._given += 1
+            if len(self._numbers) > MOST_AGREEMENTS:
+                del self._numbers[next(iter(self._numbers))]
+        return self._numbers[signature]
+
+    def add(self, number: int, agreement: Agreement) -> Agreement:
+        """Adds the agreement of a new number; the oldest is forgotten, on every rank alike."""
+        self.found[number] = agreement
+        if len(self.found) > MOST_AGREEMENTS:
+            del self.found[next(iter(self.found))]
+        return agreement
+
+    def forget(self) -> None:
+        """Forgets all agreements, on every rank alike."""
+        self.found.clear()
+        self._numbers.clear()
+
+
+class Control:
+    """One rank's end of the streams of frames to and from all others."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._senders: dict[int, Sender] = {}
+        self._posted: dict[int, deque[tuple[Buffer, Transit]]] = {}
+        self._free: dict[int, list[Buffer]] = {}  # have been read
+        self._unread: dict[tuple[int, Hashable], deque[Any]] = defaultdict(deque)  # by rank and key
+
+    def expect(self, source: int, count: int = FRAMES_AHEAD) -> None:
+        """Lets this many frames come from rank `source` before they are asked for."""
+        posted, free = self._posted.setdefault(source, deque()), self._free.setdefault(source, [])
+        missing = count - len(posted) - len(free)
+        if missing > 0:
+            free += [self._connection.buffer(_FRAME, source, _CPU) for _ in range(missing)]
+            self._post(source)
+
+    def _post(self, source: int) -> None:
+        """Posts receives into the frames that have been read."""
+        free, posted = self._free[source], self._posted[source]
+        if free:
+            while free:
+                posted.append((free[-1], self._connection.receive(free[-1], source, _FRAME_TAG)))
+                free.pop()
+            self._connection.flush(source)
+
+    def send(self, target: int, key: Hashable, content: Any, action: Action | None = None) -> None:
+        """Tells rank `target` something about `key`; `action` is what an error will name."""
+        data = pickle.dumps((key, content))
+        whole = bytearray(_FRAME.num_bytes)
+        whole[: _LENGTH_BYTES + len(data)] = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        frames = torch.frombuffer(whole, dtype=torch.uint8)
+        size = _FRAME.num_bytes
+        parts = [frames] if len(frames) == size else [frames[:size], frames[size:]]
+        if target not in self._senders:
+            self._senders[target] = Sender(self._connection, target)
+        self._senders[target].send(parts, _FRAME_TAG, action)
+
+    def receive(self, source: int, key: Hashable, action: Action | None = None) -> Any:
+        """The next that rank `source` tells about `key`."""
+        if source not in self._posted:
+            self.expect(source)
+        unread, posted = self._unread[source, key], self._posted[source]
+        while not unread:
+            if len(posted) < FRAMES_AHEAD:
+                try:
+                    self._post(source)
+                except PeerError:  # a rank with no more to send may be gone
+                    if not posted:
+                        raise
+            buffer, work = posted.popleft()
+            self._connection.wait(work, action, source)
+            data = buffer.tensor.numpy().tobytes()
+            self._free[source].append(buffer)
+            end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+            if end > len(data):
+                rest = TensorSpec((end - len(data),), (1,), torch.uint8)
+                data += self._receive_now(rest, source, _REST_TAG, action).numpy().tobytes()
+            about, content = pickle.loads(data[_LENGTH_BYTES:end])
+            self._unread[source, about].append(content)
+        return unread.popleft()
+
+    def finish(self) -> None:
+        """Waits until everything that was sent is gone, as it is for others in turn."""
+        for source in self._posted:
+            with suppress(PeerError):  # a rank with no more to send may be gone
+                self._post(source)
+        for sender in self._senders.values():
+            sender.finish()
+
+    def _receive_now(self, tensor_spec: TensorSpec, source: int, tag: int, action: Action | None) -> Tensor:
+        buffer = self._connection.buffer(tensor_spec, source, _CPU)
+        if tensor_spec.num_bytes:
+            self._connection.wait(self._connection.receive(buffer, source, tag, action), action, source)
+        return buffer.tensor

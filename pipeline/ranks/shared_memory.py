@@ -10,8 +10,8 @@ waits. A process that dies closes its socket, so that its neighbours know at onc
     sender                       '--> knows the place   copy, done(tag) ------'
 
 Every buffer is memory of its own: made by the one that receives, anonymous (memfd), so that nothing is left
-in the file system when a process dies, and handed over through the socket. What is given back is used again,
-for a smaller message too; of what is unused when more is needed, no more stays than is in use.
+in the file system when a process dies, and handed over through the socket. It is used again, for a smaller
+message too, when no tensor lives in it; of what is free when more is needed, no more stays than is in use.
 """
 
 from __future__ import annotations
@@ -40,35 +40,22 @@ _READ_BYTES = 227 * _RECORD.size
 Key = tuple[int, int]  # channel and tag
 
 
-class Holders:
-    """Whether tensors share the memory of `tensor` that did not when this was made.
+class Memory:
+    """Bytes that a neighbour maps and writes, in whole pages. They are free when no tensor lives in them.
 
     A layer may pass its input or the gradient of its output on as it is, or a view of it; autograd may make a
     gradient that arrives the `.grad` of a parameter; a hook may keep what it sees. All of them then live in
     the memory that a message came into, for as long as they like, and nobody announces it. torch counts the
-    tensors of every storage, so memory is used again only when its owner's are the only ones left.
+    tensors of every storage, so memory is used again only when its owner's is the only one left.
     """
 
-    __slots__ = ("_address", "_own", "_storage")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage = tensor.untyped_storage()  # counts as one, so it is kept
-        self._address = self._storage._cdata
-        self._own = use_count(self._address)
-
-    @property
-    def others(self) -> bool:
-        """Whether there are any."""
-        return use_count(self._address) > self._own
-
-
-class Memory:
-    """Bytes that a neighbour maps and writes; in whole pages."""
-
-    __slots__ = ("bytes", "holders", "number")
+    __slots__ = ("address", "bytes", "is_used", "number", "own")
 
     def __init__(self, number: int, mapped: Tensor) -> None:
-        self.number, self.bytes, self.holders = number, mapped, Holders(mapped)
+        self.number, self.bytes = number, mapped
+        self.is_used = False  # by a message that has come, and perhaps still
+        self.address = mapped.untyped_storage()._cdata
+        self.own = use_count(self.address)  # free where there are no more
 
 
 class Neighbour:
@@ -89,7 +76,7 @@ class Neighbour:
         self._mine: dict[int, Memory] = {}  # to receive into, by its address
         self.buffer_bytes = 0  # of it all
         self._num_made = 0
-        self._unused: list[Memory] = []  # what was given back, though tensors may live in it still
+        self._used: deque[Memory] = deque()  # of it, what messages have come into
         self._theirs: dict[int, Tensor] = {}  # memory of the other process, by its number
         self._views: dict[int, Tensor] = {}  # of it, as the latest message into it saw it
         self._posted: dict[Key, deque[int]] = {}  # where the other process wants its messages
@@ -104,25 +91,22 @@ class Neighbour:
     # Receiving
 
     def empty(self, num_bytes: int) -> Tensor:
-        """A buffer of bytes to receive into, which no other tensor lives in."""
-        size = _whole_pages(num_bytes)
-        free = [memory for memory in self._unused if not memory.holders.others]
-        fitting = [memory for memory in free if size <= len(memory.bytes) <= 2 * size]
-        if fitting:
-            memory = min(fitting, key=lambda memory: len(memory.bytes))
-            self._unused.remove(memory)
-        else:
-            memory = self._made(size)
-            most_bytes = 2 * (self.buffer_bytes - sum(len(each.bytes) for each in free))
-            for each in free:
-                if self.buffer_bytes > most_bytes:
-                    self._unused.remove(each)
-                    self._let_go(each)
-        return memory.bytes[:num_bytes]
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Allows a buffer of `empty` to be used again, once no tensor lives in it."""
-        self._unused.append(self._mine[buffer.data_ptr()])
+        """A buffer of bytes to receive into, in which no other tensor lives."""
+        size, used = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, self._used
+        for _ in range(len(used)):  # what was used longest ago is most likely free
+            memory = used.popleft()
+            if size <= len(memory.bytes) <= 2 * size and use_count(memory.address) <= memory.own:
+                memory.is_used = False
+                return memory.bytes[:num_bytes]
+            used.append(memory)
+        free = [memory for memory in used if use_count(memory.address) <= memory.own]
+        most_bytes = 2 * (self.buffer_bytes + size - sum(len(each.bytes) for each in free))
+        made = self._made(size)
+        for each in free:
+            if self.buffer_bytes > most_bytes:
+                used.remove(each)
+                self._let_go(each)
+        return made.bytes[:num_bytes]
 
     def _made(self, size: int) -> Memory:
         descriptor = os.memfd_create("pipeline")
@@ -150,8 +134,9 @@ class Neighbour:
 
         The other process learns of it at the next `flush`, `send` or wait.
         """
-        self._unwritten += _RECORD.pack(_POSTED, channel, tag, self._mine[buffer.data_ptr()].number, 0)
-        return Arrival(self, (channel, tag))
+        memory = self._mine[buffer.data_ptr()]
+        self._unwritten += _RECORD.pack(_POSTED, channel, tag, memory.number, 0)
+        return Arrival(self, (channel, tag), memory)
 
     def flush(self) -> None:
         """Tells the other process what has been posted."""
@@ -279,10 +264,6 @@ class Neighbour:
             self._read()
 
 
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
 def _map(descriptor: int, size: int) -> Tensor:
     """The bytes of a file that processes share; unlike with `mmap`, no descriptor stays open."""
     storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", shared=True, nbytes=size)
@@ -295,6 +276,7 @@ class Arrival(NamedTuple):
 
     neighbour: Neighbour
     key: Key
+    memory: Memory
 
     def wait(self) -> None:
         """Waits until the message is in its buffer."""
@@ -302,6 +284,9 @@ class Arrival(NamedTuple):
         if not arrived.get(key):
             self.neighbour.wait_until(lambda: bool(arrived.get(key)))
         arrived[key] -= 1
+        if not self.memory.is_used:
+            self.memory.is_used = True
+            self.neighbour._used.append(self.memory)
 
 
 @dataclass(slots=True, eq=False)

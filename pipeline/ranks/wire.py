@@ -1,30 +1,29 @@
 """Messages from rank to rank: through shared memory to neighbours on this host, else through
 torch.distributed.
 
-The backends are torch.distributed's own, made directly on the process group's store. `dist.new_group` would
-do the same, but names a group by how many the process has seen already, so that ranks with different pasts
-wait for each other forever.
+Outside of steps all ranks of a group find out small things together, rarely (`ObjectCollectives`): whether
+all ranks build the same, what happened when, and sums of weights that ranks share. torch's collectives wait
+as long as the user's process group says, half an hour by default, and cannot say for whom. Here each rank
+waits for every other one by itself, so that an error names the one that is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from ..errors import PeerError
 from ..plan.schedule import Action
-from .shared_memory import Holders, Neighbour
-from .store import Store, bounded
+from .shared_memory import Neighbour
 
 # What NCCL can name (`getNcclDataType`); a tensor of another type travels as bytes.
 NCCL_TYPES = frozenset(
@@ -33,14 +32,6 @@ NCCL_TYPES = frozenset(
         *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     }
 )
-# Thread blocks of a kernel that sends or receives. Each spins on a multiprocessor until its message has gone,
-# and a rank may have one kernel in each direction to each neighbour at a time. Sums take what they like.
-_MOST_CTAS = 4
-# When torch's own watchdog gives up, it ends the process a minute later, without an exception; so it is not
-# to, and `DeviceWaits` does. It also ends it when NCCL has an error, unless this says 0 while a backend is
-# made.
-_NEVER = timedelta(days=1000)
-_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # That count between two looks: a process that somebody has stopped has not waited meanwhile.
 _MOST_BETWEEN_LOOKS_S = 1.0
 # No message has this tag, so a receive of it can only time out.
@@ -80,8 +71,7 @@ class Buffer(NamedTuple):
 
     tensor: Tensor
     flat: Tensor
-    shared: Tensor | None  # the bytes, where a neighbour writes them
-    holders: Holders  # of the memory: whether something made of an earlier message still lives in it
+    shared: Tensor | None = None  # the bytes, where a neighbour writes them
 
 
 class DeviceWaits:
@@ -176,22 +166,16 @@ class Connection:
     def buffer(self, tensor_spec: TensorSpec, source: int, device: torch.device) -> Buffer:
         """Where to receive a tensor from rank `source`."""
         neighbour = self._neighbours.get(source)
-        if neighbour is None or tensor_spec.num_bytes == 0:
+        num_bytes = math.prod(tensor_spec.shape) * tensor_spec.dtype.itemsize
+        if neighbour is None or num_bytes == 0:
             tensor = tensor_spec.empty(device)
-            elements = flat(tensor)
-            return Buffer(tensor, elements, None, Holders(tensor))
+            return Buffer(tensor, flat(tensor))
         try:
-            shared = neighbour.empty(tensor_spec.num_bytes)
+            shared = neighbour.empty(num_bytes)
         except RuntimeError as error:
             raise unreachable(None, source, error) from error
         memory = shared.view(tensor_spec.dtype)
-        tensor = memory.as_strided(tensor_spec.shape, tensor_spec.stride)
-        return Buffer(tensor, memory, shared, Holders(tensor))
-
-    def give_back(self, buffer: Buffer, source: int) -> None:
-        """Allows the memory of a buffer from `source` to be used for another, once nothing lives in it."""
-        if buffer.shared is not None:
-            self._neighbours[source].give_back(buffer.shared)
+        return Buffer(memory.as_strided(tensor_spec.shape, tensor_spec.stride), memory, shared)
 
     def receive(self, buffer: Buffer, source: int, tag: int, action: Action | None = None) -> Transit:
         """Posts a receive, to be followed by `flush`; `action` is what an error will name."""
@@ -272,61 +256,6 @@ class Connection:
             self._bare.backend = None
 
 
-def backend(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    name: str,
-    accelerated: bool,
-    timeout_s: float,
-    sums: bool = False,
-) -> Any:
-    """gloo, or NCCL where `accelerated`, between all ranks of the store; all must call. `sums`: it is for
-    collectives, not for messages. Waits in gloo end after the timeout, those of a device are `DeviceWaits`.
-
-    `PeerError`, which cannot say of whom, if they are not all there in time or one of them has failed.
-    """
-    keys = store.under(name)
-
-    def connect() -> Any:
-        if not accelerated:
-            return dist.ProcessGroupGloo(keys, rank, size, timedelta(seconds=timeout_s))
-        before = os.environ.get(_ENDS_PROCESSES)
-        os.environ[_ENDS_PROCESSES] = "0"
-        try:
-            return dist.ProcessGroupNCCL(keys, rank, size, nccl_options(dist.ProcessGroupNCCL, sums=sums))
-        finally:
-            del os.environ[_ENDS_PROCESSES]
-            if before is not None:
-                os.environ[_ENDS_PROCESSES] = before
-
-    try:
-        # Its own timeout does not cover a store that is silent.
-        return bounded(connect, timeout_s + 1, store.has_failed)
-    except (RuntimeError, TimeoutError) as error:
-        store.give_up()
-        cause = f"not all ranks connected within {timeout_s:g} s: {str(error).splitlines()[0]}"
-        raise PeerError(None, None, cause, timed_out=True) from error
-
-
-def nccl_options(nccl: Any, *, sums: bool) -> Any:
-    """Streams of high priority, and few thread blocks for messages, where this torch can say so."""
-    options = nccl.Options(is_high_priority_stream=True)
-    options._timeout = _NEVER
-    config: Any = getattr(options, "config", None)
-    if not sums and hasattr(config, "max_ctas"):
-        config.max_ctas = _MOST_CTAS
-    return options
-
-
-def bound_waits(group: Any, timeout_s: float) -> None:
-    """Sets the timeout of a process group that the pipeline did not make, if its host waits. With NCCL the
-    device waits, torch's watchdog would end the process, and `DeviceWaits` bounds the waits instead.
-    """
-    group.set_timeout(_NEVER if group.name() == "nccl" else timedelta(seconds=timeout_s))
-
-
 def flat(tensor: Tensor) -> Tensor:
     """Returns all elements of a dense tensor in memory order."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
@@ -348,3 +277,59 @@ def unreachable(action: Action | None, peer: int, error: RuntimeError) -> PeerEr
 def cleaned(line: str) -> str:
     """A line of gloo's without the place in its source, and without its advice."""
     return (line.partition("] ")[2] or line).partition(". This is typically")[0]
+
+
+_LENGTH_TAG, _DATA_TAG, _NUMBER_TAG, _TENSOR_TAG = range(2**27, 2**27 + 4)
+T = TypeVar("T")
+
+
+class ObjectCollectives:
+    """One rank's part in what `size` ranks do at the same time. Every method may raise `PeerError`."""
+
+    def __init__(self, connection: Connection, rank: int, size: int) -> None:
+        # Without the neighbours' shared memory, whose messages move only while their sender waits for one.
+        self._connection = connection.over_network()
+        self.rank, self.size = rank, size
+
+    def gather(self, mine: T) -> list[T]:
+        """Returns the `mine` of every rank, in rank order; every rank must call it."""
+        data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sent = [
+            (rank, self._connection.send(tensor, rank, tag))
+            for rank in others
+            for tensor, tag in ((length, _LENGTH_TAG), (data, _DATA_TAG))
+        ]
+        found = [mine] * self.size
+        for rank in others:
+            num_bytes = int(self._receive(TensorSpec((1,), (1,), torch.int64), rank, _LENGTH_TAG))
+            received = self._receive(TensorSpec((num_bytes,), (1,), torch.uint8), rank, _DATA_TAG)
+            found[rank] = pickle.loads(received.numpy().tobytes())
+        for rank, work in sent:
+            self._connection.wait(work, None, rank)
+        return found
+
+    def send_tensor(self, tensor: Tensor | None, target: int) -> None:
+        """Sends a tensor, or that there is none, to a rank that calls `receive_tensor`."""
+        self._send(torch.tensor([tensor is not None]), target, _NUMBER_TAG)
+        if tensor is not None and tensor.numel():
+            self._send(tensor.detach().cpu().contiguous(), target, _TENSOR_TAG)
+
+    def receive_tensor(self, like: Tensor, source: int) -> Tensor | None:
+        """A tensor of the shape and dtype of `like`, on its device."""
+        if not self._receive(TensorSpec((1,), (1,), torch.bool), source, _NUMBER_TAG):
+            return None
+        tensor_spec = TensorSpec.of(torch.empty(like.shape, dtype=like.dtype, device="meta"))
+        received = (
+            self._receive(tensor_spec, source, _TENSOR_TAG) if like.numel() else torch.empty(like.shape)
+        )
+        return received.to(like.device, like.dtype)
+
+    def _send(self, tensor: Tensor, target: int, tag: int) -> None:
+        self._connection.wait(self._connection.send(tensor, target, tag), None, target)
+
+    def _receive(self, tensor_spec: TensorSpec, source: int, tag: int) -> Tensor:
+        buffer = self._connection.buffer(tensor_spec, source, torch.device("cpu"))
+        self._connection.wait(self._connection.receive(buffer, source, tag), None, source)
+        return buffer.tensor

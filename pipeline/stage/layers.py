@@ -28,10 +28,9 @@ from torch.nn.modules import module as _hooks
 
 from .. import devices
 from ..devices import Mark, Transfers
-from .batchnorm import Statistics
+from .buffers import Statistics
 from .compiled import Compilation, compile_layers, without_graph
-from .portals import Carried
-from .trees import Structure, Tree, flatten, unflatten
+from .trees import Carried, Structure, Tree, flatten, unflatten
 
 Result = TypeVar("Result")
 Batch = TypeVar("Batch", bound=Tree | None)  # None: there is no target

@@ -3,8 +3,8 @@
 I passes through the graph once, and the graph is free afterwards. On the way it catches the gradients at the
 operations whose weights can wait (`KINDS`) and leaves these weights out; W does the same products that a
 whole backward would have done there, and gives them to the engine at the weights' edges. What is not known
-well enough is computed in I and added in W. So together they do a backward's work, and hand the engine the
-same numbers in the same order: the gradients are the same bits.
+well enough, or is a sum over several uses of a weight, is computed in I and added in W. So together they do a
+backward's work, and hand the engine the same numbers in the same order: the gradients are the same bits.
 
     x --linear--> a --norm--> b --linear--> y      I  gradients of b, a and x; those of y and a are caught for
           |            |           |                  W, those of the norm's weights come with a's
@@ -20,6 +20,7 @@ from the pass over the activations that the gradient of the input takes anyway.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,10 +40,6 @@ Formula = Callable[[Tensor], tuple[Tensor, ...]]  # gradient of the output -> of
 LEAF = "AccumulateGrad"
 _ORDER = attrgetter("order")
 
-# A weight that is used more often than this in a micro-batch, as in a recurrent network, would be held as
-# often: the engine adds up its gradients as it goes.
-_MOST_USES = 4
-
 # W lets the engine add gradients when it has this many: a pass costs 10 us, and memory is to be free again.
 MANY_BYTES = 1 << 20
 
@@ -61,20 +58,23 @@ class Split:
     runs an engine of its own.
     """
 
-    __slots__ = ("_entries", "_rest", "_shared", "_waiting", "whole")
+    __slots__ = ("_entries", "_rest", "_waiting", "whole")
 
     def __init__(self, edges: Iterable[GradientEdge], entry: type) -> None:
         self.whole = False
         self._entries: list[Any] = []  # where the stage's inputs enter the graph, nodes of type `entry`
         self._rest: dict[Any, None] = {}  # leaves whose gradients I computes
         self._waiting: list[tuple[Any, Waiting]] = []  # operations that wait, and what is known of each
-        self._shared: set[Any] = set()  # leaves that several of them lead to
         self._walk([edge.node for edge in edges], entry)
-        self._withdraw()
+        # An operation waits for its own weights alone: what several uses give is added up as the engine goes.
+        uses = Counter(leaf for _, waiting in self._waiting for leaf in waiting.leaves)
+        self._rest |= dict.fromkeys(leaf for leaf, number in uses.items() if number > 1)
+        while leaving := [w for _, w in self._waiting if not self._rest.keys().isdisjoint(w.leaves)]:
+            self._waiting = [(n, w) for n, w in self._waiting if w not in leaving]
+            self._rest |= dict.fromkeys(leaf for w in leaving for leaf in w.leaves)
 
     def _walk(self, todo: list[Any], entry: type) -> None:
         seen: set[Any] = set()  # holds the nodes, too: without a holder their Python halves come and go
-        leaves: set[Any] = set()
         while todo:
             node = todo.pop()
             while node is not None and node not in seen:
@@ -85,8 +85,6 @@ class Split:
                     waiting = _defer(node, kind, following)
                     if waiting is not None:
                         self._waiting.append((node, waiting))
-                        for leaf in waiting.leaves:
-                            (self._shared if leaf in leaves else leaves).add(leaf)
                         todo += waiting.inputs
                         break
                 elif name == LEAF:
@@ -101,25 +99,6 @@ class Split:
                     if node is not None:
                         todo.append(node)
                     node = each
-
-    def _withdraw(self) -> None:
-        """Leaves to I what cannot wait after all: weights that something else uses too, or with others.
-
-        A sum of more than two depends on the order of its parts, so all parts have to come the way they come
-        in a whole backward.
-        """
-        for leaf in self._shared:
-            uses = [
-                edge
-                for _, w in self._waiting
-                for edge, end in zip(w.edges, w.leaves, strict=True)
-                if end is leaf
-            ]
-            if len(uses) > _MOST_USES or (len(uses) > 2 and not _arrive_in_turn(uses)):
-                self._rest[leaf] = None
-        while leaving := [w for _, w in self._waiting if not self._rest.keys().isdisjoint(w.leaves)]:
-            self._waiting = [(n, w) for n, w in self._waiting if w not in leaving]
-            self._rest.update(dict.fromkeys(leaf for w in leaving for leaf in w.leaves))
 
     def inputs(
         self, edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...], exits: list[Tensor | None]
@@ -147,24 +126,19 @@ class Split:
             exits[node.position] = next(caught)
         at_rest = wanted[len(wanted) - len(self._rest) :]
         done = [(edge, g) for edge, g in zip(at_rest, caught, strict=True) if g is not None]
-        single: list[Waiting] = []
-        shared: list[Waiting] = []
-        for _, waiting in self._waiting:
-            if waiting.gradient is not None:
-                waiting.hold()
-                (single if self._shared.isdisjoint(waiting.leaves) else shared).append(waiting)
+        found = [waiting for _, waiting in self._waiting if waiting.gradient is not None]
+        for waiting in found:
+            waiting.hold()
         # W takes them from the end, so the latest operation is first here and what was caught last at hand.
-        single.sort(key=_ORDER, reverse=True)
-        shared.sort(key=_ORDER, reverse=True)
-        return Weights(single, shared, done)
+        found.sort(key=_ORDER, reverse=True)
+        return Weights(found, done)
 
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """Operations that I leaves to W for one micro-batch; W takes `single` from its end."""
+    """Operations that I leaves to W for one micro-batch; W takes them from the end."""
 
-    single: list[Waiting]
-    shared: list[Waiting]  # operations with parameters in common, in the order of a whole backward
+    waiting: list[Waiting]
     done: list[tuple[GradientEdge, Tensor]]  # gradients that I has computed
 
     @torch.no_grad()
@@ -173,8 +147,8 @@ class Weights:
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
         num_bytes = 0
-        while self.single:
-            waiting = self.single.pop()  # caught last, so most likely still in a cache
+        while self.waiting:
+            waiting = self.waiting.pop()  # caught last, so most likely still in a cache
             weight, *bias = waiting.edges
             edges += (_entrance(weight), *bias)
             gradients += waiting.gradients()
@@ -182,14 +156,10 @@ class Weights:
             if num_bytes > MANY_BYTES:
                 run_engine(tuple(edges), tuple(gradients))
                 edges, gradients, num_bytes = [], [], 0
-        # What is added up before it is added to a `.grad` has to be in one pass.
-        for waiting in self.shared:
-            edges += waiting.edges
-            gradients += waiting.gradients()
         for edge, gradient in self.done:
             edges.append(edge)
             gradients.append(gradient)
-        self.shared, self.done = [], []
+        self.done = []
         if edges:
             run_engine(tuple(edges), tuple(gradients))
 
@@ -287,21 +257,6 @@ def _leaf(node: Any) -> Any:
     while node is not None and (name := type(node).__name__) != LEAF:
         node = node.next_functions[0][0] if name in PASSAGES else None
     return node
-
-
-def _arrive_in_turn(edges: list[GradientEdge]) -> bool:
-    """Whether none of several gradients for one parameter comes in where another one passes by later.
-
-    A gradient that enters directly would be there first, whatever its turn in a whole backward.
-    """
-    entrances = {edge.node for edge in edges}
-    for entrance in entrances:
-        node: Any = entrance
-        while type(node).__name__ != LEAF:
-            node = node.next_functions[0][0]
-            if node in entrances:
-                return False
-    return True
 
 
 class Operation(NamedTuple):

@@ -28,15 +28,13 @@ from torch.autograd.graph import GradientEdge
 from .. import devices
 from ..devices import Transfers
 from ..plan.schedule import Kind, Schedule
-from .batchnorm import Gather, Statistics
-from .buffers import Buffers
+from .buffers import Buffers, Gather, Statistics
 from .compiled import Compilation
 from .first_step import FirstStep
 from .layers import Arriving, LayerRunner, LossFn, deliver
-from .portals import Carried
 from .split_backward import Split, Weights, run_engine
-from .tensors import ENTRY, MicrobatchState, is_divided, overlapping, separate, version
-from .trees import Message, Tree, flatten, unflatten
+from .tensors import ENTRY, MicrobatchState, is_divided, overlapping, separate
+from .trees import Carried, Message, Tree, flatten, unflatten, version
 
 Gradients = tuple[Tensor | None, ...]  # one per tensor of a message
 _AS_THEY_ARE = nullcontext()
@@ -78,7 +76,7 @@ class Stage:
     """Consecutive layers of the model on one device, and the actions of a schedule on them.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are. `gather` is passed to `batchnorm.Statistics`. `compilation` is
+    draws the same wherever the cuts are. `gather` is passed to `buffers.Statistics`. `compilation` is
     for layers that shall be compiled; `portals` are those of the layers, `tied` are
     weights that other stages use, too. `first_microbatch` is the number of micro-batch 0 among those of all
     replicas, which keys the random streams, too. `reduction` makes the `Reduction` of this stage. `elsewhere`

@@ -84,11 +84,6 @@ def separate(parameters: Iterable[nn.Parameter], others: Iterable[Tensor | None]
     return waiting
 
 
-def version(tensor: Tensor) -> int:
-    """Version of the tensor, which changes when the tensor is overwritten; inference tensors have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def overlapping(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Returns the positions of tensors whose memory lies in that of another one, or between its rows."""
     if len(tensors) < 2:

@@ -173,9 +173,9 @@ FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "ya
 
 # Pickles between processes of one run, which run the same code anyway: no file of theirs outlives it.
 BETWEEN_PROCESSES = {
-    "pipeline/ranks/control.py": "shapes of boundary tensors, and what ranks tell each other outside of "
-    "steps, over the run's own connections",
-    "pipeline/stage/trees.py": "how a message is built, within what control.py sends",
+    "pipeline/ranks/ends.py": "shapes of boundary tensors, over the run's own connections",
+    "pipeline/ranks/wire.py": "what ranks tell each other outside of steps, over the same",
+    "pipeline/stage/trees.py": "how a message is built, within what ends.py sends",
     "pipeline/ranks/launch.py": "results of the processes that it has started, over their own pipe",
     "experiments/engines/isolated.py": "what processes that it has started tell, in a folder of its own",
     "pipeline/checkpoint.py": "an unpickler that finds no code, in front of the one of torch",

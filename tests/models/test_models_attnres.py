@@ -12,7 +12,7 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.attnres import Mean
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.edges import edges_of
-from gpipe_bench.pipeline.stage.portals import declarations
+from gpipe_bench.pipeline.stage.trees import declarations
 
 SIZES = {
     "num_layers": 6, "layers_per_block": 2, "d_model": 8, "ffn_dim": 12, "num_heads": 2, "vocab_size": 11,

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import alias_cases
 import pytest
 import torch
 import torch.distributed.run
 from case_runner import Outcomes, assert_passed, named
+from odd_layers import WIDTH, WORDS, sgd, tied_model, train, words
 from ranks import (
     TIMEOUT_S,
     Ranks,
@@ -28,7 +28,6 @@ from ranks import (
     joint_step,
     raises,
 )
-from tied_cases import WIDTH, WORDS, sgd, tied_model, train, words
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -46,6 +45,7 @@ from gpipe_bench.pipeline import (
     validate,
 )
 from gpipe_bench.pipeline.plan.files import from_csv
+from gpipe_bench.pipeline.ranks import ends
 from gpipe_bench.pipeline.ranks.wire import Connection
 
 pytestmark = pytest.mark.processes  # four at a time
@@ -205,6 +205,72 @@ def no_message_of_a_host_takes_the_network() -> None:
         for _ in range(2):
             pipeline.step(*ranks.own(*everything_batch(8)), cross_entropy)
     assert elsewhere == []
+
+
+def over_both_transports() -> Iterator[Ranks]:
+    """Through memory and through the network, with as few buffers as messages that take memory have."""
+    with mock.patch.object(ends, "SMALL_BYTES", 0):
+        for share_memory in (True, False):
+            torch.manual_seed(0)  # of the models, on all ranks
+            yield Ranks(share_memory=share_memory)
+
+
+def what_a_user_keeps_of_messages() -> None:
+    """Inputs, gradients and outputs that were kept stay as they are while other mini-batches follow."""
+    for ranks in over_both_transports():
+        layers = [nn.Linear(6, 6).double(), nn.Identity(), nn.Identity(), nn.Flatten()]
+        pipeline = ranks.pipeline(layers, 4, schedule="1f1b")
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def keep(tensor: Tensor, kept: list[tuple[Tensor, Tensor]] = kept) -> None:
+            kept.append((tensor, tensor.clone()))
+
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], keep: Any = keep) -> None:
+            keep(inputs[0].detach())
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(keep)
+
+        layers[ranks.rank].register_forward_pre_hook(hook)
+        for step in range(2):
+            batch, target = mlp_batch(8, seed=step)
+            pipeline.step(*ranks.own(batch, target), mse_loss)
+            output = pipeline.eval()(batch if ranks.is_first else None)
+            pipeline.train()
+            if output is not None:
+                keep(output)
+        assert all(map(torch.equal, *zip(*kept, strict=True))), ranks.options
+
+
+class Position(nn.Module):
+    """Adds a parameter, seen through a view, so that its gradient may be taken for its `.grad` uncopied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.position[None]).view(1, 6)
+
+
+def a_parameter_keeps_the_gradient_that_arrives() -> None:
+    """To which the others are added; on its way to the stage before it must not become their sum. What is
+    right is summed outside of autograd, whose own sum goes wrong where two gradients share memory.
+    """
+    for ranks in over_both_transports():
+        for schedule in ("1f1b", "gpipe"):
+            layers: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), Position(), nn.Linear(6, 6)]
+            model, (batch, target) = nn.Sequential(*layers).double(), mlp_batch(4)
+            parameters = dict(model.named_parameters())
+            sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+            for x, y in zip(batch.split(1), target.split(1), strict=True):
+                found = torch.autograd.grad(mse_loss(model(x), y) / 4, [*parameters.values()])
+                for name, gradient in zip(sums, found, strict=True):
+                    sums[name] += 2 * gradient
+            pipeline = ranks.pipeline(model, 4, schedule=schedule, remat="never")
+            for _ in range(2):
+                pipeline.step(*ranks.own(batch, target), mse_loss)
+            for name, parameter in pipeline.named_parameters():
+                torch.testing.assert_close(parameter.grad, sums[name], rtol=1e-12, atol=1e-14)
 
 
 def the_loss_is_told_before_the_last_weights() -> None:
@@ -431,7 +497,8 @@ CASES = named(
     verify_names_what_a_cut_leaves_behind, what_is_closed_stays_closed, tied_weights_are_one_weight,
     a_frozen_tie_gets_no_gradient, a_tie_of_sparse_gradients_is_refused,
     a_tied_weight_that_was_replaced_is_refused,
-    a_weight_of_another_stage_that_is_not_registered_is_refused, *alias_cases.CASES,
+    a_weight_of_another_stage_that_is_not_registered_is_refused, what_a_user_keeps_of_messages,
+    a_parameter_keeps_the_gradient_that_arrives,
 )  # fmt: skip
 
 

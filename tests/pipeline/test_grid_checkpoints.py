@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from case_runner import Outcomes, assert_passed, named
+from odd_layers import sgd, tied_model, train
 from ranks import Ranks, grid, halves, on, on_first_rank, own_part, raises, shared_folder, transformer, words
-from tied_cases import sgd, tied_model, train
 from tiny_models import mlp_batch, seeded
 from torch import distributed as dist
 from torch import nn

@@ -26,7 +26,7 @@ from torch import distributed as dist
 from gpipe_bench.experiments.paper.consistency import training as consistency
 from gpipe_bench.experiments.paper.consistency.recipes import subject_of as consistency_subject
 from gpipe_bench.harness.experiment import RunOptions
-from gpipe_bench.pipeline.ranks import launch, wire
+from gpipe_bench.pipeline.ranks import failure, launch
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
 
@@ -220,7 +220,7 @@ def test_one_gpu_alone_takes_what_the_engine_asks_of_nccl() -> None:
     """
     device = torch.device("cuda")
     keys: Any = types.SimpleNamespace(under=lambda name: dist.HashStore())
-    alone = wire.backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0)
+    alone = failure.backend(keys, 0, 1, name="alone", accelerated=True, timeout_s=60.0)
     assert alone.name() == "nccl"  # by which the engine tells how to cut a connection
     for num_elements in (1, 1000, 2**20, 2**26):
         sent = torch.arange(num_elements, dtype=torch.float32, device=device)

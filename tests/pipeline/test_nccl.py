@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fakes.nccl import Deadlock, FakeNetwork, Killed, RuleBroken, run
+from fakes.nccl import FakeNetwork, Killed, run
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import (
@@ -28,12 +28,11 @@ from gpipe_bench.pipeline import (
     Stash,
     gpipe,
     named,
-    one_f_one_b,
 )
 from gpipe_bench.pipeline.errors import PeerError
-from gpipe_bench.pipeline.ranks import connect, ends
-from gpipe_bench.pipeline.ranks.connect import in_turn
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, nccl_options, unreachable
+from gpipe_bench.pipeline.ranks import ends
+from gpipe_bench.pipeline.ranks.failure import nccl_options
+from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, unreachable
 
 WIDTH = 3
 mse_loss = nn.functional.mse_loss
@@ -227,48 +226,10 @@ def test_a_wait_for_the_device_ends_at_every_action(schedule: Schedule, make: Ma
     assert all(torch.equal(loss, found[0][0]) for losses in found for loss in losses)
 
 
-# Planted mistakes, which only NCCL's rules punish: the fake keeps them
-
-
-def freed(send: Any) -> Any:
-    """Nobody keeps a message that is on its way."""
-
-    def sent(self: Any, *arguments: Any, **options: Any) -> None:
-        send(self, *arguments, **options)
-        self._queue.append(self._queue.pop()._replace(tensors=[]))
-
-    return sent
-
-
 def raise_any(found: Sequence[Any]) -> None:
     for each in found:
         if isinstance(each, BaseException):
             raise each
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "schedule", "signs"),
-    [
-        (connect, "connection_names", lambda s: {(False, True): "all", (True, False): "all"},
-         one_f_one_b(3, 5), (Deadlock, ActionError, AssertionError)),
-        (ends.Sender, "send", freed(ends.Sender.send), gpipe(3, 4), (RuleBroken,)),
-        (connect.Session, "synchronize", lambda self: None, gpipe(2, 4), (RuleBroken,)),
-    ],
-    ids=["one queue for both ways", "a message freed before it has left", "closed with messages on the way"],
-)  # fmt: skip
-def test_a_planted_mistake_is_found(
-    owner: Any, name: str, value: Any, schedule: Schedule, signs: tuple[type[BaseException], ...]
-) -> None:
-    def take(network: FakeNetwork) -> None:
-        pipeline = pipeline_on(network, schedule)
-        for _ in range(2):
-            take_step(pipeline, before("0B3", lambda: network.sleep(50.0)))
-        pipeline.close()
-
-    with tight():
-        assert run(schedule.num_workers, take) == [None] * schedule.num_workers
-        with mock.patch.object(owner, name, value), pytest.raises(signs):
-            raise_any(run(schedule.num_workers, take))
 
 
 # Ranks that do not come, or go
@@ -440,12 +401,6 @@ def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torc
         assert tensor.dtype == (torch.float32 if dtype == torch.float32 else torch.uint8)
         assert tensor.numel() * tensor.element_size() == dtype.itemsize
         assert tensor.data_ptr() == buffer.tensor.data_ptr()
-
-
-def test_neighbours_meet_first_and_the_even_pairs_before_the_odd_ones() -> None:
-    """Every rank takes its pairs in this order: nobody waits in a ring, and a chain takes two turns."""
-    assert in_turn({(0, 1), (1, 2), (2, 3), (3, 4)}) == [(0, 1), (2, 3), (1, 2), (3, 4)]
-    assert in_turn([(0, 3), (2, 3), (1, 2), (0, 1)]) == [(0, 1), (2, 3), (1, 2), (0, 3)]
 
 
 def test_a_device_that_stands_still_is_told_from_one_that_is_slow_or_did_not_run() -> None:

@@ -54,20 +54,24 @@ def test_both_write_more_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) 
 def test_shared_memory_is_given_out_again_when_nothing_lives_in_it(
     ends: tuple[Neighbour, Neighbour],
 ) -> None:
-    _, end = ends
-    memory = end.empty(64)
+    other, end = ends
+
+    def received() -> Tensor:
+        memory, _ = buffer_for(end, torch.zeros(16))
+        arrival = end.post(0, 0, memory)
+        end.flush()
+        other.send(0, 0, torch.ones(16))
+        arrival.wait()
+        return memory
+
+    memory = received()
     address, view = memory.data_ptr(), memory[8:16]
-    end.give_back(memory)
     del memory
-    other = end.empty(64)
-    its_address = other.data_ptr()
+    its_address = received().data_ptr()
     assert its_address != address
-    end.give_back(other)
-    del other
-    again = end.empty(64)
-    assert again.data_ptr() == its_address
+    assert received().data_ptr() == its_address
     del view
-    assert end.empty(64).data_ptr() == address
+    assert received().data_ptr() == address
 
 
 def test_the_end_of_a_neighbour_is_an_error_not_a_wait(ends: tuple[Neighbour, Neighbour]) -> None:

@@ -19,7 +19,8 @@ import own_graphs
 import pytest
 import torch
 from case_runner import Outcomes, assert_passed, outcomes_of
-from odd_layers import Add
+from odd_layers import Add, tied_model
+from odd_layers import words as few_words
 from own_models import FAMILIES
 from random_schedules import HELD_UP, LATE_WEIGHTS
 from ranks import (
@@ -37,8 +38,6 @@ from ranks import (
     whole,
     words,
 )
-from tied_cases import tied_model
-from tied_cases import words as few_words
 from tiny_models import AMOEBANET, everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves

@@ -1,5 +1,5 @@
 """Weights with several places in the model: the same to rounding for every number of stages, and one
-parameter to everybody outside of a step. Over processes see `tied_cases`.
+parameter to everybody outside of a step. Over processes see `test_distributed`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from covering import pairwise
-from odd_layers import Reentrant
-from tied_cases import WORDS, tied_model, train, words
+from odd_layers import WORDS, Reentrant, tied_model, train, words
 from tiny_models import seeded
 from torch import Tensor, nn
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpipe_bench.pipeline import Pipeline, launch
-from gpipe_bench.pipeline.ranks import control
+from gpipe_bench.pipeline.ranks import ends
 
 NUM_PROCESSES = 2
 WIDTH = 64
@@ -112,7 +112,7 @@ def growth(one: Callable[[int], None], number: int) -> list[str]:
 def run(num_cycles: int, num_steps: int) -> list[str]:
     """What has grown in this process, alone and as one of all."""
     found = []
-    with mock.patch.object(control, "MOST_AGREEMENTS", MOST_AGREEMENTS):
+    with mock.patch.object(ends, "MOST_AGREEMENTS", MOST_AGREEMENTS):
         mesh = init_device_mesh("cpu", (NUM_PROCESSES, 1), mesh_dim_names=("dp", "pp"))
         places: tuple[tuple[str, Where], ...]
         places = ("alone", None), ("of several", dist.group.WORLD), ("on a grid", mesh)

@@ -11,7 +11,7 @@ from gpipe_bench.pipeline.stage.trees import Tree
 
 
 def parts(value: Tree) -> tuple[Tensor, ...]:
-    if isinstance(value, dict):  # what `joined_models.Packed` makes
+    if isinstance(value, dict):  # what `joined_cases.Packed` makes
         return (value["x"] * value["scale"], *value["others"])
     return value if isinstance(value, tuple) else (value,)
 

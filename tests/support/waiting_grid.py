@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.pipeline import Kind, Schedule, Timeline, named, replay
-from gpipe_bench.pipeline.mesh.grid import Collectives
+from gpipe_bench.pipeline.mesh.grid import Replicas
 from gpipe_bench.pipeline.plan.links import Bucket
 from gpipe_bench.pipeline.ranks.wire import Transit
 
@@ -71,14 +71,14 @@ class _Late:
 def slow_sums(seconds: Callable[[int], float]) -> Iterator[None]:
     """Within it, a sum over replicas takes `seconds` of its bytes on a link that carries one at a time."""
     free_s = 0.0
-    at_once = Collectives.sum
+    at_once = Replicas.sum
 
-    def late(self: Collectives, numbers: Tensor) -> Transit:
+    def late(self: Replicas, numbers: Tensor) -> Transit:
         nonlocal free_s
         free_s = max(free_s, time.perf_counter()) + seconds(numbers.nbytes)
         return _Late(at_once(self, numbers), free_s)
 
-    with mock.patch.object(Collectives, "sum", late):
+    with mock.patch.object(Replicas, "sum", late):
         yield
 
 

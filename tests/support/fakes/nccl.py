@@ -422,14 +422,8 @@ class _Store:
         self._world.wait_until(self._rank, lambda: all(key in self._values for key in keys), what)
         return [self._values[key].decode() for key in keys]
 
-    def set(self, key: str, value: str, limit_s: float = 1.0) -> None:
-        self._values[key] = value.encode()
-
     def get(self, key: str, limit_s: float = 1.0) -> bytes | None:
         return self._values.get(key)
-
-    def append(self, key: str, value: str) -> None:
-        self._values[key] = self._values.get(key, b"") + value.encode()
 
     def set_first(self, key: str, value: str) -> bytes:
         return self._values.setdefault(key, value.encode())

@@ -8,10 +8,9 @@ import pytest
 from pandas import DataFrame
 from records import ran
 
-from gpipe_bench.experiments.beyond import published, schedules
-from gpipe_bench.experiments.beyond.plan import published_steps
-from gpipe_bench.experiments.beyond.plan.experiment import EXPERIMENT as PLAN
-from gpipe_bench.experiments.beyond.plan.experiment import figures, tables
+from gpipe_bench.experiments.beyond import published, published_steps, schedules
+from gpipe_bench.experiments.beyond.plan import EXPERIMENT as PLAN
+from gpipe_bench.experiments.beyond.plan import figures, tables
 from gpipe_bench.experiments.beyond.schedules import EXPERIMENT, frontier
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions

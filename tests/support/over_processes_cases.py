@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.beyond.plan.steps import (
+from gpipe_bench.experiments.beyond.plan import Planned
+from gpipe_bench.experiments.beyond.plan_steps import (
     NUM_WORKERS,
     REPLICATED,
     WAYS,
-    Planned,
     processes_of,
 )
 from gpipe_bench.pipeline.plan.links import FREE

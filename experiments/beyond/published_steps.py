@@ -167,19 +167,17 @@ def way_of(step: Step) -> str:
     return f"pp {step.pp} dp {step.dp * step.fsdp} tp {step.tp} M {step.num_microbatches} {step.device}"
 
 
-def run() -> Outcome:
-    """The case of all published steps."""
-    return _outcome([(step.name, step) for step in steps()])
-
-
-def run_sweeps() -> Outcome:
-    """The case of all sweeps."""
-    named = [
-        (f"{name}, {number}: {way_of(step)}", step)
-        for name, ways in sweeps().items()
-        for number, step in enumerate(ways, start=1)
-    ]
-    return _outcome(named)
+def run(part: str) -> Outcome:
+    """The case of all published steps, or of all sweeps."""
+    if part == PART:
+        return _outcome([(step.name, step) for step in steps()])
+    return _outcome(
+        [
+            (f"{name}, {number}: {way_of(step)}", step)
+            for name, ways in sweeps().items()
+            for number, step in enumerate(ways, start=1)
+        ]
+    )
 
 
 def _outcome(named: Sequence[tuple[str, Step]]) -> Outcome:

@@ -32,7 +32,7 @@ from gpipe_bench.experiments.beyond.engines import (
 from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
-from gpipe_bench.experiments.report.build import build
+from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record

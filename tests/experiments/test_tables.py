@@ -19,7 +19,7 @@ from gpipe_bench.experiments.paper.timed import steps as timed_steps
 from gpipe_bench.experiments.paper.timed.fitted import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.paper.timed.results import Steps, results
 from gpipe_bench.experiments.paper.timed.workloads import Configuration
-from gpipe_bench.experiments.report.figures import draw
+from gpipe_bench.experiments.report import draw
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpipe_bench.experiments.readings import shown_of
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report.readings import shown_of
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.store import Store

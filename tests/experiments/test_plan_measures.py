@@ -84,10 +84,10 @@ def test_the_best_five_run_and_five_others_down_to_the_last(total: int) -> None:
 
 def test_traffic_by_hand() -> None:
     """Four layers of equal cost: with K = 2 the cut is after the second, with K = 4 after each."""
-    four = grid.Shape((5, 5, 5, 5), (1, 1, 1, 997), (10, 20, 30, 40), (10, 16, 30, 40))
-    assert grid.pipeline_bytes(four, 2, four.flops) == 20
-    assert grid.pipeline_bytes(four, 2, four.parameters) == 30  # the cut is before the last
-    assert grid.pipeline_bytes(four, 4, four.flops) == 30 + 16  # the third: its output, and a gradient back
+    ahead, back, costs = (10, 20, 30, 40), (10, 16, 30, 40), (5, 5, 5, 5)
+    assert grid.pipeline_bytes(ahead, back, 2, costs) == 20
+    assert grid.pipeline_bytes(ahead, back, 2, (1, 1, 1, 997)) == 30  # the cut is before the last
+    assert grid.pipeline_bytes(ahead, back, 4, costs) == 30 + 16  # the third: its output, and a gradient back
     assert [grid.replica_bytes(4000, ranks) for ranks in (2, 4)] == [4000, 6000]
 
 

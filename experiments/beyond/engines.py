@@ -302,15 +302,12 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
     ]
     metrics += _against_layers(job, times)
     memory = "of what a step's operations make: activations, gradients, messages; counted, not timed"
-    metrics += [
-        Metric(
-            "peak memory", num_bytes, "bytes", "measured", key={"engine": name, "process": rank},
-            note=memory if num_bytes is not None else "its operations run in threads, which are hardly seen",
-        )
-        for rank, each in enumerate(found)
-        for name, seen in each.details["peak_bytes"].items()
-        for num_bytes in [None if name == "torchgpipe" else seen]
-    ]  # fmt: skip
+    threads = "its operations run in threads, which are hardly seen"
+    for rank, each in enumerate(found):
+        for name, seen in each.details["peak_bytes"].items():
+            peak, note = (None, threads) if seen is None or name == "torchgpipe" else (seen, memory)
+            key: dict[str, Scalar] = {"engine": name, "process": rank}
+            metrics.append(Metric("peak memory", peak, "bytes", "measured", key=key, note=note))
     note = "mean over the micro-batches of our latest step"
     metrics.append(
         Metric("shortest action", min(details["actions_ms"].values()), "ms", "measured", note=note)
@@ -361,11 +358,12 @@ def tables(records: Sequence[Record]) -> str:
     if not records:
         return "Engines side by side: nothing on record"
     heading = "Engines side by side, float32, one thread per process (measured)"
-    return "\n\n".join([heading, *(_block(record) for record in records), _notes(records)])
+    return "\n\n".join([heading, *map(_block, records), NOTES])
 
 
 def _block(record: Record) -> str:
-    case, faulty = record.case, record.details.get("faulty", {})
+    case, details = record.case, record.details
+    faulty, refused = details.get("faulty", {}), details.get("refused", {})
     remat = "not re-materialized" if case["remat"] == "never" else f"re-materialized ({case['remat']})"
     where = "one process per stage" if case["where"] == "processes" else "all stages in one process"
     gpus = ", GPUs" * ("device" in case)
@@ -375,47 +373,35 @@ def _block(record: Record) -> str:
     )
     if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
-    refused, first = record.details["refused"], next(iter(record.details["engines"]))
-    word, why = _state(record)
-    lines = [_line(record, name, first, word, faulty, refused) for name in record.details["engines"]]
+    first, (word, why) = next(iter(details["engines"])), _state(record)
+
+    def line(name: str) -> list[str]:
+        step = record.metric("step", engine=name)
+        if step is None:
+            state = "failed" if name in faulty else "skipped" if name in refused else "-"
+            return [name, state, *[""] * 5]
+        ratio = None if name == first else speed_of(record, first, name)
+        compared = ["", ""] if ratio is None else [measured(ratio), word or _compared(record, ratio)]
+        of_layers = record.metric(COST, engine=name), record.metric(SHARE, engine=name)
+        costs = ["" if each is None else measured(each) for each in of_layers]
+        return [name, measured(step), *compared, *costs, _peak(record, name)]
+
     columns = [
         "engine", "ms per step [95 %]", f"{first} / its speed", f"{first} is", "per action", "of ideal",
         "peak MiB",
     ]  # fmt: skip
-    shown = [0, 1, *(place for place in range(2, len(columns)) if any(line[place] for line in lines))]
+    lines = [line(name) for name in details["engines"]]
+    shown = [place for place in range(len(columns)) if place < 2 or any(line[place] for line in lines)]
+    notes = [f"{name} failed: {why}" for name, why in faulty.items()]
+    notes += [f"{name} skipped: {why}" for name, why in refused.items()]
     grid = Grid(
-        title=title, columns=[columns[place] for place in shown],
+        title=title,
+        columns=[columns[place] for place in shown],
         lines=[[line[place] for place in shown] for line in lines],
-        notes=[
-            *(f"{name} failed: {why}" for name, why in faulty.items()),
-            *(f"{name} skipped: {why}" for name, why in refused.items()),
-        ],
-    )  # fmt: skip
+        notes=notes,
+    )
     said = "\n".join([_trust(record), *([why] if why else [])])
     return "\n\n".join([grid.text(), *_pairs(record, word), said])
-
-
-def _line(
-    record: Record,
-    name: str,
-    first: str,
-    word: str,
-    faulty: Mapping[str, str],
-    refused: Mapping[str, str],
-) -> list[str]:
-    step = record.metric("step", engine=name)
-    if step is None:
-        state = "failed" if name in faulty else "skipped" if name in refused else "-"
-        return [name, state, *[""] * 5]
-    ratio = None if name == first else speed_of(record, first, name)
-    of_layers = record.metric(COST, engine=name), record.metric(SHARE, engine=name)
-    return [
-        name,
-        measured(step),
-        *(["", ""] if ratio is None else [measured(ratio), word or _compared(record, ratio)]),
-        *("" if each is None else measured(each) for each in of_layers),
-        _peak(record, name),
-    ]
 
 
 def _compared(record: Record, ratio: Metric) -> str:
@@ -477,23 +463,17 @@ def _trust(record: Record) -> str:
     return "; ".join([*parts, *trust_of(record)])
 
 
-def _notes(records: Sequence[Record]) -> str:
-    lines = [
-        "Every engine was checked before and after: M micro-batches ran forward and backward in each stage,",
-        "stages were recomputed as asked, gradients are the plain model's. Counts are in the records.",
-        "control: the first engine's first sample of a round over its second. Where its interval excludes 1,",
-        "the machine did not hold still, and nothing is judged (void; contaminated where so it was twice);",
-        "nothing is faster or slower that is no further from 1 than the control's interval.",
-        "per action: over the bare layers' own time. of ideal: of the step that the schedule would take with",
-        "the actions of the bare layers or of the sequential model. peak: bytes alive of what a step makes.",
-    ]
-    if any(record.case["remat"] == "except_last" for record in records):
-        lines += [
-            "except_last: ours and torchgpipe recompute M - 1 micro-batches; torch's stages are wrapped in",
-            "torch.utils.checkpoint and recompute all M, inside the backward. `ours, recomputing all` does",
-            "the same work as they.",
-        ]
-    return "\n".join(lines)
+NOTES = """\
+Every engine was checked before and after: M micro-batches ran forward and backward in each stage,
+stages were recomputed as asked, gradients are the plain model's. Counts are in the records.
+control: the first engine's first sample of a round over its second. Where its interval excludes 1,
+the machine did not hold still, and nothing is judged (void; contaminated where so it was twice);
+nothing is faster or slower that is no further from 1 than the control's interval.
+per action: over the bare layers' own time. of ideal: of the step that the schedule would take with
+the actions of the bare layers or of the sequential model. peak: bytes alive of what a step makes.
+except_last: ours and torchgpipe recompute M - 1 micro-batches; torch's stages are wrapped in
+torch.utils.checkpoint and recompute all M, inside the backward. `ours, recomputing all` does
+the same work as they."""
 
 
 EXPERIMENT = Experiment(

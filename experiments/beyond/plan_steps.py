@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.experiments.beyond.plan import BY_THE_CLOCK, PREDICTED, STEP, Planned
-from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of, void_of
+from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of
 from gpipe_bench.experiments.paper.timed.steps import run_processes
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric, Scalar, from_samples
@@ -261,8 +261,7 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
         "chosen": min(planned.chosen, len(steps)),
         "plan": {"ranking": rows, "places": first["places"]},
         "costs": of_costs | {name: first[name] for name in ("probes_s", "plan_s")},
-        **facts_of(found),
-        **void_of(metrics),
+        **facts_of(found, metrics),
     }
     off = [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]
     if off:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import json
 import re
 import subprocess
@@ -46,6 +48,8 @@ class Parsed(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.rows: set[str] = set()
+        self.row = ""
+        self.values: dict[str, float] = {}
         self.addresses: list[tuple[str, str]] = []
         self.ids: list[str] = []
         self.targets: list[str] = []
@@ -64,7 +68,10 @@ class Parsed(HTMLParser):
         if tag == "a" and found.get("href", "").startswith("#"):
             self.targets.append(found["href"][1:])
         if tag == "tr" and found.get("data-key"):
-            self.rows.add(found["data-key"])
+            self.row = found["data-key"]
+            self.rows.add(self.row)
+        if tag == "data":
+            self.values[self.row] = float(found["value"])
 
     def handle_data(self, data):
         self.text += data
@@ -90,6 +97,14 @@ def test_every_number_of_the_paper_that_counts_is_on_the_page_once(parsed):
     shown = Counter(map(place_of, parsed.rows))
     assert {(*cell.key, "paper") for cell in of_the_paper().values() if cell.counted} <= shown.keys()
     assert max(shown.values()) <= 2, "once for each question"
+
+
+def test_every_number_of_ours_stands_on_the_page_and_in_the_download_as_it_is(page, parsed):
+    ours = {"|".join(cell.key): cell.ours for cell in page.cells if cell.ours is not None}
+    assert parsed.values == ours
+    lines = csv.DictReader(io.StringIO(cells_csv(page.tables)))
+    assert sorted(float(line["ours"]) for line in lines if line["ours"]) == sorted(ours.values())
+    assert len(ours) > 100
 
 
 def test_a_computed_number_has_the_answer_of_the_declared_rule(page):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from pandas import DataFrame
 from records import ran
 
 from gpipe_bench.experiments.beyond import published, published_steps, schedules
 from gpipe_bench.experiments.beyond.plan import EXPERIMENT as PLAN
 from gpipe_bench.experiments.beyond.plan import figures, tables
-from gpipe_bench.experiments.beyond.schedules import EXPERIMENT, frontier
+from gpipe_bench.experiments.beyond.schedules import EXPERIMENT
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.paper import load_paper
@@ -66,12 +65,6 @@ def test_graphs_alive_are_counted_from_recomputation_to_the_weights() -> None:
     text = EXPERIMENT.tables([found])
     assert all(f"\n{name} " in text for name in schedules.NAMES)
     assert EXPERIMENT.tables([]) == ""
-
-
-def test_nothing_beats_a_schedule_on_the_frontier() -> None:
-    known = {"a": (1.0, 9.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (3.0, 5.0), "e": (3.5, 4.0)}
-    points = DataFrame([(name, *place) for name, place in known.items()], columns=["name", "time", "memory"])
-    assert [*frontier(points).name] == ["a", "c"]
 
 
 def test_every_published_step_says_what_it_was() -> None:

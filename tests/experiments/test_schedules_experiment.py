@@ -19,7 +19,7 @@ PRINTED = {cell.key: cell for cell in load_paper() if cell.source == "others"}
 RATES = [
     row
     for row in published.load_rows()
-    if row.table == "zero-bubble" and row.workers <= 16 and not row.row.endswith("ZB-2p")
+    if row.table == "zero-bubble" and row.num_workers <= 16 and not row.row.endswith("ZB-2p")
 ]
 
 

@@ -43,7 +43,6 @@ from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.beyond.engine_turns import Job
     from gpipe_bench.experiments.engines.isolated import Fault
 
 KNOWN = "all"  # the engines that are always there; others are added to them
@@ -223,29 +222,44 @@ def own_engines(extra: str | None) -> list[str]:
     return [] if extra in (None, KNOWN) else str(extra).split(",")
 
 
+class Job(NamedTuple):
+    """One case as its processes see it: the configuration, and each variant's engine and its `remat` by its
+    name; the first is one of ours.
+    """
+
+    chosen: Configuration
+    engines: dict[str, tuple[str, str]]
+    seed: int = 1811
+
+    @property
+    def work(self) -> Workload:
+        """The training."""
+        return WORKLOADS[self.chosen.workload]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The model's."""
+        each = {"small": 2 if self.chosen.in_process else 1, "waiting": 1}.get(self.chosen.workload)
+        layers = {"num_layers": each * self.chosen.num_stages} if each else {}
+        return {**self.work.options, **layers}
+
+    @property
+    def num_processes(self) -> int:
+        """One per stage, or one for all."""
+        return 1 if self.chosen.in_process else self.chosen.num_stages
+
+
 def job_of(chosen: Configuration, extra: str | None) -> Job:
     """Settings of a case's processes. The user's engines are named without the digests of their files, and
     take turns where models are real.
     """
-    from gpipe_bench.experiments.beyond.engine_turns import Job
-
-    work = WORKLOADS[chosen.workload]
     engines = {}
     for name in chosen.engines:
         plain = name in (ALONE, ALL_CORES) or (name == BARE and not chosen.in_process)
-        engines[name] = (
-            FACTORIES.get(name, name),
-            "never" if plain else "always" if name == ALWAYS else chosen.remat,
-        )
-    if work.real:
-        engines |= {name.partition("@")[0]: (name, chosen.remat) for name in own_engines(extra)}
-    each = {"small": 2 if chosen.in_process else 1, "waiting": 1}.get(chosen.workload)
-    options = dict(work.options) | ({"num_layers": each * chosen.num_stages} if each else {})
-    return Job(
-        work.model, options, work.microbatch_size, chosen.num_stages, chosen.num_microbatches, engines,
-        chosen.in_process, cut_by_time=work.real and chosen.device == "cpu", with_peaks=work.real,
-        device=chosen.device,
-    )  # fmt: skip
+        remat = "never" if plain else "always" if name == ALWAYS else chosen.remat
+        engines[name] = (FACTORIES.get(name, name), remat)
+    own = own_engines(extra) if WORKLOADS[chosen.workload].real else []
+    return Job(chosen, engines | {name.partition("@")[0]: (name, chosen.remat) for name in own})
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
@@ -256,7 +270,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     assert chosen is not None, "cases are made of configurations"
     job = job_of(chosen, options.engine)
     missing = why_no_torchgpipe() if "torchgpipe" in chosen.engines else ""
-    if reason := missing or lacks_gpus(job.device, job.num_processes):
+    if reason := missing or lacks_gpus(chosen.device, job.num_processes):
         return Outcome(status="skipped", reason=reason)
     rounds = chosen.rounds[PROFILES.index(options.profile)]
     own = [name for name in job.engines if name not in chosen.engines]
@@ -313,7 +327,7 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
         Metric("shortest action", min(details["actions_ms"].values()), "ms", "measured", note=note)
     )
     reasons = {name: fault.reason for name, fault in faulty.items()}
-    details |= {"faulty": reasons, "microbatch_size": job.microbatch_size, "precision": "float32"}
+    details |= {"faulty": reasons, "microbatch_size": job.work.microbatch_size, "precision": "float32"}
     if not faulty:
         return Outcome(tuple(metrics), details)
     details["traceback"] = "\n".join(fault.traceback for fault in faulty.values())
@@ -329,11 +343,13 @@ def _against_layers(job: Job, times: Times) -> list[Metric]:
     from gpipe_bench.pipeline.plan.schedule import Kind
     from gpipe_bench.pipeline.plan.simulate import replay
 
-    schedule = gpipe(job.num_stages, job.num_microbatches, next(iter(job.engines.values()))[1])
-    own = [action for action in schedule if job.in_process or action.stage == 0]
-    ideal = {BARE: 2 * job.num_microbatches, ALONE: 2 * job.num_microbatches * job.num_stages}
+    chosen = job.chosen
+    num_stages, count = chosen.num_stages, chosen.num_microbatches
+    schedule = gpipe(num_stages, count, next(iter(job.engines.values()))[1])
+    own = [action for action in schedule if chosen.in_process or action.stage == 0]
+    ideal = {BARE: 2 * count, ALONE: 2 * count * num_stages}
     slots = replay(schedule, dict.fromkeys((Kind.F, Kind.R, Kind.B), 1)).makespan_s
-    base = BARE if job.model == "waiting" else ALONE
+    base = BARE if chosen.workload == "waiting" else ALONE
     found = []
     for name in (name for name in times if name not in ideal and name != ALL_CORES):
         if BARE in times and base not in times:

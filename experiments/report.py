@@ -460,7 +460,7 @@ def pictures_of(experiment: Experiment, source: Source, *, only: str = "") -> li
         return [
             _picture(by_name[plot.name], plot, source.machine)
             for plot in plots_of(experiment, source.records)
-            if plot.name in by_name and plot.on_page and only in ("", plot.name)
+            if plot.name in by_name and only in ("", plot.name)
         ]
 
 

@@ -177,12 +177,11 @@ class ExperimentView(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """All of the report. `errata` are (table, cells, erratum), `figure` the picture of the first screen."""
+    """All of the report; `figure` is the picture of the first screen."""
 
     tables: tuple[TableView, ...]
     first: FirstScreen
     summaries: Grid
-    errata: tuple[tuple[str, str, str], ...]
     figure: Any = None
     experiments: tuple[ExperimentView, ...] = ()
     machines: tuple[Machine, ...] = ()
@@ -203,7 +202,6 @@ class Page:
 SUMMARY = ("computed at the paper's size", "agree", "differ", "no test", "median off", "rank", "directions")
 """The columns of what sums up a table: how many cells agree, differ and are no test, the median of
 |ours / paper - 1|, the rank correlation, and how many neighbours over K and M move as the paper's do."""
-_MOST_CELLS = 3  # that an erratum names
 
 
 def page_of(
@@ -215,7 +213,7 @@ def page_of(
     summaries: Sequence[tuple[str, ...]] = (),
 ) -> Page:
     """The page of our answers: every table with a number of the paper or one of ours, in the order of
-    `infos`, then of the paper's file, and the errata of the paper, each once.
+    `infos`, then of the paper's file.
 
     The first screen is of `headline`, by default of all answers, and of `facts`; `summaries` are of the
     tables that were computed at the paper's size.
@@ -232,18 +230,10 @@ def page_of(
     ]
     tables = tuple(view for view in views if view.rows)
     not_run = [row for table in tables for row in table.rows if row.verdict == "not run"]
-    errata: dict[tuple[str, str], list[str]] = {}
-    for cell in paper:
-        if cell.erratum and cell.kind != "external":
-            errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
     return Page(
         tables=tables,
         first=first_screen([*(answers if headline is None else headline), *not_run], facts),
         summaries=Grid(columns=SUMMARY, lines=summaries, right=frozenset(range(1, len(SUMMARY)))),
-        errata=tuple(
-            (table, "; ".join(at) if len(at) <= _MOST_CELLS else f"{at[0]} and {len(at) - 1} more", text)
-            for (table, text), at in errata.items()
-        ),
     )
 
 
@@ -331,7 +321,7 @@ def html(page: Page) -> str:
     style, bibtex = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "cite.bib"))
     packed = gzip.compress(cells_csv(page.tables).encode(), mtime=0)  # without a time of day
     text = environment.get_template("report.html.j2").render(
-        page=page, names={each.name: each.info.short for each in page.tables}, answers=ANSWERS,
+        page=page, answers=ANSWERS,
         marks=MARKS, meanings=MEANINGS, asked=words.ASKED, style=style, bibtex=bibtex,
         cells_url=data_url(packed, "application/gzip"),
     )  # fmt: skip

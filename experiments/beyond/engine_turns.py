@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.beyond.engines import Job
 from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
+from gpipe_bench.experiments.beyond.trainings import Job
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
 from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.engines.known import Ours

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
@@ -36,6 +36,20 @@ from gpipe_bench.experiments.beyond.side_by_side import (
     state_of,
     trust_of,
 )
+from gpipe_bench.experiments.beyond.trainings import (
+    ALL_CORES,
+    ALONE,
+    BARE,
+    CONFIGURATIONS,
+    KNOWN,
+    ON_GPUS,
+    WORKLOADS,
+    Job,
+    configuration_of,
+    job_of,
+    own_engines,
+)
+from gpipe_bench.experiments.registry import PROFILES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
 from gpipe_bench.harness.report.grid import Grid
@@ -45,158 +59,8 @@ from gpipe_bench.harness.units import convert, show
 if TYPE_CHECKING:
     from gpipe_bench.experiments.engines.isolated import Fault
 
-KNOWN = "all"  # the engines that are always there; others are added to them
-ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
-GLOO, BARE = "ours over gloo", "bare layers"
-ALONE, ALL_CORES = "sequential", "sequential on every core"
-_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.beyond.engine_turns"
-FACTORIES = {
-    ALWAYS: "ours", GLOO: f"{_KNOWN}:OverNetwork", BARE: f"{_TURNS}:Bare", ALONE: f"{_TURNS}:PlainAlone",
-    ALL_CORES: f"{_TURNS}:Plain", "zb-h1": f"{_KNOWN}:OursZBH1",
-    "interleaved": f"{_KNOWN}:OursInterleaved", "zb-v": f"{_KNOWN}:OursZBV",
-    "torch-interleaved": f"{_KNOWN}:TorchInterleaved", "torch-zb-v": f"{_KNOWN}:TorchZBV",
-}  # fmt: skip
-"""Engines by what results call them; all others have the names of the command line."""
-
-
 SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
-
-
-class Workload(NamedTuple):
-    """A training for engines: a model with its options, examples of a micro-batch, and a description.
-
-    `real`: layers are cut by measured seconds and memory is counted; the others compute next to nothing.
-    """
-
-    model: str
-    options: Mapping[str, Any]
-    microbatch_size: int
-    words: str
-    real: bool = True
-
-
-def _transformer(num_layers: int, width: int, heads: int, vocab_size: int = 64, seq_len: int = 64) -> Any:
-    return {
-        "num_layers": num_layers, "vocab_size": vocab_size, "d_model": width, "ffn_dim": 4 * width,
-        "num_heads": heads, "seq_len": seq_len,
-    }  # fmt: skip
-
-
-WAIT_S = 0.02  # of a waiting stage, per action
-WORKLOADS = {
-    "amoebanet": Workload(
-        "amoebanet-d",
-        {
-            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
-            "aux_head": False,
-        },
-        4, "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
-    ),
-    "transformer": Workload(
-        "transformer-lm", _transformer(6, 256, 4), 2,
-        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8": Workload(
-        "transformer-lm", _transformer(8, 256, 4), 2,
-        "Transformer-8, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, wide": Workload(
-        "transformer-lm", _transformer(8, 384, 6), 2,
-        "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, large": Workload(
-        "transformer-lm", _transformer(8, 2048, 32, 32_000, 512), 2,
-        "Transformer-8, width 2048, 2 sequences of 512 tokens each micro-batch",
-    ),
-    "waiting": Workload("waiting", {"wait_s": WAIT_S}, 1, "stages that wait 20 ms an action", real=False),
-    "small": Workload("linear", {}, 1, "layers of 8 x 8 numbers, an example per micro-batch", real=False),
-}  # fmt: skip
-
-
 SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One case: who takes turns on what, the first one the control; rounds by profile, 0 for no such case."""
-
-    workload: str
-    num_stages: int
-    num_microbatches: int
-    remat: str
-    engines: tuple[str, ...]
-    rounds: tuple[int, int, int]
-    round_s: float
-    in_process: bool = False
-    device: str = "cpu"
-
-    @property
-    def key(self) -> dict[str, Scalar]:
-        key: dict[str, Scalar] = {
-            "workload": self.workload, "where": "one process" if self.in_process else "processes",
-            "num_stages": self.num_stages, "num_microbatches": self.num_microbatches, "remat": self.remat,
-        }  # fmt: skip
-        return (
-            key
-            | ({"over": "gloo"} if GLOO in self.engines else {})
-            | ({"device": self.device} if self.device != "cpu" else {})
-        )
-
-
-def _on_cpus() -> list[Configuration]:
-    of_torch, torchgpipe = ("ours", "torch-gpipe", "torch-1f1b"), ("ours", "torchgpipe")
-    of_schedules = (
-        "ours-1f1b", "torch-1f1b", "zb-h1", "interleaved", "torch-interleaved", "zb-v", "torch-zb-v",
-    )  # fmt: skip
-    found, make = [], Configuration
-    for name, smoke in (("amoebanet", (2, 0, 0)), ("transformer", (0, 2, 2))):
-        found += [
-            make(name, 2, 8, "never", (*of_torch, "ours-1f1b"), (smoke[0], 12, 40), 2.3),
-            make(name, 2, 4, "except_last", (*of_torch, ALWAYS), (smoke[1], 12, 40), 1.3),
-            make(name, 2, 16, "except_last", (*of_torch, ALWAYS), (0, 5, 25), 4.3),
-            make(name, 2, 4, "never", torchgpipe, (smoke[2], 8, 30), 0.7, in_process=True),
-            make(name, 2, 4, "except_last", torchgpipe, (0, 8, 30), 0.7, in_process=True),
-        ]
-    wait = ("ours", BARE)
-    found += [
-        make("waiting", 8, 32, "never", wait, (0, 4, 10), 6.0),
-        make("waiting", 4, 8, "never", wait, (1, 4, 10), 1.8),
-        make("waiting", 4, 8, "except_last", wait, (0, 4, 10), 1.8),
-        make("transformer-8", 2, 16, "never", ("ours", "torch-gpipe", ALONE, ALL_CORES), (0, 8, 40), 8.0),
-        make("small", 2, 64, "never", (GLOO, "torch-gpipe", BARE), (2, 16, 60), 0.5),
-        make("small", 2, 64, "never", ("ours", "torch-gpipe", BARE), (0, 16, 60), 0.5),
-    ]
-    small = ("ours", BARE, "torchgpipe")
-    found += [
-        make("small", 4, 8, "never", small, (2, 16, 60), 0.6, in_process=True),
-        make("small", 4, 8, "except_last", small, (0, 16, 60), 0.6, in_process=True),
-    ]
-    return found + [
-        make("transformer-8, wide", 2, number, "never", of_schedules, rounds, 2.0 + number)
-        for number, rounds in ((2, (1, 10, 40)), (4, (0, 6, 30)), (8, (0, 5, 20)))
-    ]
-
-
-def _on_gpus() -> list[Configuration]:
-    """Configurations for GPUs, without layers that wait instead of computing: the host runs those anyway."""
-    large, rounds = "transformer-8, large", (1, 8, 40)
-    pair = ("ours", "torch-gpipe")
-    return [
-        *(Configuration("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2, 16, 60), 0.4, in_process=True,
-               device="cuda") for remat in ("never", "except_last")),
-        *(Configuration(large, 2, m, "always", pair, rounds, 0.5, device="cuda") for m in (1, 4, 16)),
-        Configuration(large, 2, 16, "never", (*pair, ALONE, ALL_CORES), rounds, 0.5, device="cuda"),
-        Configuration("small", 2, 64, "never", (*pair, BARE), (2, 16, 60), 0.5, device="cuda"),
-    ]  # fmt: skip
-
-
-CONFIGURATIONS, ON_GPUS = _on_cpus(), _on_gpus()
-PROFILES = ("smoke", "short", "full")
-
-
-def configuration_of(key: Mapping[str, Any]) -> Configuration | None:
-    return next((each for each in (*CONFIGURATIONS, *ON_GPUS) if each.key == dict(key)), None)
-
 
 # Cases and what they find
 
@@ -215,51 +79,6 @@ def cases(options: RunOptions) -> list[Case]:
             more = 1 + len(own_engines(options.engine)) / len(chosen.engines)
             found.append(Case(chosen.key, START_S + rounds * chosen.round_s * more))
     return found
-
-
-def own_engines(extra: str | None) -> list[str]:
-    """The user's engines as named by `--engine`."""
-    return [] if extra in (None, KNOWN) else str(extra).split(",")
-
-
-class Job(NamedTuple):
-    """One case as its processes see it: the configuration, and each variant's engine and its `remat` by its
-    name; the first is one of ours.
-    """
-
-    chosen: Configuration
-    engines: dict[str, tuple[str, str]]
-    seed: int = 1811
-
-    @property
-    def work(self) -> Workload:
-        """The training."""
-        return WORKLOADS[self.chosen.workload]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The model's."""
-        each = {"small": 2 if self.chosen.in_process else 1, "waiting": 1}.get(self.chosen.workload)
-        layers = {"num_layers": each * self.chosen.num_stages} if each else {}
-        return {**self.work.options, **layers}
-
-    @property
-    def num_processes(self) -> int:
-        """One per stage, or one for all."""
-        return 1 if self.chosen.in_process else self.chosen.num_stages
-
-
-def job_of(chosen: Configuration, extra: str | None) -> Job:
-    """Settings of a case's processes. The user's engines are named without the digests of their files, and
-    take turns where models are real.
-    """
-    engines = {}
-    for name in chosen.engines:
-        plain = name in (ALONE, ALL_CORES) or (name == BARE and not chosen.in_process)
-        remat = "never" if plain else "always" if name == ALWAYS else chosen.remat
-        engines[name] = (FACTORIES.get(name, name), remat)
-    own = own_engines(extra) if WORKLOADS[chosen.workload].real else []
-    return Job(chosen, engines | {name.partition("@")[0]: (name, chosen.remat) for name in own})
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

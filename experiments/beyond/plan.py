@@ -13,12 +13,12 @@ accelerators are predicted on paper (`published_steps.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.beyond import published_steps
 from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
+from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
 from gpipe_bench.experiments.drawing import COLORS, picture
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
@@ -28,89 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-    from gpipe_bench.planner.model import Subject
 
-PART, STEP, BY_THE_CLOCK, PREDICTED = "steps", "step", "step by the clock", "predicted step"
 SECONDS = {"smoke": 16.0, "short": 200.0, "full": 560.0}
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A model at one size.
-
-    Args:
-        title, scale: for tables
-        model: of the zoo, or `module:function`
-        options: of the zoo's model
-        optimizer: as `Request` has it
-        batch_size: N
-        numbers: M that the plan may choose, divisors of N
-        rounds: of the probes
-        turns: rounds in which the candidates are run
-        chosen, others: how many are run: the best of the plan, and more from the rest of it
-    """
-
-    title: str
-    model: str
-    options: dict[str, Any]
-    scale: str
-    optimizer: str = "sgd"
-    batch_size: int = 16
-    numbers: tuple[int, ...] = (2, 4, 8)
-    rounds: int = 12
-    turns: int = 8
-    chosen: int = 5
-    others: int = 5
-
-    @property
-    def subject(self) -> Subject:
-        """The model that the case's processes build."""
-        from gpipe_bench.planner.model import Subject
-
-        return Subject(self.model, None if ":" in self.model else self.options)
-
-
-_OWN = "gpipe_bench.experiments.beyond.plan_steps"
-_SHORT = {
-    "transformer": Planned(
-        "Transformer", "transformer-lm",
-        {"num_layers": 8, "vocab_size": 64, "d_model": 192, "ffn_dim": 768, "num_heads": 3, "seq_len": 32},
-        "8 layers, width 192, 32 tokens",
-    ),
-    "gpt2": Planned(
-        "GPT-2", "gpt2",
-        {"num_layers": 6, "d_model": 192, "num_heads": 3, "vocab_size": 1000, "seq_len": 32, "tied": False},
-        "6 blocks, width 192, 32 tokens",
-    ),
-    "amoebanet": Planned(
-        "AmoebaNet-D", "amoebanet-d",
-        {"num_layers": 6, "num_filters": 16, "image_size": 48, "num_classes": 10, "aux_head": False},
-        "6 cells, 16 filters, 48 x 48 pixels",
-    ),
-    "own": Planned(
-        "one's own", f"{_OWN}:mixer", {}, "a convolution, 10 mixing blocks of different widths, a head"
-    ),
-    # Chosen before anything of them was timed: nothing is tuned to them. With Adam, as most train.
-    "llama": Planned(
-        "Llama", "llama",
-        {
-            "num_layers": 6, "d_model": 192, "ffn_dim": 512, "num_heads": 6, "num_kv_heads": 2,
-            "vocab_size": 1000, "seq_len": 32,
-        },
-        "6 blocks, width 192, 32 tokens, Adam", "adam",
-    ),
-    "attending": Planned(
-        "torch's attention", f"{_OWN}:attending", {}, "9 blocks, width 192, 32 tokens, Adam", "adam"
-    ),
-}  # fmt: skip
-_SMOKE = Planned(
-    "Transformer", "transformer-lm",
-    {"num_layers": 3, "vocab_size": 32, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 16},
-    "3 layers, width 32, 16 tokens",
-    batch_size=4, numbers=(2, 4), rounds=2, turns=1, chosen=2, others=1,
-)  # fmt: skip
-_FULL = {name: replace(each, rounds=2 * each.rounds, turns=3 * each.turns) for name, each in _SHORT.items()}
-MODELS = {"smoke": {"transformer": _SMOKE}, "short": _SHORT, "full": _FULL}
 
 
 def cases(options: RunOptions) -> list[Case]:

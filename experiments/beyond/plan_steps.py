@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.experiments.beyond.plan import BY_THE_CLOCK, PREDICTED, STEP, Planned
 from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of
+from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
 from gpipe_bench.experiments.paper.timed.steps import run_processes
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric, Scalar, from_samples

@@ -10,10 +10,10 @@ from records import metric, ran, record
 from waiting_grid import Waits
 
 from gpipe_bench.experiments.beyond import grid, plan, published, published_steps, schedules
-from gpipe_bench.experiments.beyond.plan import BY_THE_CLOCK, PREDICTED, STEP
 from gpipe_bench.experiments.beyond.plan import EXPERIMENT as PLAN
 from gpipe_bench.experiments.beyond.plan_steps import to_run
 from gpipe_bench.experiments.beyond.schedules import EXPERIMENT
+from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, PREDICTED, STEP
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import RunOptions
 from gpipe_bench.harness.paper import load_paper

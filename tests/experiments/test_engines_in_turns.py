@@ -13,23 +13,18 @@ from command_line import call, lines
 from records import record
 from torch import nn
 
-from gpipe_bench.experiments.beyond.engines import (
+from gpipe_bench.experiments.beyond.engines import COST, EXPERIMENT, SHARE, SPEED, numbers, tables
+from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
+from gpipe_bench.experiments.beyond.trainings import (
     ALL_CORES,
     ALWAYS,
     BARE,
-    COST,
-    EXPERIMENT,
     FACTORIES,
     GLOO,
-    SHARE,
-    SPEED,
     configuration_of,
     job_of,
-    numbers,
     own_engines,
-    tables,
 )
-from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
 from gpipe_bench.experiments.report import build

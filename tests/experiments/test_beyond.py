@@ -114,17 +114,9 @@ def test_a_sweep_is_judged_by_its_order(monkeypatch: pytest.MonkeyPatch) -> None
     """Of the third way there is twice the mini-batch, so that it is the fastest that was measured; the second
     one is predicted to be.
     """
-    step = published_steps.steps()[0]
+    step = replace(published_steps.steps()[0], name="a sweep", speed=0.0, memory_gib=0.0)
     ways = tuple(
-        replace(
-            step,
-            name="a sweep",
-            num_microbatches=number,
-            batch_size=size,
-            step_s=measured_s,
-            speed=0.0,
-            memory_gib=0.0,
-        )
+        replace(step, num_microbatches=number, batch_size=size, step_s=measured_s)
         for number, size, measured_s in ((1, 8, 4.0), (2, 8, 3.0), (4, 16, 5.0))
     )
     monkeypatch.setattr(published_steps, "sweeps", lambda: {"a sweep": ways})

@@ -122,21 +122,16 @@ def test_running_out_of_memory_is_a_result(store, error, reason):
     assert go(store, raising(error), options=RunOptions(device="cpu", only={"step": ("1",)}))[0].reused == 1
 
 
-CASES = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M": None, "K": 2})]
-
-
-@pytest.mark.parametrize(
-    ("only", "chosen"),
-    [
+def test_only_selects():
+    cases = [Case({"K": 2, "remat": True}), Case({"K": 4, "remat": False}), Case({"M": None, "K": 2})]
+    for only, chosen in (
         ({}, [0, 1, 2]),
         ({"K": ("2",)}, [0, 2]),
         ({"K": ("2", "4")}, [0, 1, 2]),
         ({"K": ("2",), "remat": ("true",)}, [0]),
         ({"M": ("none",)}, [2]),
-    ],
-)
-def test_only_selects(only, chosen):
-    assert experiments.select(CASES, only) == [CASES[place] for place in chosen]
+    ):
+        assert experiments.select(cases, only) == [cases[place] for place in chosen]
 
 
 UNTIMED = dataclasses.replace(fake_experiment.EXPERIMENT, untimed=True)
@@ -153,17 +148,11 @@ def gate(tmp_path):
     gate.close()
 
 
-def beside(store, jobs, experiment=UNTIMED, **arguments):
-    reporter = Reporter(io.StringIO())
-    options = RunOptions(device="cpu")
-    return run_experiment(experiment, options, store, reporter=reporter, jobs=jobs, **arguments)
-
-
 def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatch):
     """Steps 1 and 2 wait for each other; one after the other they would wait for ever."""
     os.mkfifo(tmp_path / "meeting")
     monkeypatch.setenv("FAKE_MEETING", str(tmp_path / "meeting"))
-    result = beside(store, 2)
+    result, _ = go(store, UNTIMED, jobs=2)
     assert sorted(steps(log)) == [1, 2, 3, 4, 5]
     assert [record.case["step"] for record in result.records] == [1, 2, 3, 4, 5]
     assert {record.status for record in result.records} == {"done"}
@@ -173,14 +162,14 @@ def test_two_cases_are_at_work_at_the_same_time(store, log, tmp_path, monkeypatc
 def test_a_process_that_is_killed_costs_its_case_alone(store, log, monkeypatch):
     monkeypatch.setenv("FAKE_STEP_2", "killed")
     monkeypatch.setenv("FAKE_STEP_4", "crash")
-    result = beside(store, 2)
+    result, _ = go(store, UNTIMED, jobs=2)
     assert [record.status for record in result.records] == ["done", "failed", "done", "failed", "done"]
     reasons = {record.case["step"]: record.reason for record in result.failed}
     assert "the process that ran it was ended; if memory was short, use --jobs 1" in reasons[2]
     assert reasons[4] == "RuntimeError: the wheel came off"
     monkeypatch.delenv("FAKE_STEP_2")
     monkeypatch.delenv("FAKE_STEP_4")
-    assert {record.status for record in beside(store, 2).records} == {"done"}
+    assert {record.status for record in go(store, UNTIMED, jobs=2)[0].records} == {"done"}
 
 
 def test_the_processes_end_with_a_killed_run(tmp_path, gate):

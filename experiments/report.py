@@ -142,10 +142,7 @@ def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence
         engines = [each.source.records[-1].options.get("engine") for each in beside]
         texts = [f"--engine {engine}\n\n{text}" for engine, text in zip(engines, texts, strict=True)]
     return ExperimentView(
-        name=experiment.name,
-        title=experiment.title,
-        source=experiment.source,
-        describe=experiment.describe,
+        experiment=experiment,
         runs=tuple(
             (
                 machine,

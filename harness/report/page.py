@@ -26,6 +26,7 @@ import msgspec
 
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperNumber, PaperTable
 from gpipe_bench.harness.report import table as tables_of_words
 from gpipe_bench.harness.report.grid import Grid, fill
@@ -164,12 +165,9 @@ class Machine(NamedTuple):
 
 
 class ExperimentView(NamedTuple):
-    """An experiment's own words and pictures. `runs`: machine, profile, what it does, its records."""
+    """An experiment, its text and pictures. `runs`: machine, profile, what it does, its records."""
 
-    name: str
-    title: str
-    source: str
-    describe: str
+    experiment: Experiment
     runs: tuple[tuple[str, str, str, str], ...]
     text: str
     pictures: tuple[Any, ...] = ()

@@ -230,7 +230,7 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     assert page.warnings == (f"{tmp_path / 'own'}: fake can't be shown: KeyError: 'a key of long ago'",)
     assert page.warnings[0] in Parsed(html(page)).text
     assert "follows" in map(answer, page.cells), "the reference records of the others are there"
-    assert "fake" not in [experiment.name for experiment in page.experiments]
+    assert "fake" not in [view.experiment.name for view in page.experiments]
 
 
 @pytest.mark.usefixtures("alone")

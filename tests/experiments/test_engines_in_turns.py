@@ -197,7 +197,9 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
     status, _, err = call("compare", "table1", "--results", REFERENCE / "cpu-2-cores", "--engine", "ours")
     assert (status, err) == (2, "error: --engine ours: table1 runs no engine; leave the option out\n")
 
-    (view,) = [each for each in build(results, figures=False).experiments if each.name == "engines"]
+    (view,) = [
+        each for each in build(results, figures=False).experiments if each.experiment.name == "engines"
+    ]
     assert all(f"--engine {name}\n" in view.text for name in ("all", USERS, "yours:Engine@76543210"))
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from gpipe_bench.experiments.paper.table1.cells import table as table1
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report.build import build
+from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import PUBLISHED, REFERENCE, ROOT
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.report.grid import between
-from gpipe_bench.harness.report.html import MARKS
-from gpipe_bench.harness.report.page import Page
+from gpipe_bench.harness.report.page import MARKS, Page
 from gpipe_bench.harness.report.table import MEANINGS
 from gpipe_bench.harness.store import Store
 

@@ -32,7 +32,7 @@ EXPERIMENTS: dict[str, str] = {
     "engines": "gpipe_bench.experiments.beyond.engines",
     "schedules": "gpipe_bench.experiments.beyond.schedules",
     "grid": "gpipe_bench.experiments.beyond.grid",
-    "plan": "gpipe_bench.experiments.beyond.plan.experiment",
+    "plan": "gpipe_bench.experiments.beyond.plan",
 }
 ENGINES: dict[str, str] = {
     "ours": "gpipe_bench.experiments.engines.known:Ours",

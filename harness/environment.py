@@ -64,7 +64,6 @@ def _machine() -> dict[str, Any]:
         "cgroup_cpus": _cgroup_cpus(),
         "cgroup_memory_gib": _cgroup_memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
-        "container": _container(),
     }
 
 
@@ -76,7 +75,6 @@ def _software() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
     return {
         "python": platform.python_version(),
-        "implementation": platform.python_implementation(),
         "versions": versions,
         "variables": {
             name: value.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -93,17 +91,13 @@ def code_state(root: Path) -> dict[str, Any]:
     def git(*arguments: str) -> bytes | None:
         return _said("git", "--no-optional-locks", "-C", os.fspath(root), *arguments)
 
-    known: dict[str, Any] = {
-        "git_commit": None, "git_dirty": None, "git_diff_sha256": None, "code_sha256": source_digest(root),
-    }  # fmt: skip
+    known: dict[str, Any] = {"git_commit": None, "git_dirty": None, "code_sha256": source_digest(root)}
     top = git("rev-parse", "--show-toplevel")
     if top is None or Path(os.fsdecode(top.strip())).resolve() != root:
         return known  # also where it is installed inside another repository
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=normal")
-    diff = git("diff", "--no-ext-diff", "--no-color", "HEAD") if status and status.strip() else None
     known["git_commit"] = None if commit is None else commit.decode().strip()
     known["git_dirty"] = None if status is None else bool(status.strip())
-    known["git_diff_sha256"] = None if diff is None else hashlib.sha256(diff).hexdigest()
     return known
 
 
@@ -214,17 +208,6 @@ def _cgroup_memory_gib() -> float | None:
     return round(int(limit) / 2**30, 2) if limit.isdigit() else None
 
 
-def _container() -> str | None:
-    """A hint at a container, by the marks its runtime leaves; systemd-nspawn and podman set `container`."""
-    marks = {
-        "docker": os.path.exists("/.dockerenv"),
-        "podman": os.path.exists("/run/.containerenv"),
-        "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
-        "apptainer": "SINGULARITY_NAME" in os.environ or "APPTAINER_NAME" in os.environ,
-    }
-    return next((name for name, there in marks.items() if there), os.environ.get("container"))  # noqa: SIM112
-
-
 def _said(*command: str) -> bytes | None:
     """Output of a command; None where there is none, or it refuses."""
     try:
@@ -245,7 +228,7 @@ def _read(path: str) -> str:
 
 _FIELDS = (
     ("cpu_model", "processor"), ("cores_logical", "cores"), ("memory_total_gib", "memory, GiB"),
-    ("gpus", "GPUs"), ("system", "system"), ("container", "container"), ("python", "Python"),
+    ("gpus", "GPUs"), ("system", "system"), ("python", "Python"),
     ("versions", "packages"), ("torch_threads", "threads of torch"), ("cuda", "CUDA"),
     ("gpu_numerics", "arithmetic of the GPUs"), ("gpu_driver", "driver of the GPUs"),
     ("variables", "variables"), ("git_commit", "commit"), ("git_dirty", "uncommitted changes"),
@@ -256,22 +239,18 @@ _FIELDS = (
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     """Label and text of every known field; where records differ, all values."""
-    known = ([each for each in environments if each.get(name) not in (None, [], {})] for name, _ in _FIELDS)
+    known = ([each.get(name) for each in environments if each.get(name)] for name, _ in _FIELDS)
     return tuple(
-        (label, _values(having, name)) for (name, label), having in zip(_FIELDS, known, strict=True) if having
+        (label, " | ".join(dict.fromkeys(map(_text, values))))
+        for (_, label), values in zip(_FIELDS, known, strict=True)
+        if values
     )
 
 
-def _values(environments: Sequence[Mapping[str, Any]], field: str) -> str:
-    """All that a field is in them, in words: lists joined, name=value of mappings, nothing as `unknown`."""
-
-    def text(value: Any) -> str:
-        if value is None:
-            return "unknown"
-        if isinstance(value, Mapping):
-            return ", ".join(f"{key}={text(each)}" for key, each in value.items()) or "none"
-        if isinstance(value, list | tuple):
-            return ", ".join(map(text, value)) or "none"
-        return value if isinstance(value, str) else json.dumps(value)
-
-    return " | ".join(dict.fromkeys(text(each.get(field)) for each in environments))
+def _text(value: Any) -> str:
+    """A value in words: lists joined, name=value of mappings, nothing as `unknown`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_text(each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return "unknown" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -190,7 +190,6 @@ class Plot:
         draw: makes the drawing; only this may need matplotlib
         suffixes: of the files: "png", "svg" or both
         style: what drawing and saving happen in, such as a theme
-        on_page: False for one that lies beside the records alone, where a page has no room for it
     """
 
     name: str
@@ -199,4 +198,3 @@ class Plot:
     draw: Callable[[], Drawing]
     suffixes: tuple[str, ...] = ("png", "svg")
     style: Callable[[], AbstractContextManager[object]] = nullcontext
-    on_page: bool = True

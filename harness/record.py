@@ -206,16 +206,10 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
 
     values = numpy.asarray(samples, dtype=float)
     drawn = numpy.random.default_rng(_SEED).integers(0, len(values), (_RESAMPLES, len(values)))
-    medians = numpy.sort(numpy.median(values[drawn], axis=-1))
     outside = (1 - confidence) / 2
-    ends = []
-    for share in (outside, 1 - outside):
-        between, place = math.modf(share * _RESAMPLES + (1 - share))
-        below, above = medians[int(place) - 1 : int(place) + 1]
-        ends.append(float((1 - between) * below + between * above))
+    ends = numpy.quantile(numpy.median(values[drawn], axis=-1), (outside, 1 - outside))
     middle = statistics.median(samples)  # interpolation may leave the samples' range by the last bit
-    low = max(ends[0], min(samples))
-    high = min(ends[1], max(samples))
+    low, high = (min(max(float(end), min(samples)), max(samples)) for end in ends)
     return min(low, middle), max(high, middle)
 
 
@@ -246,16 +240,15 @@ def from_samples(
     if not samples:
         raise ValueError(f"metric {name!r} has no samples")
     interval = median_interval(samples) if len(samples) >= FEWEST else (min(samples), max(samples))
-    if len(samples) == 1:
-        interval = None
+    low, high = (None, None) if interval is None or len(samples) == 1 else interval
     return Metric(
         name,
         float(statistics.median(samples)),
         unit,
         provenance,
         key=dict(key or {}),
-        low=None if interval is None else interval[0],
-        high=None if interval is None else interval[1],
+        low=low,
+        high=high,
         samples=tuple(float(sample) for sample in samples),
         note=note,
     )

@@ -10,7 +10,6 @@ standard error, so that standard output holds results alone.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -171,36 +170,7 @@ class _Run:
 # How far it is ----------------------------------------------------------------------------------------------
 
 _DOUBT = 0.1
-"""Share of all estimates for which the machine is taken to be as fast as they say: the first case often loads
-what all need, and by itself it would say that the others take a hundred times as long."""
-
-
-class Remaining:
-    """Time left: the estimates of what is left, scaled by how right they were so far, with `jobs` cases at
-    work at the same time.
-    """
-
-    def __init__(self, cases: list[Case], jobs: int = 1) -> None:
-        self._jobs = jobs
-        self._left_s = sum(case.estimate_s for case in cases)
-        self._doubt_s = _DOUBT * self._left_s
-        self._estimated_s = 0.0
-        self._spent_s = 0.0
-
-    def finished(self, case: Case, duration_s: float, *, reused: bool) -> None:
-        """Takes one case off; a re-used one says nothing about the speed of this machine."""
-        self._left_s = max(0.0, self._left_s - case.estimate_s)
-        if not reused:
-            self._estimated_s += case.estimate_s
-            self._spent_s += duration_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left."""
-        if not self._estimated_s or not self._spent_s:
-            return self._left_s / self._jobs
-        trust = self._estimated_s / (self._estimated_s + self._doubt_s)
-        return self._left_s * math.pow(self._spent_s / self._estimated_s, trust) / self._jobs
+"""Share of all estimates for which the machine is taken to be as fast as they say."""
 
 
 def words(seconds: float) -> str:
@@ -221,15 +191,23 @@ class Reporter:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._done = self._total = self._reused = 0
-        self._remaining = Remaining([])
+        self._left_s = self._estimated_s = self._spent_s = 0.0
+        self._jobs = 1
 
     @property
     def left(self) -> str:
-        """Time left, in words."""
-        return words(self._remaining.left_s)
+        """Time left, in words: the estimates of what is left, scaled by how right they were so far. The first
+        case often loads what all need, so at first the machine counts as about as fast as they say.
+        """
+        scale = 1.0
+        if self._estimated_s and self._spent_s:
+            trust = self._estimated_s / (self._estimated_s + _DOUBT * (self._estimated_s + self._left_s))
+            scale = (self._spent_s / self._estimated_s) ** trust
+        return words(self._left_s * scale / self._jobs)
 
     def begin(self, cases: list[Case], jobs: int) -> None:
-        self._total, self._remaining = len(cases), Remaining(cases, jobs)
+        self._total, self._jobs = len(cases), jobs
+        self._left_s = sum(case.estimate_s for case in cases)
         if self.title:
             self.say(self.title)
         self.say(f"{self._total} cases, about {self.left}")
@@ -239,10 +217,13 @@ class Reporter:
 
     def finished(self, case: Case, record: Record, *, reused: bool) -> None:
         self._done += 1
-        self._reused += reused
-        self._remaining.finished(case, record.duration_s, reused=reused)
-        if not reused:
-            self.say(f"[{self._done}/{self._total}] {describe(case, record)}, {self.left} left")
+        self._left_s -= case.estimate_s
+        if reused:  # which says nothing about the speed of this machine
+            self._reused += 1
+            return
+        self._estimated_s += case.estimate_s
+        self._spent_s += record.duration_s
+        self.say(f"[{self._done}/{self._total}] {describe(case, record)}, {self.left} left")
 
     def warn(self, message: str) -> None:
         self.say(f"warning: {message}")
@@ -270,15 +251,11 @@ class BarReporter(Reporter):
         super().__init__(stream)
         self._console = Console(file=stream, highlight=False)
         self._progress = Progress(
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left"),
-            TextColumn("{task.description}", markup=False),
-            console=self._console,
-            transient=True,
+            BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[left]} left"), TextColumn("{task.description}", markup=False),
+            console=self._console, transient=True,
             redirect_stdout=sys.stdout.isatty(),  # results in a pipe or file stay on standard output
-        )
+        )  # fmt: skip
         self._task = self._progress.add_task("", total=None, left="")
 
     def begin(self, cases: list[Case], jobs: int) -> None:

@@ -18,7 +18,6 @@ import contextlib
 import errno
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from gpipe_bench.harness.record import Record, decode, encode
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows would turn each newline into two bytes
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 class StoreError(OSError):
@@ -127,13 +125,10 @@ class Store:
         """Every readable record of the experiment; an absent file is an empty one."""
         path = self.root if self.root.is_file() else self.path(experiment)
 
-        def without_waiting(name: str, flags: int) -> int:  # as a named pipe in the file's place would
-            return os.open(name, flags | _NONBLOCK)
-
         try:
-            with open(path, "rb", opener=without_waiting) as file, file_lock(file.fileno(), shared=True):
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    return Loaded((), (Problem(path, 0, "not a regular file"),))
+            if path.exists() and not path.is_file():  # of a named pipe one would wait for a writer
+                return Loaded((), (Problem(path, 0, "not a regular file"),))
+            with open(path, "rb") as file, file_lock(file.fileno(), shared=True):
                 content = file.read()
         except (FileNotFoundError, NotADirectoryError):
             return Loaded((), ())

@@ -58,21 +58,6 @@ class Unknown(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.range is not None and not -math.inf < self.range[0] < self.range[1] < math.inf:
             raise ValueError(f"{self.setting}: range is {list(self.range)}, not two finite numbers that rise")
 
-    @property
-    def low(self) -> float | None:
-        """The low end of the range, None where there is a list."""
-        return None if self.range is None else self.range[0]
-
-    @property
-    def high(self) -> float | None:
-        """The high end, likewise."""
-        return None if self.range is None else self.range[1]
-
-    @property
-    def ends(self) -> tuple[Value, ...]:
-        """Values with which a prediction must be made: the allowed ones, or both ends of the range."""
-        return self.allowed or self.range or ()
-
 
 class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A setting that the paper gives: its value, the place in v1 or v5, and the words that give it."""
@@ -87,14 +72,10 @@ class Stated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def points(unknown: Unknown) -> tuple[Value, ...]:
     """The values that are gone through; of a range its low end, its geometric middle and its high end."""
-    if unknown.low is None or unknown.high is None:
+    if unknown.range is None:
         return unknown.allowed
-    return (unknown.low, math.sqrt(unknown.low * unknown.high), unknown.high)
-
-
-def ranks(unknown: Unknown) -> tuple[int, ...]:
-    """For each of the unknown's `points`, the number of steps from the middle; 0 for the middle itself."""
-    return steps_from_middle(points(unknown))
+    low, high = unknown.range
+    return (low, math.sqrt(low * high), high)
 
 
 def steps_from_middle(values: Sequence[Value]) -> tuple[int, ...]:

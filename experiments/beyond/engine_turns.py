@@ -9,17 +9,18 @@ that wait instead of computing, so that what is left of a step is the schedule a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.experiments.beyond.side_by_side import Found, take_turns
+from gpipe_bench.experiments.beyond.trainings import Job
 from gpipe_bench.experiments.engines.checks import named_parameters, reference, verify
 from gpipe_bench.experiments.engines.isolated import Fault, IsolatedError, Tell, run_isolated
 from gpipe_bench.experiments.engines.known import Ours
@@ -46,46 +47,21 @@ TRIAL_S = 60.0  # after which a step of the user's engine counts as hung
 PATIENCE = 10.0  # times the estimate, after which a case with the user's engines is given up
 
 
-class Job(NamedTuple):
-    """One case as its processes see it.
-
-    `engines` maps each variant's name to its engine and its `remat`; the first is one of ours. `model` is one
-    of `gpipe_bench.models` or of `MADE_UP`, with its options. Stages are of equally many layers unless they
-    are `cut_by_time`.
-    """
-
-    model: str
-    options: dict[str, Any]
-    microbatch_size: int
-    num_stages: int
-    num_microbatches: int
-    engines: dict[str, tuple[str, str]]
-    in_process: bool = False
-    seed: int = 1811
-    cut_by_time: bool = False
-    with_peaks: bool = False
-    device: str = "cpu"
-
-    @property
-    def num_processes(self) -> int:
-        """One per stage, or one for all."""
-        return 1 if self.in_process else self.num_stages
-
-
 def work(job: Job, rounds: int) -> Found:
     """Runs in each process of a case. RuntimeError where an engine does something else than it should."""
     layers, batch, target, loss = trained(job)
     layers_s = _seconds(job, layers, loss)
     setups = {name: setup_of(job, layers, layers_s, name) for name in job.engines}
-    names = {name: engine for name, (engine, _) in job.engines.items()}
-    engines, refused = all_built(names, setups)
+    made = {name: built(engine, setups[name]) for name, (engine, _) in job.engines.items()}
+    refused = {name: each for name, each in made.items() if isinstance(each, str)}
+    engines = {name: each for name, each in made.items() if not isinstance(each, str)}
     first = next(iter(job.engines))
     ours = engines[first]
     assert isinstance(ours, Ours)
     # The reference needs all layers, since engines may have other stages here. Layers that wait would wait
     # for all stages in turn, so they have no reference.
     whole = replace(setups[first], group=None)
-    expected = {} if job.model == "waiting" else reference(whole, batch, target, loss)
+    expected = {} if job.chosen.workload == "waiting" else reference(whole, batch, target, loss)
 
     def checked() -> dict[str, dict[str, Any]]:
         found = {}
@@ -102,13 +78,13 @@ def work(job: Job, rounds: int) -> Found:
         name: None if is_idle(engine) else partial(engine.step, batch, target, loss)
         for name, engine in engines.items()
     }
-    measured = take_turns(steps, layers, rounds, job.seed, devices.current(job.device))
+    measured = take_turns(steps, layers, rounds, job.seed, devices.current(job.chosen.device))
     actions_s = mean_actions_s(ours.timeline)
     checked()  # still right after all rounds
     peaks = {
         name: peak_bytes(step, setups[name])
         for name, step in steps.items()
-        if step is not None and job.with_peaks
+        if step is not None and job.work.real
     }  # behind the timing, which must not meet what this leaves behind
     details = {
         "checks": checks, "refused": refused, "partition": setups[first].partition, "actions_s": actions_s,
@@ -174,7 +150,7 @@ def taken(
     all of them fails, each is run beside the control alone, and the others once more without those that fail.
     """
     if not own:
-        return run_processes(work, job.num_processes, job, rounds, device=job.device), {}
+        return run_processes(work, job.num_processes, job, rounds, device=job.chosen.device), {}
     told = partial(run_isolated, work_told, job.num_processes, timeout_s=TRIAL_S + PATIENCE * estimate_s)
     try:
         return told(job, rounds), {}
@@ -202,14 +178,14 @@ def _beside(fault: Fault) -> Fault:
 def trained(job: Job) -> tuple[list[nn.Module], Any, Any, LossFn]:
     """Layers, mini-batch, targets and loss; the same in every process."""
     torch.manual_seed(job.seed)
-    size, device = job.microbatch_size * job.num_microbatches, devices.current(job.device)
-    if job.model in MADE_UP:
-        layers, mse = MADE_UP[job.model](**job.options), nn.functional.mse_loss
+    size, device = job.work.microbatch_size * job.chosen.num_microbatches, devices.current(job.chosen.device)
+    if job.work.model in MADE_UP:
+        layers, mse = MADE_UP[job.work.model](**job.options), nn.functional.mse_loss
         batch, target = torch.randn(size, WIDTH), torch.randn(size, WIDTH)
         return [layer.to(device) for layer in layers], batch.to(device), target.to(device), mse
-    layers = [layer.to(device) for layer in MODELS[job.model](**job.options)]
-    loss: LossFn = loss_fn(job.model, **job.options)
-    batch, target = example_batch(job.model, size, **job.options)
+    layers = [layer.to(device) for layer in MODELS[job.work.model](**job.options)]
+    loss: LossFn = loss_fn(job.work.model, **job.options)
+    batch, target = example_batch(job.work.model, size, **job.options)
     return layers, batch.to(device), target.to(device), loss
 
 
@@ -218,19 +194,19 @@ def setup_of(job: Job, layers: Sequence[nn.Module], layers_s: Sequence[float], n
     for.
     """
     engine, remat = job.engines[name]
-    place = () if job.in_process else placement_of(engine)
+    place = () if job.chosen.in_process else placement_of(engine)
     return Setup(
-        layers, partition(layers_s, len(place) or job.num_stages), job.num_microbatches, remat,
-        devices.current(job.device), None if job.in_process else dist.group.WORLD, place,
+        layers, partition(layers_s, len(place) or job.chosen.num_stages), job.chosen.num_microbatches, remat,
+        devices.current(job.chosen.device), None if job.chosen.in_process else dist.group.WORLD, place,
     )  # fmt: skip
 
 
 def _seconds(job: Job, layers: Sequence[nn.Module], loss: LossFn) -> Sequence[float]:
     """Seconds or equal weights of the layers, by which they are cut."""
-    if not job.cut_by_time:
+    if not (job.work.real and job.chosen.device == "cpu"):
         return [1.0] * len(layers)
     count, (_, remat) = PARTITION_MICROBATCHES, next(iter(job.engines.values()))
-    example = example_batch(job.model, job.microbatch_size * count, **job.options)
+    example = example_batch(job.work.model, job.work.microbatch_size * count, **job.options)
     return layer_seconds(layers, count, loss, *example, remat=remat)
 
 
@@ -238,24 +214,14 @@ def built(name: str, setup: Setup) -> Engine | str:
     """The engine, or the first reason that any process has why it can't run this: one that a single process
     can't build is none for all.
     """
-    reason, found = "", None
-    try:
-        found = build(name, setup)
-    except ValueError as error:
-        reason = str(error)
     reasons: list[str] = [""] * dist.get_world_size()
+    try:
+        found, reason = build(name, setup), ""
+    except ValueError as error:
+        found, reason = None, str(error)
     dist.all_gather_object(reasons, reason)
-    reason = next((each for each in reasons if each), "")
-    return reason if found is None or reason else found
-
-
-def all_built(
-    names: Mapping[str, str], setups: Mapping[str, Setup]
-) -> tuple[dict[str, Engine], dict[str, str]]:
-    """The engines by what results call them, and why the others can't run this."""
-    found = {name: built(engine, setups[name]) for name, engine in names.items()}
-    refused = {name: each for name, each in found.items() if isinstance(each, str)}
-    return {name: each for name, each in found.items() if not isinstance(each, str)}, refused
+    refusal = next(filter(None, reasons), "")
+    return refusal if found is None or refusal else found
 
 
 def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.beyond.side_by_side import (
     Found,
@@ -36,6 +36,20 @@ from gpipe_bench.experiments.beyond.side_by_side import (
     state_of,
     trust_of,
 )
+from gpipe_bench.experiments.beyond.trainings import (
+    ALL_CORES,
+    ALONE,
+    BARE,
+    CONFIGURATIONS,
+    KNOWN,
+    ON_GPUS,
+    WORKLOADS,
+    Job,
+    configuration_of,
+    job_of,
+    own_engines,
+)
+from gpipe_bench.experiments.registry import PROFILES
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record, Scalar, from_samples
 from gpipe_bench.harness.report.grid import Grid
@@ -43,161 +57,10 @@ from gpipe_bench.harness.rounds import Times, differences, ratios
 from gpipe_bench.harness.units import convert, show
 
 if TYPE_CHECKING:
-    from gpipe_bench.experiments.beyond.engine_turns import Job
     from gpipe_bench.experiments.engines.isolated import Fault
 
-KNOWN = "all"  # the engines that are always there; others are added to them
-ALWAYS = "ours, recomputing all"  # as others do, to tell apart what comes from recomputing less
-GLOO, BARE = "ours over gloo", "bare layers"
-ALONE, ALL_CORES = "sequential", "sequential on every core"
-_KNOWN, _TURNS = "gpipe_bench.experiments.engines.known", "gpipe_bench.experiments.beyond.engine_turns"
-FACTORIES = {
-    ALWAYS: "ours", GLOO: f"{_KNOWN}:OverNetwork", BARE: f"{_TURNS}:Bare", ALONE: f"{_TURNS}:PlainAlone",
-    ALL_CORES: f"{_TURNS}:Plain", "zb-h1": f"{_KNOWN}:OursZBH1",
-    "interleaved": f"{_KNOWN}:OursInterleaved", "zb-v": f"{_KNOWN}:OursZBV",
-    "torch-interleaved": f"{_KNOWN}:TorchInterleaved", "torch-zb-v": f"{_KNOWN}:TorchZBV",
-}  # fmt: skip
-"""Engines by what results call them; all others have the names of the command line."""
-
-
 SAME_SCHEDULE = (("ours-1f1b", "torch-1f1b"), ("interleaved", "torch-interleaved"), ("zb-v", "torch-zb-v"))
-
-
-class Workload(NamedTuple):
-    """A training for engines: a model with its options, examples of a micro-batch, and a description.
-
-    `real`: layers are cut by measured seconds and memory is counted; the others compute next to nothing.
-    """
-
-    model: str
-    options: Mapping[str, Any]
-    microbatch_size: int
-    words: str
-    real: bool = True
-
-
-def _transformer(num_layers: int, width: int, heads: int, vocab_size: int = 64, seq_len: int = 64) -> Any:
-    return {
-        "num_layers": num_layers, "vocab_size": vocab_size, "d_model": width, "ffn_dim": 4 * width,
-        "num_heads": heads, "seq_len": seq_len,
-    }  # fmt: skip
-
-
-WAIT_S = 0.02  # of a waiting stage, per action
-WORKLOADS = {
-    "amoebanet": Workload(
-        "amoebanet-d",
-        {
-            "num_layers": 3, "num_filters": 64, "image_size": 64, "num_classes": 10, "dropout": 0.0,
-            "aux_head": False,
-        },
-        4, "AmoebaNet-D (3, 64), 64 x 64 pixels, 4 images per micro-batch",
-    ),
-    "transformer": Workload(
-        "transformer-lm", _transformer(6, 256, 4), 2,
-        "Transformer-6, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8": Workload(
-        "transformer-lm", _transformer(8, 256, 4), 2,
-        "Transformer-8, width 256, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, wide": Workload(
-        "transformer-lm", _transformer(8, 384, 6), 2,
-        "Transformer-8, width 384, 2 sequences of 64 tokens per micro-batch",
-    ),
-    "transformer-8, large": Workload(
-        "transformer-lm", _transformer(8, 2048, 32, 32_000, 512), 2,
-        "Transformer-8, width 2048, 2 sequences of 512 tokens each micro-batch",
-    ),
-    "waiting": Workload("waiting", {"wait_s": WAIT_S}, 1, "stages that wait 20 ms an action", real=False),
-    "small": Workload("linear", {}, 1, "layers of 8 x 8 numbers, an example per micro-batch", real=False),
-}  # fmt: skip
-
-
 SPEED, SHARE, COST = "speed", "share of the ideal step", "over the bare layers"
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One case: who takes turns on what, the first one the control; rounds by profile, 0 for no such case."""
-
-    workload: str
-    num_stages: int
-    num_microbatches: int
-    remat: str
-    engines: tuple[str, ...]
-    rounds: tuple[int, int, int]
-    round_s: float
-    in_process: bool = False
-    device: str = "cpu"
-
-    @property
-    def key(self) -> dict[str, Scalar]:
-        key: dict[str, Scalar] = {
-            "workload": self.workload, "where": "one process" if self.in_process else "processes",
-            "num_stages": self.num_stages, "num_microbatches": self.num_microbatches, "remat": self.remat,
-        }  # fmt: skip
-        return (
-            key
-            | ({"over": "gloo"} if GLOO in self.engines else {})
-            | ({"device": self.device} if self.device != "cpu" else {})
-        )
-
-
-def _on_cpus() -> list[Configuration]:
-    of_torch, torchgpipe = ("ours", "torch-gpipe", "torch-1f1b"), ("ours", "torchgpipe")
-    of_schedules = (
-        "ours-1f1b", "torch-1f1b", "zb-h1", "interleaved", "torch-interleaved", "zb-v", "torch-zb-v",
-    )  # fmt: skip
-    found, make = [], Configuration
-    for name, smoke in (("amoebanet", (2, 0, 0)), ("transformer", (0, 2, 2))):
-        found += [
-            make(name, 2, 8, "never", (*of_torch, "ours-1f1b"), (smoke[0], 12, 40), 2.3),
-            make(name, 2, 4, "except_last", (*of_torch, ALWAYS), (smoke[1], 12, 40), 1.3),
-            make(name, 2, 16, "except_last", (*of_torch, ALWAYS), (0, 5, 25), 4.3),
-            make(name, 2, 4, "never", torchgpipe, (smoke[2], 8, 30), 0.7, in_process=True),
-            make(name, 2, 4, "except_last", torchgpipe, (0, 8, 30), 0.7, in_process=True),
-        ]
-    wait = ("ours", BARE)
-    found += [
-        make("waiting", 8, 32, "never", wait, (0, 4, 10), 6.0),
-        make("waiting", 4, 8, "never", wait, (1, 4, 10), 1.8),
-        make("waiting", 4, 8, "except_last", wait, (0, 4, 10), 1.8),
-        make("transformer-8", 2, 16, "never", ("ours", "torch-gpipe", ALONE, ALL_CORES), (0, 8, 40), 8.0),
-        make("small", 2, 64, "never", (GLOO, "torch-gpipe", BARE), (2, 16, 60), 0.5),
-        make("small", 2, 64, "never", ("ours", "torch-gpipe", BARE), (0, 16, 60), 0.5),
-    ]
-    small = ("ours", BARE, "torchgpipe")
-    found += [
-        make("small", 4, 8, "never", small, (2, 16, 60), 0.6, in_process=True),
-        make("small", 4, 8, "except_last", small, (0, 16, 60), 0.6, in_process=True),
-    ]
-    return found + [
-        make("transformer-8, wide", 2, number, "never", of_schedules, rounds, 2.0 + number)
-        for number, rounds in ((2, (1, 10, 40)), (4, (0, 6, 30)), (8, (0, 5, 20)))
-    ]
-
-
-def _on_gpus() -> list[Configuration]:
-    """Configurations for GPUs, without layers that wait instead of computing: the host runs those anyway."""
-    large, rounds = "transformer-8, large", (1, 8, 40)
-    pair = ("ours", "torch-gpipe")
-    return [
-        *(Configuration("small", 4, 8, remat, ("ours", BARE, "torchgpipe"), (2, 16, 60), 0.4, in_process=True,
-               device="cuda") for remat in ("never", "except_last")),
-        *(Configuration(large, 2, m, "always", pair, rounds, 0.5, device="cuda") for m in (1, 4, 16)),
-        Configuration(large, 2, 16, "never", (*pair, ALONE, ALL_CORES), rounds, 0.5, device="cuda"),
-        Configuration("small", 2, 64, "never", (*pair, BARE), (2, 16, 60), 0.5, device="cuda"),
-    ]  # fmt: skip
-
-
-CONFIGURATIONS, ON_GPUS = _on_cpus(), _on_gpus()
-PROFILES = ("smoke", "short", "full")
-
-
-def configuration_of(key: Mapping[str, Any]) -> Configuration | None:
-    return next((each for each in (*CONFIGURATIONS, *ON_GPUS) if each.key == dict(key)), None)
-
 
 # Cases and what they find
 
@@ -218,36 +81,6 @@ def cases(options: RunOptions) -> list[Case]:
     return found
 
 
-def own_engines(extra: str | None) -> list[str]:
-    """The user's engines as named by `--engine`."""
-    return [] if extra in (None, KNOWN) else str(extra).split(",")
-
-
-def job_of(chosen: Configuration, extra: str | None) -> Job:
-    """Settings of a case's processes. The user's engines are named without the digests of their files, and
-    take turns where models are real.
-    """
-    from gpipe_bench.experiments.beyond.engine_turns import Job
-
-    work = WORKLOADS[chosen.workload]
-    engines = {}
-    for name in chosen.engines:
-        plain = name in (ALONE, ALL_CORES) or (name == BARE and not chosen.in_process)
-        engines[name] = (
-            FACTORIES.get(name, name),
-            "never" if plain else "always" if name == ALWAYS else chosen.remat,
-        )
-    if work.real:
-        engines |= {name.partition("@")[0]: (name, chosen.remat) for name in own_engines(extra)}
-    each = {"small": 2 if chosen.in_process else 1, "waiting": 1}.get(chosen.workload)
-    options = dict(work.options) | ({"num_layers": each * chosen.num_stages} if each else {})
-    return Job(
-        work.model, options, work.microbatch_size, chosen.num_stages, chosen.num_microbatches, engines,
-        chosen.in_process, cut_by_time=work.real and chosen.device == "cpu", with_peaks=work.real,
-        device=chosen.device,
-    )  # fmt: skip
-
-
 def run(case: Case, options: RunOptions) -> Outcome:
     from gpipe_bench.experiments.beyond.engine_turns import fault_in, taken, without
     from gpipe_bench.experiments.engines.known import why_no_torchgpipe
@@ -256,7 +89,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
     assert chosen is not None, "cases are made of configurations"
     job = job_of(chosen, options.engine)
     missing = why_no_torchgpipe() if "torchgpipe" in chosen.engines else ""
-    if reason := missing or lacks_gpus(job.device, job.num_processes):
+    if reason := missing or lacks_gpus(chosen.device, job.num_processes):
         return Outcome(status="skipped", reason=reason)
     rounds = chosen.rounds[PROFILES.index(options.profile)]
     own = [name for name in job.engines if name not in chosen.engines]
@@ -302,21 +135,18 @@ def numbers(job: Job, faulty: Mapping[str, Fault], times: Times, found: Sequence
     ]
     metrics += _against_layers(job, times)
     memory = "of what a step's operations make: activations, gradients, messages; counted, not timed"
-    metrics += [
-        Metric(
-            "peak memory", num_bytes, "bytes", "measured", key={"engine": name, "process": rank},
-            note=memory if num_bytes is not None else "its operations run in threads, which are hardly seen",
-        )
-        for rank, each in enumerate(found)
-        for name, seen in each.details["peak_bytes"].items()
-        for num_bytes in [None if name == "torchgpipe" else seen]
-    ]  # fmt: skip
+    threads = "its operations run in threads, which are hardly seen"
+    for rank, each in enumerate(found):
+        for name, seen in each.details["peak_bytes"].items():
+            peak, note = (None, threads) if seen is None or name == "torchgpipe" else (seen, memory)
+            key: dict[str, Scalar] = {"engine": name, "process": rank}
+            metrics.append(Metric("peak memory", peak, "bytes", "measured", key=key, note=note))
     note = "mean over the micro-batches of our latest step"
     metrics.append(
         Metric("shortest action", min(details["actions_ms"].values()), "ms", "measured", note=note)
     )
     reasons = {name: fault.reason for name, fault in faulty.items()}
-    details |= {"faulty": reasons, "microbatch_size": job.microbatch_size, "precision": "float32"}
+    details |= {"faulty": reasons, "microbatch_size": job.work.microbatch_size, "precision": "float32"}
     if not faulty:
         return Outcome(tuple(metrics), details)
     details["traceback"] = "\n".join(fault.traceback for fault in faulty.values())
@@ -332,11 +162,13 @@ def _against_layers(job: Job, times: Times) -> list[Metric]:
     from gpipe_bench.pipeline.plan.schedule import Kind
     from gpipe_bench.pipeline.plan.simulate import replay
 
-    schedule = gpipe(job.num_stages, job.num_microbatches, next(iter(job.engines.values()))[1])
-    own = [action for action in schedule if job.in_process or action.stage == 0]
-    ideal = {BARE: 2 * job.num_microbatches, ALONE: 2 * job.num_microbatches * job.num_stages}
+    chosen = job.chosen
+    num_stages, count = chosen.num_stages, chosen.num_microbatches
+    schedule = gpipe(num_stages, count, next(iter(job.engines.values()))[1])
+    own = [action for action in schedule if chosen.in_process or action.stage == 0]
+    ideal = {BARE: 2 * count, ALONE: 2 * count * num_stages}
     slots = replay(schedule, dict.fromkeys((Kind.F, Kind.R, Kind.B), 1)).makespan_s
-    base = BARE if job.model == "waiting" else ALONE
+    base = BARE if chosen.workload == "waiting" else ALONE
     found = []
     for name in (name for name in times if name not in ideal and name != ALL_CORES):
         if BARE in times and base not in times:
@@ -361,11 +193,12 @@ def tables(records: Sequence[Record]) -> str:
     if not records:
         return "Engines side by side: nothing on record"
     heading = "Engines side by side, float32, one thread per process (measured)"
-    return "\n\n".join([heading, *(_block(record) for record in records), _notes(records)])
+    return "\n\n".join([heading, *map(_block, records), NOTES])
 
 
 def _block(record: Record) -> str:
-    case, faulty = record.case, record.details.get("faulty", {})
+    case, details = record.case, record.details
+    faulty, refused = details.get("faulty", {}), details.get("refused", {})
     remat = "not re-materialized" if case["remat"] == "never" else f"re-materialized ({case['remat']})"
     where = "one process per stage" if case["where"] == "processes" else "all stages in one process"
     gpus = ", GPUs" * ("device" in case)
@@ -375,47 +208,35 @@ def _block(record: Record) -> str:
     )
     if record.status != "done" and not faulty:
         return f"{title}: {record.status}: {record.reason}"
-    refused, first = record.details["refused"], next(iter(record.details["engines"]))
-    word, why = _state(record)
-    lines = [_line(record, name, first, word, faulty, refused) for name in record.details["engines"]]
+    first, (word, why) = next(iter(details["engines"])), _state(record)
+
+    def line(name: str) -> list[str]:
+        step = record.metric("step", engine=name)
+        if step is None:
+            state = "failed" if name in faulty else "skipped" if name in refused else "-"
+            return [name, state, *[""] * 5]
+        ratio = None if name == first else speed_of(record, first, name)
+        compared = ["", ""] if ratio is None else [measured(ratio), word or _compared(record, ratio)]
+        of_layers = record.metric(COST, engine=name), record.metric(SHARE, engine=name)
+        costs = ["" if each is None else measured(each) for each in of_layers]
+        return [name, measured(step), *compared, *costs, _peak(record, name)]
+
     columns = [
         "engine", "ms per step [95 %]", f"{first} / its speed", f"{first} is", "per action", "of ideal",
         "peak MiB",
     ]  # fmt: skip
-    shown = [0, 1, *(place for place in range(2, len(columns)) if any(line[place] for line in lines))]
+    lines = [line(name) for name in details["engines"]]
+    shown = [place for place in range(len(columns)) if place < 2 or any(line[place] for line in lines)]
+    notes = [f"{name} failed: {why}" for name, why in faulty.items()]
+    notes += [f"{name} skipped: {why}" for name, why in refused.items()]
     grid = Grid(
-        title=title, columns=[columns[place] for place in shown],
+        title=title,
+        columns=[columns[place] for place in shown],
         lines=[[line[place] for place in shown] for line in lines],
-        notes=[
-            *(f"{name} failed: {why}" for name, why in faulty.items()),
-            *(f"{name} skipped: {why}" for name, why in refused.items()),
-        ],
-    )  # fmt: skip
+        notes=notes,
+    )
     said = "\n".join([_trust(record), *([why] if why else [])])
     return "\n\n".join([grid.text(), *_pairs(record, word), said])
-
-
-def _line(
-    record: Record,
-    name: str,
-    first: str,
-    word: str,
-    faulty: Mapping[str, str],
-    refused: Mapping[str, str],
-) -> list[str]:
-    step = record.metric("step", engine=name)
-    if step is None:
-        state = "failed" if name in faulty else "skipped" if name in refused else "-"
-        return [name, state, *[""] * 5]
-    ratio = None if name == first else speed_of(record, first, name)
-    of_layers = record.metric(COST, engine=name), record.metric(SHARE, engine=name)
-    return [
-        name,
-        measured(step),
-        *(["", ""] if ratio is None else [measured(ratio), word or _compared(record, ratio)]),
-        *("" if each is None else measured(each) for each in of_layers),
-        _peak(record, name),
-    ]
 
 
 def _compared(record: Record, ratio: Metric) -> str:
@@ -477,23 +298,17 @@ def _trust(record: Record) -> str:
     return "; ".join([*parts, *trust_of(record)])
 
 
-def _notes(records: Sequence[Record]) -> str:
-    lines = [
-        "Every engine was checked before and after: M micro-batches ran forward and backward in each stage,",
-        "stages were recomputed as asked, gradients are the plain model's. Counts are in the records.",
-        "control: the first engine's first sample of a round over its second. Where its interval excludes 1,",
-        "the machine did not hold still, and nothing is judged (void; contaminated where so it was twice);",
-        "nothing is faster or slower that is no further from 1 than the control's interval.",
-        "per action: over the bare layers' own time. of ideal: of the step that the schedule would take with",
-        "the actions of the bare layers or of the sequential model. peak: bytes alive of what a step makes.",
-    ]
-    if any(record.case["remat"] == "except_last" for record in records):
-        lines += [
-            "except_last: ours and torchgpipe recompute M - 1 micro-batches; torch's stages are wrapped in",
-            "torch.utils.checkpoint and recompute all M, inside the backward. `ours, recomputing all` does",
-            "the same work as they.",
-        ]
-    return "\n".join(lines)
+NOTES = """\
+Every engine was checked before and after: M micro-batches ran forward and backward in each stage,
+stages were recomputed as asked, gradients are the plain model's. Counts are in the records.
+control: the first engine's first sample of a round over its second. Where its interval excludes 1,
+the machine did not hold still, and nothing is judged (void; contaminated where so it was twice);
+nothing is faster or slower that is no further from 1 than the control's interval.
+per action: over the bare layers' own time. of ideal: of the step that the schedule would take with
+the actions of the bare layers or of the sequential model. peak: bytes alive of what a step makes.
+except_last: ours and torchgpipe recompute M - 1 micro-batches; torch's stages are wrapped in
+torch.utils.checkpoint and recompute all M, inside the backward. `ours, recomputing all` does
+the same work as they."""
 
 
 EXPERIMENT = Experiment(

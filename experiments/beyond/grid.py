@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
-from gpipe_bench.harness.record import Metric, Record, of_case
+from gpipe_bench.harness.record import Metric, Provenance, Record, of_case
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.harness.verdict import Part, Result, Spread
 from gpipe_bench.pipeline.plan.partition import partition
@@ -42,21 +42,18 @@ class Workload(NamedTuple):
     column: str
 
 
-FULL_SIZE = {
-    "Transformer-24": Workload(
+WORKLOADS = {
+    (MODELLED, "Transformer-24"): Workload(
         LANGUAGE, {"num_layers": 24}, 32, 4, "Transformer-24, 4 accelerators, 32 sequences"
     ),
-    "AmoebaNet-D (18, 256)": Workload(
+    (MODELLED, "AmoebaNet-D (18, 256)"): Workload(
         IMAGES, {"num_layers": 18, "num_filters": 256, "num_classes": 1000}, 128, 4,
         "AmoebaNet-D (18, 256), 4 accelerators, 128 images",
     ),
-    "AmoebaNet-D (3, 32)": Workload(
+    (MODELLED, "AmoebaNet-D (3, 32)"): Workload(
         IMAGES, _IMAGE_67, 32, 4, "AmoebaNet-D (3, 32), 4 accelerators, 32 images"
     ),
-}  # fmt: skip
-"""Models whose traffic is computed, by name and shape."""
-SMALL = {
-    "Transformer-6": Workload(
+    (COUNTED, "Transformer-6"): Workload(
         LANGUAGE,
         {
             "num_layers": 6, "d_model": 128, "ffn_dim": 512, "num_heads": 4, "seq_len": 32,
@@ -64,85 +61,59 @@ SMALL = {
         },
         16, 2, "Transformer-6 of width 128, 2 processes",
     ),
-    "AmoebaNet-D (3, 32)": Workload(IMAGES, _IMAGE_67, 8, 2, "AmoebaNet-D (3, 32), 2 processes"),
+    (COUNTED, "AmoebaNet-D (3, 32)"): Workload(
+        IMAGES, _IMAGE_67, 8, 2, "AmoebaNet-D (3, 32), 2 processes"
+    ),
 }  # fmt: skip
-"""Models whose traffic is counted."""
+"""By what is done and the model's name."""
+SMOKE = ((MODELLED, "AmoebaNet-D (3, 32)"), (COUNTED, "Transformer-6"))
+SECONDS = {MODELLED: 2.0, COUNTED: 15.0}
 
 
 def cases(options: RunOptions) -> list[Case]:
-    smoke = options.profile == "smoke"
-    shapes = ("AmoebaNet-D (3, 32)",) if smoke else tuple(FULL_SIZE)
-    counted = ("Transformer-6",) if smoke else tuple(SMALL)
-    return [
-        *(Case({"part": MODELLED, "model": name}, 2.0) for name in shapes),
-        *(Case({"part": COUNTED, "model": name}, 15.0) for name in counted),
-    ]
+    chosen = SMOKE if options.profile == "smoke" else WORKLOADS
+    return [Case({"part": part, "model": model}, SECONDS[part]) for part, model in chosen]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    name = str(case.key["model"])
-    return by_shape(FULL_SIZE[name]) if case.key["part"] == MODELLED else counted(SMALL[name])
+    work = WORKLOADS[str(case.key["part"]), str(case.key["model"])]
+    return by_shape(work) if case.key["part"] == MODELLED else counted(work)
 
 
-# By shape
-
-
-class Shape(NamedTuple):
-    """Sizes of a model's layers that decide its traffic; bytes are those of one example in float32."""
-
-    flops: tuple[int, ...]  # of the forward
-    parameters: tuple[int, ...]
-    output_bytes: tuple[int, ...]  # what the layer hands on
-    output_gradient_bytes: tuple[int, ...]  # what comes back for it: nothing for integers
-
-
-def shape(name: str, options: Mapping[str, Any]) -> Shape:
-    """The model's shape; nothing of its size is allocated. Whatever computes the attention, its operations
-    are those of the written one.
+def by_shape(work: Workload) -> Outcome:
+    """Nothing of the model's size is allocated. Whatever computes the attention, its operations are those of
+    the written one.
     """
     from gpipe_bench.experiments.paper.predicted.sizes import FullSize
 
-    written_out = {"attention": "explicit"} if name.startswith("transformer") else {}
-    full = FullSize(name, {**options, **written_out})
+    written_out = {"attention": "explicit"} if work.model == LANGUAGE else {}
+    full = FullSize(work.model, {**work.options, **written_out})
     every = range(len(full.layers))
-    return Shape(
-        tuple(full.flops(1)),
-        full.parameters,
-        tuple(full.sent_bytes(layer, 1, "float32") for layer in every),
-        tuple(full.returned_bytes(layer, 1, "float32") for layer in every),
-    )
+    ahead = [full.sent_bytes(layer, 1, "float32") for layer in every]
+    back = [full.returned_bytes(layer, 1, "float32") for layer in every]
+    # It is not stated which cost balances the stages; one stack's maps are twice as large as the next one's.
+    cuts = {"operations": full.flops(1), "parameters": full.parameters, "layers": [1 for _ in every]}
+    sent = {
+        by: work.batch_size * pipeline_bytes(ahead, back, work.ranks, costs) for by, costs in cuts.items()
+    }
+    each = replica_bytes(4 * sum(full.parameters), work.ranks)
+    by_cut = {by: num_bytes / each for by, num_bytes in sent.items()}
+    return _outcome(work, "modelled", {"pp": [sent["operations"]], "dp": [each]}, by_cut=by_cut)
 
 
-def pipeline_bytes(found: Shape, num_stages: int, costs: Sequence[float]) -> int:
+def pipeline_bytes(ahead: Sequence[int], back: Sequence[int], num_stages: int, costs: Sequence[float]) -> int:
     """Bytes for an example that the stage sends which sends most, with stages of equal costs as far as cuts
-    allow. ValueError for more stages than layers.
+    allow, where each layer hands on so many `ahead` and gets so many `back`.
     """
     ends = [stage.stop - 1 for stage in partition(costs, num_stages)[:-1]]
-    forward = [found.output_bytes[end] for end in ends] + [0]  # the last stage sends no activations
-    backward = [0] + [found.output_gradient_bytes[end] for end in ends]  # and the first no gradients
-    return max(ahead + back for ahead, back in zip(forward, backward, strict=True))
+    forward = [ahead[end] for end in ends] + [0]  # the last stage sends no activations
+    backward = [0] + [back[end] for end in ends]  # and the first no gradients
+    return max(map(int.__add__, forward, backward))
 
 
 def replica_bytes(gradients: int, replicas: int) -> int:
     """Bytes that each replica sends in a step: once round the ring for the sum, once for what it comes to."""
     return 2 * (replicas - 1) * gradients // replicas
-
-
-def by_shape(work: Workload) -> Outcome:
-    found = shape(work.model, work.options)
-    # It is not stated which cost balances the stages; one stack's maps are twice as large as the next one's.
-    cuts = {
-        "operations": found.flops,
-        "parameters": found.parameters,
-        "layers": [1] * len(found.flops),
-    }
-    sent = {by: work.batch_size * pipeline_bytes(found, work.ranks, costs) for by, costs in cuts.items()}
-    each = replica_bytes(4 * sum(found.parameters), work.ranks)
-    ratios = {by: num_bytes / each for by, num_bytes in sent.items()}
-    return _outcome(work, {"pp": [sent["operations"]], "dp": [each]}, {}, by_cut=ratios)
-
-
-# Counted
 
 
 def counted(work: Workload) -> Outcome:
@@ -151,7 +122,7 @@ def counted(work: Workload) -> Outcome:
 
     of_ranks = run_processes(count, work.ranks, work)
     sent = {way: [each[way] for each in of_ranks] for way in ("pp", "dp")}
-    return _outcome(work, sent, {way: of_ranks[0][f"{way}, by shape"] for way in ("pp", "dp")})
+    return _outcome(work, "measured", sent, {way: of_ranks[0][f"{way}, by shape"] for way in sent})
 
 
 def count(work: Workload) -> dict[str, int]:
@@ -162,6 +133,7 @@ def count(work: Workload) -> dict[str, int]:
 
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline
+    from gpipe_bench.pipeline.memory.boundary import Boundary
 
     ranks, found = dist.get_world_size(), dict[str, int]()
     loss = loss_fn(work.model, **work.options)
@@ -178,7 +150,17 @@ def count(work: Workload) -> dict[str, int]:
                 counts.append(_written_bytes())
             # Before, connections are made and forms agreed upon.
             found[way] = sorted(map(int.__sub__, counts[3:], counts[2:-1]))[COUNTED_STEPS // 2]
-            found[f"{way}, by shape"] = _expected_bytes(way, pipeline, batch)
+            expected = torch.zeros(1, dtype=torch.int64)
+            if way == "dp":
+                gradients = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)
+                expected[0] = replica_bytes(gradients, ranks)
+            elif dist.get_rank() == 0:
+                with torch.no_grad():
+                    for layer in pipeline.stages[0].layers:
+                        batch = layer(batch)
+                expected[0] = Boundary.of(batch).num_bytes
+            dist.broadcast(expected, 0)
+            found[f"{way}, by shape"] = int(expected)
     return found
 
 
@@ -187,48 +169,29 @@ def _written_bytes() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("wchar:"))
 
 
-def _expected_bytes(way: str, pipeline: Any, batch: Any) -> int:
-    """Bytes from shapes: gradients in a ring for the rank that sends most, or this process's messages."""
-    import torch
-    from torch import distributed as dist
-
-    from gpipe_bench.pipeline.memory.boundary import Boundary
-
-    if way == "dp":
-        gradients = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)
-        return replica_bytes(gradients, dist.get_world_size())
-    mine = torch.zeros(1, dtype=torch.int64)
-    if dist.get_rank() == 0:
-        with torch.no_grad():
-            for layer in pipeline.stages[0].layers:
-                batch = layer(batch)
-        mine[0] = Boundary.of(batch).num_bytes
-    dist.broadcast(mine, 0)
-    return int(mine[0])
-
-
 # Results and text
 
 
 def _outcome(
-    work: Workload, sent: Mapping[str, list[int]], expected: Mapping[str, int], **more: object
+    work: Workload,
+    provenance: Provenance,
+    sent: Mapping[str, list[int]],
+    expected: Mapping[str, int] | None = None,
+    **more: object,
 ) -> Outcome:
-    provenance: Any = "measured" if expected else "modelled"
     busiest = {way: max(ranks) for way, ranks in sent.items()}
     note = "of the rank that sends most, in a step"
     metrics = [
-        *(
-            Metric("bytes sent", n, "bytes", provenance, key={"way": way}, note=note)
-            for way, n in busiest.items()
-        ),
-        *(Metric("bytes by shape", n, "bytes", "modelled", key={"way": way}) for way, n in expected.items()),
-        Metric(RATIO, busiest["pp"] / busiest["dp"], "ratio", provenance),
+        Metric("bytes sent", n, "bytes", provenance, key={"way": way}, note=note)
+        for way, n in busiest.items()
     ]
-    facts = {
-        "column": work.column, "batch_size": work.batch_size, "ranks": work.ranks,
-        "bytes_by_rank": {way: list(ranks) for way, ranks in sent.items()}, **more,
-    }  # fmt: skip
-    return Outcome(tuple(metrics), facts)
+    metrics += [
+        Metric("bytes by shape", n, "bytes", "modelled", key={"way": way})
+        for way, n in (expected or {}).items()
+    ]
+    metrics.append(Metric(RATIO, busiest["pp"] / busiest["dp"], "ratio", provenance))
+    facts = {"column": work.column, "batch_size": work.batch_size, "ranks": work.ranks}
+    return Outcome(tuple(metrics), {**facts, "bytes_by_rank": dict(sent), **more})
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
@@ -240,7 +203,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
             source="others",
             question="as published" if part == MODELLED else "here",
             metric=record.metric(RATIO),
-            spread=_over("balanced by", list(record.details.get("by_cut", {}).values())),
+            spread=_over_cuts(record.details.get("by_cut", {})),
             record=record,
             note=f"Of the rank that sends most in a step, {how}.",
         )
@@ -249,36 +212,35 @@ def cells(records: Sequence[Record]) -> list[Result]:
     ]
 
 
-def _over(what: str, values: Sequence[float]) -> Spread | None:
-    """The range over what is not said; None where nothing is open."""
-    if not values:
+def _over_cuts(ratios: Mapping[str, float]) -> Spread | None:
+    if not ratios:
         return None
-    part = Part(what=what, low=min(values), high=max(values))
-    return Spread(low=part.low, high=part.high, parts=(part,), combinations=len(values))
+    part = Part(what="balanced by", low=min(ratios.values()), high=max(ratios.values()))
+    return Spread(low=part.low, high=part.high, parts=(part,), combinations=len(ratios))
 
 
 def tables(records: Sequence[Record]) -> str:
-    lines = []
-    for part, how in ((MODELLED, "modelled"), (COUNTED, "measured")):
-        for record in of_case(records, "done", part=part):
-            found: dict[Any, Any] = {(each.name, *each.key.values()): each.value for each in record.metrics}
-            shapes = [found.get(("bytes by shape", way)) for way in ("pp", "dp")]
-            lines.append(
-                [
-                    str(record.details["column"]),
-                    how,
-                    *(f"{found['bytes sent', way] / 1e6:,.2f}" for way in ("pp", "dp")),
-                    f"{found[RATIO,]:.3f}",
-                    ", ".join("-" if each is None else f"{each / 1e6:,.2f}" for each in shapes),
-                ]
-            )
+    def mb(record: Record, name: str, way: str) -> str:
+        found = record.metric(name, way=way)
+        return "-" if found is None or found.value is None else f"{found.value / 1e6:,.2f}"
+
+    lines = [
+        [
+            str(record.details["column"]),
+            how,
+            *(mb(record, "bytes sent", way) for way in ("pp", "dp")),
+            *(f"{each.value:.3f}" for each in record.metrics if each.name == RATIO),
+            ", ".join(mb(record, "bytes by shape", way) for way in ("pp", "dp")),
+        ]
+        for part, how in ((MODELLED, "modelled"), (COUNTED, "measured"))
+        for record in of_case(records, "done", part=part)
+    ]
     title = (
         "MB that the rank that sends most sends in one step, float32\n"
         "  pipeline   activations forward and their gradients back\n"
         "  data par.  the sum of the gradients over as many replicas"
     )
-    columns = ["", "provenance", "pipeline", "data par.", "ratio", "both by shape"]
-    return numbers_text(title, columns, lines) if lines else ""
+    return numbers_text(title, ["", "provenance", "pipeline", "data par.", "ratio", "both by shape"], lines)
 
 
 EXPERIMENT = Experiment(

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cache
 from itertools import product
 from statistics import median_high
+
+import msgspec
 
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.experiment import Case, Outcome
@@ -48,8 +49,7 @@ WHOLE = "theirs is the memory of a GPU, parameters and optimizer included; ours 
 OPEN = "micro-batches and stages per worker, where they are not stated"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A published number and the schedule that it is of.
 
     Args:
@@ -71,20 +71,16 @@ class Row:
     column: str
     what: str
     schedule: str
-    num_workers: str
+    num_workers: int
     num_microbatches: str
-    stages_per_worker: str
-    most_alive: str
-    forward_ms: str
-    input_backward_ms: str
-    weight_backward_ms: str
-    message_ms: str
-    free_messages: str
-    note: str
-
-    @property
-    def workers(self) -> int:
-        return int(self.num_workers)
+    stages_per_worker: str = ""
+    most_alive: int | None = None
+    forward_ms: float = 1
+    input_backward_ms: float = 1
+    weight_backward_ms: float = 1
+    message_ms: float = 0
+    free_messages: float = 0
+    note: str = ""
 
     @property
     def settings(self) -> list[tuple[int, int | None]]:
@@ -92,42 +88,39 @@ class Row:
         turns: list[int | None] = [*map(int, self.stages_per_worker.split())]
         return list(product(map(int, self.num_microbatches.split()), turns or [None]))
 
+    @property
     def times_ms(self) -> dict[Kind, float]:
         """Milliseconds of all layers of a worker, by kind of action."""
-        ahead, inputs, weights = (
-            float(each or 1) for each in (self.forward_ms, self.input_backward_ms, self.weight_backward_ms)
-        )
-        return {Kind.F: ahead, Kind.B: inputs + weights, Kind.I: inputs, Kind.W: weights}
+        inputs, weights = self.input_backward_ms, self.weight_backward_ms
+        return {Kind.F: self.forward_ms, Kind.B: inputs + weights, Kind.I: inputs, Kind.W: weights}
+
+    @property
+    def link(self) -> Link:
+        """The link that takes as long."""
+        return Link("their messages", self.message_ms)
 
     def made(self, num_microbatches: int, turns: int | None) -> Schedule:
         """The schedule itself."""
         if not self.schedule.startswith("generated"):
-            return named(self.schedule, self.workers, num_microbatches, stages_per_worker=turns)
-        whole = "whole" in self.schedule
-        place = vee(self.workers) if "V" in self.schedule else tuple(range(self.workers))
-        share = self.workers / len(place)
-        times_ms = {kind: share * ms for kind, ms in self.times_ms().items()}
-        room = int(self.most_alive) if self.most_alive else None
-        return generate(place, num_microbatches, times_ms, self.link(), split=not whole, most_alive=room)
-
-    def link(self) -> Link:
-        return Link("their messages", float(self.message_ms or 0))
+            return named(self.schedule, self.num_workers, num_microbatches, stages_per_worker=turns)
+        place = vee(self.num_workers) if "V" in self.schedule else tuple(range(self.num_workers))
+        share = self.num_workers / len(place)
+        times_ms = {kind: share * ms for kind, ms in self.times_ms.items()}
+        split = "whole" not in self.schedule
+        return generate(place, num_microbatches, times_ms, self.link, split=split, most_alive=self.most_alive)
 
     def cost_ms(self, schedule: Schedule) -> float:
         """The longest span of a worker."""
-        return span(laid_out(schedule, self.times_ms(), self.link())) - (
-            float(self.free_messages or 0) * float(self.message_ms or 0)
-        )
+        free_ms = self.free_messages * self.message_ms
+        return span(laid_out(schedule, self.times_ms, self.link)) - free_ms
 
 
 @cache
 def load_rows() -> tuple[Row, ...]:
     """The rows of the file. Raises ValueError for other columns than a row has."""
     with PATH.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames != [each.name for each in fields(Row)]:
-            raise ValueError(f"{PATH.name} has columns {reader.fieldnames}; give those of its README")
-        return tuple(Row(**each) for each in reader)
+        given = [{name: text for name, text in row.items() if text} for row in csv.DictReader(file)]
+    return tuple(msgspec.convert(given, list[Row], strict=False))
 
 
 def laid_out(schedule: Schedule, times_ms: dict[Kind, float], link: Link) -> Timeline:
@@ -154,18 +147,18 @@ def value_of(row: Row, num_microbatches: int, turns: int | None) -> float:
     activations = max(alive) * schedule.num_workers / schedule.num_stages
     match row.what.split():
         case ["bubble", "rate"]:
-            times_ms = row.times_ms()
+            times_ms = row.times_ms
             whole_ms = num_microbatches * (times_ms[Kind.F] + times_ms[Kind.B])
             return 1 - whole_ms / row.cost_ms(schedule)
         case ["bubble"]:
-            return 100 * laid_out(schedule, row.times_ms(), row.link()).bubble
+            return 100 * laid_out(schedule, row.times_ms, row.link).bubble
         case ["speed", "over", "1F1B"]:
-            one = laid_out(named("1f1b", row.workers, num_microbatches), row.times_ms(), row.link())
+            one = laid_out(named("1f1b", row.num_workers, num_microbatches), row.times_ms, row.link)
             return span(one) / row.cost_ms(schedule)
         case ["activations"]:
             return activations
         case ["activations", "over", "1F1B"]:
-            return activations / min(row.workers, num_microbatches)
+            return activations / min(row.num_workers, num_microbatches)
         case ["graphs", "alive"]:
             return max(alive)
         case ["graphs", "alive", "on", "worker", worker]:

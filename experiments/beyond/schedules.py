@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.beyond import published
 from gpipe_bench.experiments.beyond.published import alive_by_worker, laid_out
-from gpipe_bench.experiments.drawing import COLORS, legend, picture, without_frame
+from gpipe_bench.experiments.drawing import COLORS, legend, picture
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_case
 from gpipe_bench.harness.report.grid import numbers_text
@@ -34,7 +33,6 @@ from gpipe_bench.pipeline.plan.vee import vee
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from pandas import DataFrame
 
 EQUAL = "equal costs"
 GENERATED, GENERATED_V = "generated", "generated, V"
@@ -47,12 +45,6 @@ CHART_WORKERS = 4  # of the charts that are kept
 GRID_S = {2: 0.5, 4: 1.0, 8: 4.0, 16: 15.0}
 """Estimated seconds of a case, by K."""
 KEPT = {"never": "kept", "always": "recomputed"}
-SHOWN_WORKERS = 8
-"""Workers of the frontier plot: the most that Table 2 has."""
-PALETTE = (
-    "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22",
-    "#393b79", "#637939", "#843c39",
-)  # fmt: skip
 HOW = {"never": "without re-materialization", "always": "every micro-batch recomputed"}
 
 
@@ -140,33 +132,20 @@ def _table(record: Record, remat: str) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Every figure the records suffice for."""
-    charts = find(records, "done", part=EQUAL, num_workers=CHART_WORKERS)
-    points = find(records, "done", part=EQUAL, num_workers=SHOWN_WORKERS)
-    found = [
-        (
-            charts,
-            _charts,
-            "schedules-charts",
-            f"All schedules on {CHART_WORKERS} workers with {2 * CHART_WORKERS} micro-batches, "
-            "replayed at equal costs",
-            "Gantt charts of every schedule on one time axis, activations kept at the left and "
-            "recomputed at the right; zero bubble in a V leaves the least white.",
-        ),
-        (
-            points,
-            _frontier,
-            "schedules-frontier",
-            "Memory of the fullest worker against the time of a step",
-            "A point for each schedule, kept and recomputed; a line joins those that no other beats "
-            "in both time and memory.",
-        ),
-    ]
-    return [
-        picture(name=name, caption=caption, alt=alt, draw=partial(draw, record))
-        for record, draw, name, caption, alt in found
-        if record is not None
-    ]
+    """The charts, where they are on record."""
+    record = find(records, "done", part=EQUAL, num_workers=CHART_WORKERS)
+    if record is None:
+        return []
+    caption = (
+        f"All schedules on {CHART_WORKERS} workers with {2 * CHART_WORKERS} micro-batches, replayed at equal "
+        "costs"
+    )
+    alt = (
+        "Gantt charts of every schedule on one time axis, activations kept at the left and recomputed at the "
+        "right; zero bubble in a V leaves the least white."
+    )
+    draw = partial(_charts, record)
+    return [picture(name="schedules-charts", caption=caption, alt=alt, draw=draw)]
 
 
 def _charts(record: Record) -> Figure:
@@ -208,41 +187,6 @@ def _paint(axes: Axes, timeline: Timeline) -> None:
             )  # fmt: skip
     axes.set_yticks(range(timeline.num_workers))
     axes.set_ylim(timeline.num_workers - 0.5, -0.5)
-
-
-def frontier(points: DataFrame) -> DataFrame:
-    """The points that no other point beats in both time and memory, the fastest first."""
-    found = points.sort_values(["time", "memory"])
-    return found[found.memory < found.memory.cummin().shift(fill_value=inf)]
-
-
-def _frontier(record: Record) -> Figure:
-    """Time and memory of all schedules but the naive one."""
-    import seaborn
-    from matplotlib.figure import Figure
-
-    data, number = frame([record]), 2 * SHOWN_WORKERS
-    values = data[(number == data.M) & (data.schedule != "naive")]
-    points = values.set_index(["schedule", "remat", "metric"]).value.unstack(sort=False).reset_index()
-    points = points.rename(columns={"step in slots": "time", "graphs alive": "memory"})
-    points = points.assign(activations=points.remat.map(KEPT))
-    figure = Figure(figsize=(8.4, 4.5), layout="constrained")
-    axes, line = figure.add_subplot(), frontier(points)
-    axes.step(line.time, line.memory, where="post", color=".6", zorder=1)
-    seaborn.scatterplot(
-        points,
-        x="time", y="memory", hue="schedule", style="activations", s=45, ax=axes,
-        hue_order=WITHOUT_NAIVE, palette=PALETTE[: len(WITHOUT_NAIVE)], markers=["o", "X"], zorder=2,
-    )  # fmt: skip
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title(f"equal costs, K = {SHOWN_WORKERS}, M = {number} (replayed)", fontsize=9)
-    axes.set(xlabel="step (slots)", ylabel="fullest worker (graphs alive)")
-    handles = axes.get_legend_handles_labels()
-    axes.legend().remove()
-    figure.legend(*handles, loc="outside right upper", frameon=False, fontsize=8)
-    without_frame(figure)
-    return figure
 
 
 EXPERIMENT = Experiment(

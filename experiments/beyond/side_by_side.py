@@ -41,7 +41,6 @@ MORE_ROUNDS = 2
 """Times the rounds when a case is measured again."""
 CALIBRATION_STEPS = 2
 
-Sign = Literal[">=", "<="]
 Steps = Mapping[str, Callable[[], object] | None]
 """One training step of each variant, or None in a process that has no part in it."""
 
@@ -122,9 +121,8 @@ def side_by_side(
         details = {
             "rounds": rounds,
             **outcome.details,
-            **facts_of(found),
+            **facts_of(found, metrics),
             "cpu_s": [each.usage.cpu_s for each in found],
-            **void_of(metrics),
         }
         return replace(outcome, metrics=metrics, details=details)
 
@@ -137,18 +135,21 @@ def side_by_side(
 
 def conditions_of(found: Sequence[Found], ratios: Sequence[float], note: str) -> list[Metric]:
     """Metrics that tell how far a case can be trusted: the control's ratios, and what else ran meanwhile."""
+    others = used_by_others([each.usage for each in found])
+    share = "share of the machine's cores that other programs used meanwhile"
     return [
         from_samples("control", ratios, "ratio", note=note),
-        Metric(
-            "used by others", used_by_others([each.usage for each in found]), "ratio", "measured",
-            note="share of the machine's cores that other programs used meanwhile",
-        ),
-    ]  # fmt: skip
+        Metric("used by others", others, "ratio", "measured", note=share),
+    ]
 
 
-def facts_of(found: Sequence[Found]) -> dict[str, Any]:
-    """Facts for a record's details: how the processes were set up."""
-    return {name: [each.conditions[name] for each in found] for name in ("pinned_cores", "threads")}
+def facts_of(found: Sequence[Found], metrics: Sequence[Metric]) -> dict[str, Any]:
+    """Facts for a record's details: how the processes were set up, and `void`, why the numbers may not be
+    judged, where the control says so.
+    """
+    void = void_by(next(metric for metric in metrics if metric.name == "control"))
+    facts = {name: [each.conditions[name] for each in found] for name in ("pinned_cores", "threads")}
+    return facts | ({"void": void} if void else {})
 
 
 def lacks_gpus(device: str, count: int) -> str:
@@ -167,12 +168,6 @@ def void_by(control: Metric | None) -> str:
     if control is None or control.low is None or control.high is None or control.low <= 1 <= control.high:
         return ""
     return f"the control is {measured(control)}, not 1"
-
-
-def void_of(metrics: Sequence[Metric]) -> dict[str, str]:
-    """Facts for a record's details: `void`, why its numbers may not be judged, where the control says so."""
-    void = void_by(next(metric for metric in metrics if metric.name == "control"))
-    return {"void": void} if void else {}
 
 
 def state_of(record: Record) -> tuple[Literal["", "void", "contaminated"], str]:
@@ -195,32 +190,19 @@ def trust_of(record: Record) -> list[str]:
     return [f"{each.name} {measured(each)}" for each in found if each is not None]
 
 
-def verdict(metric: Metric, sign: Sign, bound: float, control: Metric | None) -> str:
-    """Whether the median meets its bound, in the metric's unit, and whether that is certain: the whole
-    interval says so and, of a ratio, the median lies beyond the noise floor, which is the further end of the
-    control's interval.
-    """
-    assert metric.value is not None, "measured metrics have a value"
-
-    def holds(value: float) -> bool:
-        return value >= bound if sign == ">=" else value <= bound
-
-    said, low, high = holds(metric.value), metric.low, metric.high
-    sure = low is not None and high is not None and holds(low) == holds(high) == said
-    if sure and metric.unit == "ratio" and control is not None and control.low and control.high:
-        floor = max(abs(math.log(control.low)), abs(math.log(control.high)))
-        sure = abs(math.log(metric.value / bound)) >= floor
-    return ("yes" if said else "NO") + ("" if sure else ", within the noise")
-
-
 def is_faster(ratio: Metric, control: Metric | None) -> bool | None:
-    """Whether the first of two variants is the faster one by the ratio of their speeds; None where that is
-    within the noise.
+    """Whether the first of two variants is the faster one by the ratio of their speeds. None where that is
+    within the noise: the interval holds 1, or the median lies within the noise floor, which is the further
+    end of the control's interval.
     """
-    assert ratio.value is not None, "measured metrics have a value"
-    faster = ratio.value >= 1
-    said = verdict(ratio, ">=" if faster else "<=", 1.0, control)
-    return None if "within the noise" in said else faster
+    low, high = ratio.low, ratio.high
+    if not ratio.value or low is None or high is None or low <= 1 <= high:
+        return None
+    if control is not None and control.low and control.high:
+        floor = max(abs(math.log(control.low)), abs(math.log(control.high)))
+        if abs(math.log(ratio.value)) < floor:
+            return None
+    return ratio.value > 1
 
 
 def measured(metric: Metric) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, say, warn
-from gpipe_bench.experiments.registry import PROFILES, load, program
-from gpipe_bench.experiments.report.readings import (
+from gpipe_bench.experiments.readings import (
     Shown,
     check_engine_is_there,
     engines_of,
@@ -27,6 +26,7 @@ from gpipe_bench.experiments.report.readings import (
     select_records,
     shown_of,
 )
+from gpipe_bench.experiments.registry import PROFILES, load, program
 from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.compare import differences
 from gpipe_bench.harness.experiment import Experiment
@@ -130,10 +130,9 @@ def _shown(folder: Path, experiment: Experiment, arguments: Any, problems: list[
         warn(f"shown are records with {last}; there are others: {list(groups.values())}")
     records = [record for record in records if record.options == last]
     brief = not (arguments.full or arguments.json)
-    shown, unusable = readable(name, records, lambda usable: shown_of(experiment, usable, brief=brief))
+    shown, why = readable(name, lambda: shown_of(experiment, records, brief=brief))
     if shown is None:
-        raise ValueError(f"{unusable[0]}; make records anew with: {program()} run {name} --fresh")
-    warn(*unusable)
+        raise ValueError(f"{why}; make records anew with: {program()} run {name} --fresh")
     return shown
 
 

@@ -1,4 +1,4 @@
-"""`report`: the scorecard of everything on record, as one HTML page, one markdown file and one CSV file.
+"""`report`: the scorecard of everything on record, as one HTML page and one CSV file.
 
 Reads records and draws; needs neither torch nor a device.
 """
@@ -11,13 +11,12 @@ from pathlib import Path
 import msgspec
 
 from gpipe_bench.experiments.commands.output import DONE, print_line, warn
-from gpipe_bench.experiments.report.build import build
+from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import short_path
-from gpipe_bench.harness.report.html import html, markdown
-from gpipe_bench.harness.report.page import cells_csv
+from gpipe_bench.harness.report.page import cells_csv, html
 from gpipe_bench.harness.store import write_whole
 
-HTML, MARKDOWN, CELLS = "report.html", "report.md", "cells.csv"
+HTML, CELLS = "report.html", "cells.csv"
 
 
 def options(verb: argparse.ArgumentParser) -> None:
@@ -33,13 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     warn(*page.warnings)
     if arguments.json:
         for table in page.tables:
-            for cell in (*table.rows, *table.settings):
+            for cell in table.rows:
                 more = {"machine": cell.machine or None}
                 print_line(msgspec.json.encode(cell.to_data() | more))
         return DONE
     folder = arguments.output or (results.parent if results.is_file() else results)
     print(page.first.text(), end="\n\n")
-    files = ((HTML, html(page)), (MARKDOWN, markdown(page)), (CELLS, cells_csv(page.tables)))
+    files = ((HTML, html(page)), (CELLS, cells_csv(page.tables)))
     for name, text in files:
         write(folder / name, text)
         print(f"report: {short_path(folder / name)}")

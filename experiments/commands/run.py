@@ -22,9 +22,9 @@ from gpipe_bench.experiments.commands.output import (
     print_line,
     say,
 )
+from gpipe_bench.experiments.readings import Shown, screen, select_records, shown_of
 from gpipe_bench.experiments.registry import PROFILES, load, program
-from gpipe_bench.experiments.report.figures import draw
-from gpipe_bench.experiments.report.readings import Shown, readable, screen, select_records, shown_of
+from gpipe_bench.experiments.report import draw
 from gpipe_bench.harness import short_path
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.record import Record, encode, printable
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             show.warn(f"interrupted; {finished} finished cases are kept, the same command goes on from there")
             return interrupted(result.signal)
         with within(SCREEN):
-            shown = _shown(experiment, asked, store, result, show)
+            shown = _shown(experiment, asked, store, result)
         where = "" if arguments.is_own else f" --results {shlex.quote(str(arguments.results))}"
         if not arguments.json:
             say(screen(shown, f"{program()} compare {experiment.name}{where} --full"))
@@ -195,18 +195,13 @@ def _own_engine(asked: str, experiment: Experiment) -> str:
     return pinned(asked)
 
 
-def _shown(
-    experiment: Experiment, options: RunOptions, store: Store, result: RunResult, show: Reporter
-) -> Shown:
+def _shown(experiment: Experiment, options: RunOptions, store: Store, result: RunResult) -> Shown:
     """Results on record for these options, also from earlier runs, and those this run could not write."""
     stored = select_records(store.load(experiment.name).records, experiment, options.profile)
     wanted = experiment.relevant(options)
     known = [record for record in stored if record.options == wanted]
     records = list(latest([*known, *result.records]).values())  # on a full disk new ones are not stored
-    shown, left_out = readable(experiment.name, records, lambda usable: shown_of(experiment, usable))
-    for line in left_out:
-        show.warn(line)
-    return shown or shown_of(experiment, records)  # a mistake of the experiment itself shall be seen
+    return shown_of(experiment, records)
 
 
 def _figures(experiment: Experiment, shown: Shown, folder: Path, show: Reporter) -> list[Path]:

@@ -6,7 +6,6 @@ page, where it stands between two markers: what is between them is made anew, th
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +94,7 @@ class Grid:
     def markdown(self) -> str:
         """The table in markdown: the title in bold, pipes escaped."""
         title = [f"**{self.title}**", ""] if self.title else []
-        columns, *lines = [[escaped(str(cell)) for cell in line] for line in (self.columns, *self.lines)]
+        columns, *lines = [[_escaped(str(cell)) for cell in line] for line in (self.columns, *self.lines)]
         return "\n".join([*title, self._laid_out("github", columns, lines), *self.notes])
 
     def _laid_out(self, style: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
@@ -134,14 +133,9 @@ def _wrapped(cell: str, width: int) -> list[str]:
     ]
 
 
-def escaped(text: str) -> str:
+def _escaped(text: str) -> str:
     """Text for a cell of a markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def without_html(value: object) -> object:
-    """Text in which nothing is taken for a tag of HTML, for pages that are shown as such."""
-    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", value) if isinstance(value, str) else value
 
 
 def between(text: str, begin: str, end: str, new: str, page: str) -> str:

@@ -1,34 +1,51 @@
-"""What the report says, before it says how: every published number beside ours, and why.
+"""The report: one HTML page that needs nothing beside itself, and all its numbers as CSV.
 
-A pure function of answers and published numbers, so that the HTML page, the markdown file and the table of
-cells can't disagree and a test can hold each against the records.
+A pure function of answers and published numbers: every number of the paper beside ours, and why. The first
+screen has the question, an answer in plain words, and the paper's claims with ours beside them. Its words are
+data (`results/answer.toml`) with places for numbers, and every number comes from a comparison or from a fact
+of the records: a number that the records lack is a dash. README, the page and the terminal show one object.
 
-The first screen has the question, an answer in plain words, and the paper's claims with ours beside them. Its
-words are data (`results/answer.toml`) with places for numbers, and every number comes from a comparison or
-from a fact of the records: a number that the records lack is a dash. README, the page and the terminal show
-one object.
+No time of day goes in, so that the same records always give the same bytes and a report can be kept under
+version control.
 """
 
 from __future__ import annotations
 
+import base64
 import csv
+import gzip
 import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from gpipe_bench.harness import PUBLISHED
 from gpipe_bench.harness.compare import absent, judge, peers_of
+from gpipe_bench.harness.experiment import Experiment
 from gpipe_bench.harness.paper import PaperNumber, PaperTable
-from gpipe_bench.harness.report.grid import Grid, fill, without_html
-from gpipe_bench.harness.report.table import Key, Table, answer, numbered, parts_of, range_text, reason_text
+from gpipe_bench.harness.report import table as tables_of_words
+from gpipe_bench.harness.report.grid import Grid, fill
+from gpipe_bench.harness.report.table import (
+    ANSWERS,
+    MEANINGS,
+    Answer,
+    Table,
+    answer,
+    numbered,
+    parts_of,
+    range_text,
+    reason_text,
+)
 from gpipe_bench.harness.units import show
 from gpipe_bench.harness.verdict import QUESTIONS, Comparison, Question
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 # The first screen
 
@@ -72,7 +89,7 @@ class FirstScreen:
     CLAIMS = ("claim", "paper", "ours", "how", "answer")
 
     def markdown(self) -> str:
-        """Text in markdown, for README and the report's markdown page."""
+        """Text in markdown, for README."""
         claims = Grid(columns=self.CLAIMS, lines=self.claims).markdown()
         return "\n\n".join([*self.paragraphs, claims])
 
@@ -119,28 +136,17 @@ def first_screen(cells: Sequence[Comparison], facts: Mapping[str, str], path: Pa
 # The page
 
 
-class Published(NamedTuple):
-    """A number of others that nothing of ours answers. `ours` is our number at the same place, if any."""
-
-    cell: PaperNumber
-    comparison: Comparison
-    ours: Comparison | None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableView:
-    """One table of the page, part by part. `commands` made its rows; `settings` and `others` stand below."""
+    """One table of the page, part by part. `commands` made its rows: command, machine, profile."""
 
     name: str
     info: PaperTable
     location: str
     hardware: str
     parts: tuple[Table, ...]
-    settings: tuple[Comparison, ...]
-    others: tuple[Published, ...]
     notes: tuple[str, ...]
-    marks: Mapping[Key, tuple[int, ...]]
-    commands: tuple[tuple[str, str, str], ...]  # command, machine, profile
+    commands: tuple[tuple[str, str, str], ...]
 
     @property
     def rows(self) -> tuple[Comparison, ...]:
@@ -159,12 +165,9 @@ class Machine(NamedTuple):
 
 
 class ExperimentView(NamedTuple):
-    """An experiment's own words and pictures. `runs`: machine, profile, what it does, its records."""
+    """An experiment, its text and pictures. `runs`: machine, profile, what it does, its records."""
 
-    name: str
-    title: str
-    source: str
-    describe: str
+    experiment: Experiment
     runs: tuple[tuple[str, str, str, str], ...]
     text: str
     pictures: tuple[Any, ...] = ()
@@ -172,12 +175,11 @@ class ExperimentView(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """All of the report. `errata` are (table, cells, erratum), `figure` the picture of the first screen."""
+    """All of the report; `figure` is the picture of the first screen."""
 
     tables: tuple[TableView, ...]
     first: FirstScreen
     summaries: Grid
-    errata: tuple[tuple[str, str, str], ...]
     figure: Any = None
     experiments: tuple[ExperimentView, ...] = ()
     machines: tuple[Machine, ...] = ()
@@ -186,7 +188,7 @@ class Page:
 
     @property
     def cells(self) -> tuple[Comparison, ...]:
-        """The comparisons of all tables, without settings and numbers of others."""
+        """The comparisons of all tables."""
         return tuple(row for table in self.tables for row in table.rows)
 
     @property
@@ -198,7 +200,6 @@ class Page:
 SUMMARY = ("computed at the paper's size", "agree", "differ", "no test", "median off", "rank", "directions")
 """The columns of what sums up a table: how many cells agree, differ and are no test, the median of
 |ours / paper - 1|, the rank correlation, and how many neighbours over K and M move as the paper's do."""
-_MOST_CELLS = 3  # that an erratum names
 
 
 def page_of(
@@ -209,18 +210,14 @@ def page_of(
     headline: Sequence[Comparison] | None = None,
     summaries: Sequence[tuple[str, ...]] = (),
 ) -> Page:
-    """The page of our answers: every table with a published number or one of ours, in the order of `infos`,
-    then of the paper's file, and the errata of the paper, each once.
+    """The page of our answers: every table with a number of the paper or one of ours, in the order of
+    `infos`, then of the paper's file.
 
     The first screen is of `headline`, by default of all answers, and of `facts`; `summaries` are of the
     tables that were computed at the paper's size.
-
-    Raises ValueError where two answers are for one cell.
     """
-    if len({cell.key for cell in answers}) != len(answers):
-        raise ValueError("two answers are for one cell; choose one before")
     names = dict.fromkeys([cell.table for cell in paper] + [cell.table for cell in answers])
-    tables = tuple(
+    views = [
         _table(
             name,
             [cell for cell in answers if cell.table == name],
@@ -228,58 +225,44 @@ def page_of(
             infos.get(name) or PaperTable(title=name, short=name, about=""),
         )
         for name in dict.fromkeys([*(name for name in infos if name in names), *names])
-    )
+    ]
+    tables = tuple(view for view in views if view.rows)
     not_run = [row for table in tables for row in table.rows if row.verdict == "not run"]
-    errata: dict[tuple[str, str], list[str]] = {}
-    for cell in paper:
-        if cell.erratum and cell.kind != "external":
-            errata.setdefault((cell.table, cell.erratum), []).append(f"{cell.row}, {cell.column}")
     return Page(
         tables=tables,
         first=first_screen([*(answers if headline is None else headline), *not_run], facts),
         summaries=Grid(columns=SUMMARY, lines=summaries, right=frozenset(range(1, len(SUMMARY)))),
-        errata=tuple(
-            (table, "; ".join(at) if len(at) <= _MOST_CELLS else f"{at[0]} and {len(at) - 1} more", text)
-            for (table, text), at in errata.items()
-        ),
     )
 
 
 def _table(
     name: str, answers: Sequence[Comparison], paper: Sequence[PaperNumber], info: PaperTable
 ) -> TableView:
-    published = {(*cell.key, cell.source): cell for cell in paper}
+    """The table's answers, and every number of the paper that counts and has none."""
+    published = [(*cell.key, cell.source) for cell in paper]
+    order, peers = {place: number for number, place in enumerate(published)}, peers_of(paper)
     answered = {cell.key[:-1] for cell in answers if cell.verdict != "not judged"}
-    peers, listed = peers_of(paper), [*answers]
-    for place, cell in published.items():
-        if cell.source == "paper" and place not in answered:
-            listed.append(judge(cell, absent(cell, info.missing), peer=peers.get(cell.key)))
-    first = {place: number for number, place in enumerate(published)}
-
-    def order(cell: Comparison) -> tuple[int, bool, int]:
-        place = cell.key[:-1]
-        return QUESTIONS.index(cell.question), place not in first, first.get(place, 0)
-
-    rows = sorted(listed, key=order)
+    unanswered = [
+        judge(cell, absent(cell, info.missing), peer=peers.get(cell.key))
+        for place, cell in zip(published, paper, strict=True)
+        if place not in answered and cell.source == "paper" and cell.counted
+    ]
+    told = [cell for cell in answers if cell.counted or cell.ours is not None or cell.source != "paper"]
+    rows = sorted(
+        [*told, *unanswered],
+        key=lambda cell: (QUESTIONS.index(cell.question), order.get(cell.key[:-1], len(order))),
+    )
     # a reason that stands in the row anyway is no note
     notes, marks = numbered(rows, lambda cell: [note for note in cell.footnotes if note != cell.reason])
-    # a setting or a repetition that nothing of ours answers is only context
-    is_setting = [c.source == "paper" and c.kind != "ours" and not c.counted and c.ours is None for c in rows]
-    ours = {cell.place: cell for cell in rows if cell.ours is not None}
-    others = [cell for place, cell in published.items() if cell.source != "paper" and place not in answered]
-    papers = [cell for cell in paper if cell.source == "paper"]
-    located = [cell for cell in papers if cell.counted] or others
-    shown = [cell for cell, context in zip(rows, is_setting, strict=True) if not context]
+    papers = [cell for cell in paper if cell.source == "paper"] or paper
+    located = [cell for cell in papers if cell.counted or cell.source != "paper"]
     return TableView(
         name=name,
         info=info,
         location="; ".join(dict.fromkeys(cell.location for cell in located if cell.location)),
-        hardware="; ".join(dict.fromkeys(cell.hardware for cell in papers or others if cell.hardware)),
-        parts=parts_of(name, shown, notes, marks),
-        settings=tuple(cell for cell, context in zip(rows, is_setting, strict=True) if context),
-        others=tuple(Published(cell, judge(cell, absent(cell)), ours.get(cell.key)) for cell in others),
+        hardware="; ".join(dict.fromkeys(cell.hardware for cell in papers if cell.hardware)),
+        parts=parts_of(name, rows, notes, marks),
         notes=notes,
-        marks=marks,
         commands=tuple(dict.fromkeys((c.command, c.machine, c.profile) for c in rows if c.machine)),
     )
 
@@ -294,18 +277,70 @@ COLUMNS = (
 
 
 def cells_csv(tables: Sequence[TableView]) -> str:
-    """All cells in the order of the page, settings and numbers of others at the end of each table.
-
-    Numbers stand as Python writes them, so reading them back gives the same; nothing is rounded and the same
-    records always give the same bytes. An empty field is a number that there is not.
+    """All cells in the order of the page. Numbers stand as Python writes them, so reading them back gives the
+    same; an empty field is a number that there is not.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for table in tables:
-        for cell in (*table.rows, *table.settings, *(other.comparison for other in table.others)):
-            said = {"answer": answer(cell), "reason": reason_text(cell)}
-            writer.writerow(
-                [without_html(said[name] if name in said else getattr(cell, name)) for name in COLUMNS]
-            )
+    for cell in (row for table in tables for row in table.rows):
+        said = {"answer": answer(cell), "reason": reason_text(cell)}
+        writer.writerow([said[name] if name in said else getattr(cell, name) for name in COLUMNS])
     return text.getvalue()
+
+
+# HTML -------------------------------------------------------------------------------------------------------
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+MARKS: dict[Answer, str] = {
+    "agrees": "✓", "follows": "=", "differs": "≠", "no test": "?", "not judged": "·", "not run": "○",
+}  # fmt: skip
+"""A shape beside each answer, because colour alone reaches not everybody and no printer."""
+
+_BETWEEN_CELLS = re.compile(r"(</(?:td|tr|th|thead|tbody|table)>|<(?:tr|tbody|thead)[^>]*>)\s*\n\s*(?=<)")
+"""Line ends that a reader cannot see, in a page with thousands of cells that is sent by mail."""
+
+
+def html(page: Page) -> str:
+    """The page as one file: styles and figures inside, no script, nothing fetched from anywhere."""
+    import jinja2
+
+    environment: jinja2.Environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    words = tables_of_words
+    environment.filters.update(
+        paper=words.paper_text, ours=words.ours_text, spread=words.spread_text, ratio=words.ratio_text,
+        answer=answer, why=reason_text, key=lambda cell: "|".join(cell.key),
+        capital=lambda text: text[:1].upper() + text[1:], slug=lambda text: re.sub(r"[^a-z]+", "-", text),
+        marked=_marked, breakable=_breakable,
+    )  # fmt: skip
+    style, bibtex = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "cite.bib"))
+    packed = gzip.compress(cells_csv(page.tables).encode(), mtime=0)  # without a time of day
+    text = environment.get_template("report.html.j2").render(
+        page=page, answers=ANSWERS,
+        marks=MARKS, meanings=MEANINGS, asked=words.ASKED, style=style, bibtex=bibtex,
+        cells_url=data_url(packed, "application/gzip"),
+    )  # fmt: skip
+    return _BETWEEN_CELLS.sub(r"\1", text)
+
+
+def data_url(content: bytes, kind: str) -> str:
+    """The bytes as a URL that needs no network."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _marked(text: str) -> Markup:
+    """Text with words in backticks as code and words between two asterisks stressed, all else escaped."""
+    from markupsafe import Markup, escape
+
+    code = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
+    return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", code))
+
+
+def _breakable(text: str) -> Markup:
+    """Text with places to break a line after the marks in long names and paths; it copies as it is."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(escape(piece) for piece in re.split(r"(?<=[/_=])", text))

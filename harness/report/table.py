@@ -153,10 +153,12 @@ def parts_of(
 
 def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
     """The tables that the comparisons touch, part by part; their notes are numbered through all of them."""
-    notes, marks = numbered(
-        comparisons,
-        lambda c: [*c.footnotes, *([f"Our range is over: {parts_text(c)}"] if range_text(c) else [])],
-    )
+
+    def notes_of(cell: Comparison) -> list[str]:
+        parts = ", ".join(part.replace("_", " ") for part in cell.parts)
+        return [*cell.footnotes, *([f"Our range is over: {parts}"] if range_text(cell) else [])]
+
+    notes, marks = numbered(comparisons, notes_of)
     return [
         table
         for name in dict.fromkeys(comparison.table for comparison in comparisons)
@@ -267,57 +269,40 @@ def ours_text(entry: Comparison) -> str:
     return "" if entry.ours is None else show(entry.ours, entry.unit)
 
 
-def ours_with_interval(entry: Comparison) -> str:
-    """Our number with its interval: `0.752 [0.739, 0.765]`."""
-    return "" if entry.ours is None else show_with_interval(entry.ours, entry.low, entry.high, entry.unit)
-
-
 def ours_with_error(entry: Comparison) -> str:
     """`2.46 GB +- 55 %` of what was computed, else `0.752 [0.739, 0.765]`."""
-    if entry.ours is None or not (entry.is_computed and entry.parts):
-        return ours_with_interval(entry)
-    return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}"
-
-
-def interval_text(entry: Comparison) -> str:
-    """The interval of our number, in its unit: `[3.6, 3.7]`."""
-    if entry.low is None or entry.high is None:
+    if entry.ours is None:
         return ""
-    return show_interval(entry.low, entry.high, entry.unit)
+    if entry.is_computed and entry.parts:
+        return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}"
+    return show_with_interval(entry.ours, entry.low, entry.high, entry.unit)
 
 
 def range_text(entry: Comparison, digits: int = 4) -> str:
     """`3.1 to 4.2 GB`: over everything that is not known; nothing where the interval says it all."""
-    if not entry.parts or entry.range_low is None or entry.range_high is None:
+    low, high, unit = entry.range_low, entry.range_high, entry.unit
+    if not entry.parts or low is None or high is None:
         return ""
-    return _pair(entry.range_low, entry.range_high, entry.unit, " to ", digits)
+    # the unit once, behind both, unless it scales them (`81.3M`)
+    return f"{show(low, unit, digits).removesuffix(f' {unit}')} to {show(high, unit, digits)}"
 
 
 def spread_text(entry: Comparison) -> str:
     """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
     if entry.is_computed and entry.parts:
         return f"+- {100 * reproduced.error_of(entry.table, entry.row):.0f} %"
-    return range_text(entry) or interval_text(entry)
-
-
-def parts_text(entry: Comparison) -> str:
-    """`share of the peak, error of the replay`: what our range is made of."""
-    return ", ".join(part.replace("_", " ") for part in entry.parts)
-
-
-def _pair(low: float, high: float, unit: str, between: str, digits: int) -> str:
-    """The unit once, behind both, unless it scales them (`81.3M`)."""
-    return f"{show(low, unit, digits).removesuffix(f' {unit}')}{between}{show(high, unit, digits)}"
+    if (over := range_text(entry)) or entry.low is None or entry.high is None:
+        return over
+    return show_interval(entry.low, entry.high, entry.unit)
 
 
 def ratio_text(entry: Comparison) -> str:
-    """`0.78`: ours over the paper's, where both are numbers that can be compared."""
-    known = entry.ratio is not None and entry.printed and answer(entry) != "follows"
-    return times_text(entry.ratio) if known and entry.ratio is not None else ""
-
-
-def times_text(ratio: float) -> str:
-    """`0.78`, `2060`: to three digits, or to as many as tell it from 1, up to five."""
+    """`0.78`, `2060`: ours over the paper's, where both are numbers that can be compared; to three digits, or
+    to as many as tell it from 1, up to five.
+    """
+    ratio = entry.ratio
+    if ratio is None or not entry.printed or answer(entry) == "follows":
+        return ""
     if ratio >= 1000:
         return f"{ratio:.0f}" if ratio < 1e6 else f"{ratio:.1e}"
     return next((text for digits in (3, 4, 5) if (text := f"{ratio:.{digits}g}") != "1"), "1")
@@ -349,7 +334,10 @@ def counts_text(cells: Iterable[Comparison]) -> str:
 
 def counts_lines(cells: Iterable[Comparison]) -> list[str]:
     """A line for each question: `run here: 3 agree; 14 follow`."""
-    found = list(cells)
-    each = {q: [cell for cell in found if cell.question == q and cell.counted] for q in QUESTIONS}
-    lines = [f"{ASKED[question]}: {counts_text(of)}" for question, of in each.items() if of]
+    counted = [cell for cell in cells if cell.counted]
+    lines = [
+        f"{ASKED[question]}: {counts_text(of)}"
+        for question in QUESTIONS
+        if (of := [cell for cell in counted if cell.question == question])
+    ]
     return lines or ["nothing counted"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import json
 import re
 import subprocess
@@ -16,22 +18,22 @@ from fake_experiment import EXPERIMENT as FAKE
 from records import metric, record
 
 from gpipe_bench.experiments import registry
+from gpipe_bench.experiments import report as report_build
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.output import DONE
-from gpipe_bench.experiments.report import build as report_build
-from gpipe_bench.experiments.report.build import (
+from gpipe_bench.experiments.report import (
     answers,
     build,
+    draw,
+    drawn,
     readings,
     sources,
     table_infos,
 )
-from gpipe_bench.experiments.report.figures import draw, drawn
 from gpipe_bench.harness import REFERENCE
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import load_paper, of_the_paper
 from gpipe_bench.harness.report import reproduced
-from gpipe_bench.harness.report.html import html, markdown
-from gpipe_bench.harness.report.page import PATH, cells_csv, first_screen
+from gpipe_bench.harness.report.page import PATH, cells_csv, first_screen, html
 from gpipe_bench.harness.report.table import answer
 from gpipe_bench.harness.store import Store
 
@@ -46,7 +48,8 @@ class Parsed(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.rows: set[str] = set()
-        self.peers: list[str] = []
+        self.row = ""
+        self.values: dict[str, float] = {}
         self.addresses: list[tuple[str, str]] = []
         self.ids: list[str] = []
         self.targets: list[str] = []
@@ -65,9 +68,10 @@ class Parsed(HTMLParser):
         if tag == "a" and found.get("href", "").startswith("#"):
             self.targets.append(found["href"][1:])
         if tag == "tr" and found.get("data-key"):
-            self.rows.add(found["data-key"])
-        if tag == "tr" and "data-peer" in found:
-            self.peers.append(found["data-peer"])
+            self.row = found["data-key"]
+            self.rows.add(self.row)
+        if tag == "data":
+            self.values[self.row] = float(found["value"])
 
     def handle_data(self, data):
         self.text += data
@@ -89,14 +93,18 @@ def place_of(key):
     return tuple(key.split("|")[:-1])
 
 
-def test_every_published_number_is_on_the_page_once(page, parsed):
-    paper = load_paper()
+def test_every_number_of_the_paper_that_counts_is_on_the_page_once(parsed):
     shown = Counter(map(place_of, parsed.rows))
-    assert {(*cell.key, "paper") for cell in paper if cell.source == "paper"} <= shown.keys()
+    assert {(*cell.key, "paper") for cell in of_the_paper().values() if cell.counted} <= shown.keys()
     assert max(shown.values()) <= 2, "once for each question"
-    answered = {row.key[:-1] for table in page.tables for row in table.rows}
-    others = {(*cell.key, cell.source) for cell in paper if cell.source != "paper"} - answered
-    assert Counter(map(place_of, parsed.peers)) == Counter(others)
+
+
+def test_every_number_of_ours_stands_on_the_page_and_in_the_download_as_it_is(page, parsed):
+    ours = {"|".join(cell.key): cell.ours for cell in page.cells if cell.ours is not None}
+    assert parsed.values == ours
+    lines = csv.DictReader(io.StringIO(cells_csv(page.tables)))
+    assert sorted(float(line["ours"]) for line in lines if line["ours"]) == sorted(ours.values())
+    assert len(ours) > 100
 
 
 def test_a_computed_number_has_the_answer_of_the_declared_rule(page):
@@ -152,15 +160,15 @@ def test_no_torch_and_quick_from_the_command_line(tmp_path):
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert done.stdout.startswith("Does GPipe do what its paper says?\n")
     assert "<img" in written, "the reference figures are inlined"
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "cells.csv"}
-    assert (tmp_path / "report.md").stat().st_mode & 0o777 == 0o644
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "cells.csv"}
+    assert (tmp_path / "report.html").stat().st_mode & 0o777 == 0o644
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".report")] == []
 
 
 def test_json_has_a_line_for_each_cell(tmp_path, capsys):
     assert cli.main(["report", "--results", str(tmp_path), "--json"]) == DONE
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    published = {cell.key for cell in load_paper() if cell.source == "paper"}
+    published = {place for place, cell in of_the_paper().items() if cell.counted}
     assert {(line["table"], line["row"], line["column"]) for line in lines} >= published
     assert {line["machine"] for line in lines} == {None, "cpu-2-cores"}
     assert not (tmp_path / "report.html").exists()
@@ -222,7 +230,7 @@ def test_records_that_an_experiment_cannot_read_cost_only_themselves(tmp_path, m
     assert page.warnings == (f"{tmp_path / 'own'}: fake can't be shown: KeyError: 'a key of long ago'",)
     assert page.warnings[0] in Parsed(html(page)).text
     assert "follows" in map(answer, page.cells), "the reference records of the others are there"
-    assert "fake" not in [experiment.name for experiment in page.experiments]
+    assert "fake" not in [view.experiment.name for view in page.experiments]
 
 
 @pytest.mark.usefixtures("alone")
@@ -233,12 +241,10 @@ def test_text_of_records_cannot_become_markup(tmp_path):
     put(tmp_path / "own", fake(2, None, status="failed", reason=evil))
     page = build(tmp_path / "own", figures=False)
     text = html(page)
-    assert "alert(1)" in text
+    assert "alert(1)&lt;/script&gt;|\\x1b[2J\\x9b2J\\x7f" in text
     assert Parsed(text).tags["script"] == 0
-    for written in (text, markdown(page), cells_csv(page.tables)):
-        assert "<script>alert" not in written
+    for written in (text, cells_csv(page.tables)):
         assert not {"\x1b", "\x9b", "\x7f"} & {*written}
-    assert "alert(1)&lt;/script>\\|\\x1b[2J\\x9b2J\\x7f" in markdown(page)
 
 
 def test_figures_are_kept_only_for_the_records_they_show(tmp_path):
@@ -273,7 +279,7 @@ def test_the_reference_figures_show_the_reference_records(machine):
 @pytest.mark.parametrize("name", registry.EXPERIMENTS)
 def test_the_figures_of_the_reference_records_can_be_drawn_again(name, tmp_path, monkeypatch):
     """As small as they can be: what they show is looked at, and here only that they can be made."""
-    monkeypatch.setattr("gpipe_bench.experiments.report.figures.DOTS_PER_INCH", 10)
+    monkeypatch.setattr("gpipe_bench.experiments.report.DOTS_PER_INCH", 10)
     experiment = registry.load(name)
     found, _ = sources(experiment, [("reference", MACHINE)])
     paths = draw(experiment, found[0].records, tmp_path)

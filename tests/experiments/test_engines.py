@@ -21,7 +21,7 @@ from planted_engines import OVER_PROCESSES, PLANTED, RIGHT
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.beyond import engine_turns
-from gpipe_bench.experiments.beyond.engines import ALWAYS, WORKLOADS
+from gpipe_bench.experiments.beyond.trainings import ALWAYS, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
 from gpipe_bench.experiments.engines.cases import (
     BASE,

@@ -13,26 +13,21 @@ from command_line import call, lines
 from records import record
 from torch import nn
 
-from gpipe_bench.experiments.beyond.engines import (
+from gpipe_bench.experiments.beyond.engines import COST, EXPERIMENT, SHARE, SPEED, numbers, tables
+from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
+from gpipe_bench.experiments.beyond.trainings import (
     ALL_CORES,
     ALWAYS,
     BARE,
-    COST,
-    EXPERIMENT,
     FACTORIES,
     GLOO,
-    SHARE,
-    SPEED,
     configuration_of,
     job_of,
-    numbers,
     own_engines,
-    tables,
 )
-from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
-from gpipe_bench.experiments.report.build import build
+from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
 from gpipe_bench.harness.record import Metric, Record
@@ -202,7 +197,9 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
     status, _, err = call("compare", "table1", "--results", REFERENCE / "cpu-2-cores", "--engine", "ours")
     assert (status, err) == (2, "error: --engine ours: table1 runs no engine; leave the option out\n")
 
-    (view,) = [each for each in build(results, figures=False).experiments if each.name == "engines"]
+    (view,) = [
+        each for each in build(results, figures=False).experiments if each.experiment.name == "engines"
+    ]
     assert all(f"--engine {name}\n" in view.text for name in ("all", USERS, "yours:Engine@76543210"))
 
 

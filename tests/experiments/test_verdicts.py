@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gpipe_bench.experiments.paper.reproduction import Declared, table3, torchgpipe_memory
+from gpipe_bench.experiments.readings import select_records, shown_of
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
-from gpipe_bench.experiments.report.readings import select_records, shown_of
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import admitted, judge
 from gpipe_bench.harness.experiment import RunOptions

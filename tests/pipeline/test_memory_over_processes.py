@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpipe_bench.experiments.beyond.plan.steps import title
+from gpipe_bench.experiments.beyond.plan_steps import title
 from gpipe_bench.pipeline import (
     Boundary,
     Pipeline,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import planning_models
 import pytest
 
-from gpipe_bench.experiments.beyond.plan.steps import WAYS, searched
+from gpipe_bench.experiments.beyond.plan_steps import WAYS, searched
 from gpipe_bench.pipeline import FREE, Link, partition
 from gpipe_bench.planner import Candidate, Costs, Request, Space
 from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s

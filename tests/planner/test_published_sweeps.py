@@ -7,8 +7,8 @@ from statistics import mean
 import pytest
 from pandas import DataFrame
 
-from gpipe_bench.experiments.beyond.plan.experiment import choices
-from gpipe_bench.experiments.beyond.plan.published_steps import sweeps
+from gpipe_bench.experiments.beyond.plan import choices
+from gpipe_bench.experiments.beyond.published_steps import sweeps
 from gpipe_bench.planner import Request, Space, link_named, model_of, plan
 
 ORDERS = {"GPT 181B on 384 A100": (0.5, 0.05), "GPT 1.3B on 8 V100, recomputed": (0.3, 0.08)}

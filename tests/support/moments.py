@@ -83,7 +83,7 @@ if __name__ == "__main__":
     from gpipe_bench.harness import signals as stopping
 
     if MODULE != "gpipe_bench.experiments.beyond.engines":  # whose import is a moment, too
-        from gpipe_bench.experiments.beyond.engines import WORKLOADS
+        from gpipe_bench.experiments.beyond.trainings import WORKLOADS
 
         tiny = {"num_layers": 6, "vocab_size": 8, "d_model": 16, "ffn_dim": 32, "num_heads": 2, "seq_len": 8}
         WORKLOADS["transformer"] = WORKLOADS["transformer"]._replace(

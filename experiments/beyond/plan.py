@@ -5,17 +5,20 @@ in the same order, and the configuration that the plan puts first is the fastest
 About half an hour on two laptop cores, which should have nothing else to do:
 
     python -m experiments run plan
+
+The best five of each plan run, and five others (`plan_steps.py`); steps that others measured on hundreds of
+accelerators are predicted on paper (`published_steps.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from gpipe_bench.experiments.beyond.plan import published_steps, steps
-from gpipe_bench.experiments.beyond.plan.steps import MODELS
+from gpipe_bench.experiments.beyond import published_steps
 from gpipe_bench.experiments.beyond.side_by_side import measured, trust_of
+from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, MODELS, PART, PREDICTED, STEP
 from gpipe_bench.experiments.drawing import COLORS, picture
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, Plot, RunOptions
 from gpipe_bench.harness.record import Record, of_case
@@ -25,56 +28,39 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+
 SECONDS = {"smoke": 16.0, "short": 200.0, "full": 560.0}
 
 
 def cases(options: RunOptions) -> list[Case]:
-    asked = [
-        Case({"part": steps.PART, "model": model}, SECONDS[options.profile])
-        for model in MODELS[options.profile]
-    ]
-    if options.profile == "smoke":
-        return asked
-    parts = (published_steps.PART, published_steps.SWEEPS)
+    seconds, models = SECONDS[options.profile], MODELS[options.profile]
+    asked = [Case({"part": PART, "model": model}, seconds) for model in models]
+    parts = () if options.profile == "smoke" else (published_steps.PART, published_steps.SWEEPS)
     return [*asked, *(Case({"part": part}, published_steps.SECONDS) for part in parts)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    match case.key["part"]:
-        case steps.PART:
-            return steps.run(case.key, options)
-        case published_steps.SWEEPS:
-            return published_steps.run_sweeps()
-    return published_steps.run()
+    if case.key["part"] != PART:
+        return published_steps.run(str(case.key["part"]))
+    from gpipe_bench.experiments.beyond import plan_steps
+
+    planned = MODELS[options.profile][str(case.key["model"])]
+    return plan_steps.run(planned, options.seed, options.device)
 
 
 # Comparison of predictions with measurements, its summary, and the rules that it should meet
 
-
-class Rule(NamedTuple):
-    """A number of `found` that should be at most or at least `bound`: for two cores, over all configurations
-    of all models that are not void, and asked before any prediction was compared with a step.
-    """
-
-    what: str
-    number: str
-    at_least: bool
-    bound: float
-
-    def holds(self, value: float) -> bool:
-        """Whether the number is as it should be."""
-        return value >= self.bound if self.at_least else value <= self.bound
-
-
 RULES = (
-    Rule("configurations that ran, not void", "configurations", True, 30),
-    Rule("models among them", "models", True, 6),
-    Rule("error of the step time, median", "median_error", False, 0.05),
-    Rule("error of the step time, worst", "worst_error", False, 0.12),
-    Rule("rank correlation, median over models", "rank_correlation", True, 0.9),
-    Rule("regret, median over models", "median_regret", False, 0.03),
-    Rule("regret, worst of a model", "worst_regret", False, 0.03),
+    ("configurations that ran, not void", "configurations", ">=", 30),
+    ("models among them", "models", ">=", 6),
+    ("error of the step time, median", "median_error", "<=", 0.05),
+    ("error of the step time, worst", "worst_error", "<=", 0.12),
+    ("rank correlation, median over models", "rank_correlation", ">=", 0.9),
+    ("regret, median over models", "median_regret", "<=", 0.03),
+    ("regret, worst of a model", "worst_regret", "<=", 0.03),
 )
+"""Numbers of `found` and their bounds: for two cores, over all configurations of all models that are not
+void, and asked before any prediction was compared with a step."""
 
 
 def ran(records: Sequence[Record]) -> DataFrame:
@@ -84,23 +70,28 @@ def ran(records: Sequence[Record]) -> DataFrame:
     from pandas import DataFrame
 
     rows = []
-    for record in of_case(records, "done", part=steps.PART):
-        known: dict[Any, Any] = {(each.name, *each.key.values()): each for each in record.metrics}
-        for place, number in enumerate(record.details["plan"]["places"]):
-            name = record.details["plan"]["ranking"][number]["name"]
+    for record in of_case(records, "done", part=PART):
+        details = record.details
+        for place, number in enumerate(details["plan"]["places"]):
+            name = details["plan"]["ranking"][number]["name"]
             predicted, step, clock = (
-                known[what, name] for what in (steps.PREDICTED, steps.STEP, steps.BY_THE_CLOCK)
+                record.metric(what, configuration=name) for what in (PREDICTED, STEP, BY_THE_CLOCK)
             )
+            assert predicted is not None
+            assert step is not None
+            assert clock is not None
             rows.append(
                 {
-                    "model": record.details["title"], "void": bool(record.details.get("void")),
-                    "rank": number + 1, "chosen": place < record.details["chosen"], "name": name,
-                    "predicted": predicted.value, "low": predicted.low, "high": predicted.high,
-                    "measured": step.value, "interval": measured(step),
-                    "error": predicted.value / step.value - 1, "clock": predicted.value / clock.value - 1,
+                    "model": details["title"], "void": bool(details.get("void")), "rank": number + 1,
+                    "chosen": place < details["chosen"], "name": name, "predicted": predicted.value,
+                    "low": predicted.low, "high": predicted.high, "measured": step.value,
+                    "interval": measured(step), "clock": clock.value,
                 }
             )  # fmt: skip
-    return DataFrame(rows)
+    table = DataFrame(rows)
+    if rows:
+        table["error"], table["clock"] = (table.predicted / table[of] - 1 for of in ("measured", "clock"))
+    return table
 
 
 def choices(ran: DataFrame) -> DataFrame:
@@ -116,16 +107,12 @@ def choices(ran: DataFrame) -> DataFrame:
 
 def found(ran: DataFrame) -> dict[str, float]:
     """All that the rules are about, over everything that is not void."""
-    own = choices(ran)
+    own, errors = choices(ran), ran.error.abs()
     return {
-        "configurations": len(ran),
-        "models": ran.model.nunique(),
-        "median_error": ran.error.abs().median(),
-        "worst_error": ran.error.abs().max(),
-        "rank_correlation": own["rank correlation"].median(),
-        "median_regret": own.regret.median(),
-        "worst_regret": own.regret.max(),
-    }
+        "configurations": len(ran), "models": len(own), "median_error": errors.median(),
+        "worst_error": errors.max(), "rank_correlation": own["rank correlation"].median(),
+        "median_regret": own.regret.median(), "worst_regret": own.regret.max(),
+    }  # fmt: skip
 
 
 def tables(records: Sequence[Record]) -> str:
@@ -134,7 +121,7 @@ def tables(records: Sequence[Record]) -> str:
     judged = steps_ran[~steps_ran.void] if len(steps_ran) else steps_ran
     grids = [
         *([_rules(found(judged))] if len(judged) else []),
-        *(_model(record, ran([record])) for record in of_case(records, "done", part=steps.PART)),
+        *(_model(record, ran([record])) for record in of_case(records, "done", part=PART)),
         *map(published_steps.table, of_case(records, "done", part=published_steps.PART)),
         *map(_sweeps, of_case(records, "done", part=published_steps.SWEEPS)),
     ]
@@ -148,11 +135,11 @@ def percent(value: float, form: str = ".1f") -> str:
 
 def _rules(numbers: dict[str, float]) -> Grid:
     lines = []
-    for rule in RULES:
-        show = "{:.0f}".format if rule.bound >= 1 else "{:.2f}".format if rule.at_least else percent
-        asked = f"{'>=' if rule.at_least else '<='} {show(rule.bound)}"
-        value = numbers[rule.number]
-        lines.append([rule.what, asked, show(value), "yes" if rule.holds(value) else "NO"])
+    for what, number, sign, bound in RULES:
+        show = "{:.0f}".format if bound >= 1 else "{:.2f}".format if sign == ">=" else percent
+        value = numbers[number]
+        holds = value >= bound if sign == ">=" else value <= bound
+        lines.append([what, f"{sign} {show(bound)}", show(value), "yes" if holds else "NO"])
     return Grid(
         title="Plans against what ran: what was asked, and what was found",
         columns=["", "asked", "found", "holds?"],
@@ -229,7 +216,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         ),
         draw=partial(_draw, records),
     )
-    done = of_case(records, "done", part=steps.PART)
+    done = of_case(records, "done", part=PART)
     return [shown] if any(not record.details.get("void") for record in done) else []
 
 

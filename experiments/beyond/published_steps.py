@@ -50,15 +50,6 @@ INSIDE_SHARE, MOST_WIDTH = 0.75, 1.6
 upper end over its lower end: fixed before any of them was predicted."""
 
 
-def request_of(
-    device_type: str, link: str, between: str, cards: int = HOST, per_host: int = HOST, **asked: Any
-) -> Request:
-    """The request that `plan` would make, with `cards` network cards per host."""
-    far = link_named(between, device_type) if between else None
-    near, hosts = link_named(link, device_type), max(1, asked["accelerators"] // per_host)
-    return Request(link=near, between=far, hosts=hosts, cards=cards, device_type=device_type, **asked)
-
-
 def as_stated(costs: Costs, request: Request, way: Way, remat: str) -> Prediction:
     """A way, cut evenly by the work of layers; its bytes are counted where the costs have profiles."""
     seconds = costs.at(way.microbatch_size).layers_s
@@ -135,9 +126,11 @@ class Step:
         from gpipe_bench.planner.accelerators import accelerator
         from gpipe_bench.planner.roofline import by_roofline
 
-        request = request_of(
-            self.device, self.link, self.between, self.cards, self.per_host, accelerators=self.accelerators,
-            memory_bytes=2**60, batch_size=self.batch_size, precision=self.precision,
+        request = Request(
+            accelerators=self.accelerators, device_type=self.device, memory_bytes=2**60,
+            batch_size=self.batch_size, precision=self.precision, link=link_named(self.link, self.device),
+            between=link_named(self.between, self.device) if self.between else None, cards=self.cards,
+            hosts=max(1, self.accelerators // self.per_host),
         )  # fmt: skip
         size = self.batch_size // (self.dp * self.fsdp * self.num_microbatches)
         on = replace(accelerator(self.device, self.precision), fuses=self.fuses)
@@ -155,11 +148,12 @@ def steps() -> tuple[Step, ...]:
 @cache
 def sweeps() -> dict[str, tuple[Step, ...]]:
     """The sweeps in results/published-steps.toml: ways of one cluster, by the sweep's name."""
-    found = {}
-    for row in tomllib.loads(PATH.read_text(encoding="utf-8")).get("sweep", ()):
-        common = {key: value for key, value in row.items() if key != "ways"}
-        found[row["name"]] = tuple(Step(**(common | way)) for way in row["ways"])
-    return found
+    rows = tomllib.loads(PATH.read_text(encoding="utf-8")).get("sweep", ())
+    return {row["name"]: tuple(Step(**_without(row, "ways") | way) for way in row["ways"]) for row in rows}
+
+
+def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != name}
 
 
 def way_of(step: Step) -> str:
@@ -167,19 +161,17 @@ def way_of(step: Step) -> str:
     return f"pp {step.pp} dp {step.dp * step.fsdp} tp {step.tp} M {step.num_microbatches} {step.device}"
 
 
-def run() -> Outcome:
-    """The case of all published steps."""
-    return _outcome([(step.name, step) for step in steps()])
-
-
-def run_sweeps() -> Outcome:
-    """The case of all sweeps."""
-    named = [
-        (f"{name}, {number}: {way_of(step)}", step)
-        for name, ways in sweeps().items()
-        for number, step in enumerate(ways, start=1)
-    ]
-    return _outcome(named)
+def run(part: str) -> Outcome:
+    """The case of all published steps, or of all sweeps."""
+    if part == PART:
+        return _outcome([(step.name, step) for step in steps()])
+    return _outcome(
+        [
+            (f"{name}, {number}: {way_of(step)}", step)
+            for name, ways in sweeps().items()
+            for number, step in enumerate(ways, start=1)
+        ]
+    )
 
 
 def _outcome(named: Sequence[tuple[str, Step]]) -> Outcome:
@@ -231,6 +223,6 @@ def _memory(row: dict[str, Any]) -> list[str]:
     """Published peak, predicted peak and the difference, and whether that is small enough."""
     if "memory_gib" not in row:
         return ["", "", ""]
-    published, error = row["memory_gib"], row["peak_gib"] / row["memory_gib"] - 1
-    near = abs(error) <= MEMORY_ERROR
-    return [f"{published:.1f}", f"{row['peak_gib']:.1f} ({error:+.0%})", "yes" if near else "NO"]
+    error = row["peak_gib"] / row["memory_gib"] - 1
+    near = "yes" if abs(error) <= MEMORY_ERROR else "NO"
+    return [f"{row['memory_gib']:.1f}", f"{row['peak_gib']:.1f} ({error:+.0%})", near]

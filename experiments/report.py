@@ -2,16 +2,22 @@
 
 Each group of records that belong together is turned into cells by itself, and a cell takes its number from
 the first group that has one. Your own records come first and the committed reference records fill in what you
-did not run; a smoke run, which only proves that the path works, comes last. Judging and laying out text
-happen as the records are read, where an experiment may still stumble over them; everything behind it only
-picks and places what is read.
+did not run; a smoke run, which only proves that the path works, comes last.
 
 The verb `report` writes it as files, and the README takes its first screen from the same data. That screen is
 about the paper and comes from the committed records alone: a number of one's own changes nothing of it.
+
+Drawing is slow and reading is fast, so a page takes the pictures that a run left behind. A picture of other
+records would be a lie, so beside each experiment's figures lies a digest of the records they were drawn from.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,19 +27,18 @@ import msgspec
 
 from gpipe_bench.experiments.paper.consistency.judging import exact
 from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads
+from gpipe_bench.experiments.readings import judged, readable
 from gpipe_bench.experiments.registry import EXPERIMENTS, PROFILES, load
-from gpipe_bench.experiments.report.figures import FAILURES, Picture, pictures_of
-from gpipe_bench.experiments.report.readings import judged, readable
 from gpipe_bench.harness import REFERENCE, short_path
 from gpipe_bench.harness.environment import environment_facts
-from gpipe_bench.harness.experiment import Experiment
+from gpipe_bench.harness.experiment import Experiment, Plot
 from gpipe_bench.harness.paper import PaperTable, load_paper, load_tables
-from gpipe_bench.harness.record import Record, of_case
+from gpipe_bench.harness.record import Record, encode, of_case
 from gpipe_bench.harness.report import reproduced
-from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, page_of
+from gpipe_bench.harness.report.page import ExperimentView, Machine, Page, data_url, page_of
 from gpipe_bench.harness.reproduction import summed
 from gpipe_bench.harness.store import Problem, Store, latest, lines_of
-from gpipe_bench.harness.verdict import Comparison, Result
+from gpipe_bench.harness.verdict import Comparison
 
 COMMAND = "nox -s report"
 FIGURE = "table2", "table2-throughput-fitted"
@@ -42,48 +47,41 @@ FIGURE = "table2", "table2-throughput-fitted"
 
 def build(results: Path, *, figures: bool = True) -> Page:
     """The whole report as data, from the records in `results`, a folder or a file, and the committed ones."""
-    experiments: list[Experiment] = []
+    experiments: dict[str, Experiment] = {}
     warnings: list[str] = []
     for name in EXPERIMENTS:
         try:
-            experiments.append(load(name))
+            experiments[name] = load(name)
         except ImportError as error:  # one experiment that lacks a package must not cost the whole page
             warnings.append(f"{name} can't be loaded: {error}")
     places = folders(results)
     found: dict[str, list[Reading]] = {}
-    for experiment in experiments:
+    for name, experiment in experiments.items():
         groups, problems = sources(experiment, places)
-        found[experiment.name], left_out = readings(experiment, groups)
-        warnings += lines_of(problems) + [f"{short_path(group.folder)}: {line}" for group, line in left_out]
-    every = [reading for several in found.values() for reading in several]
+        found[name], left_out = readings(experiment, groups)
+        warnings += [*lines_of(problems), *left_out]
     committed = {
         name: [each for each in several if each.source.folder.resolve().parent == REFERENCE.resolve()]
         for name, several in found.items()
     }
-    shown = {name: _of_each_machine(several) for name, several in found.items()}
     views = []
-    for experiment in experiments:
-        if not found[experiment.name]:
-            continue
+    for name, several in found.items():
         pictures: list[Picture] = []
-        first = found[experiment.name][0].source
         try:
-            if figures:
-                own = first.own and first.folder.is_dir()
-                pictures = pictures_of(experiment, first.records, first.folder, first.machine, own=own)
+            if figures and several:
+                pictures = pictures_of(experiments[name], several[0].source)
         except FAILURES as error:
-            text = f"{type(error).__name__}: {error}"
-            warnings.append(f"the figures of {experiment.name} can't be drawn: {text}")
-        views.append(_view(experiment, found[experiment.name], shown[experiment.name], pictures))
-    profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
+            warnings.append(f"the figures of {name} can't be drawn: {type(error).__name__}: {error}")
+        views += [_view(experiments[name], several, pictures)] if several else []
     recorded = {
         name: [record for each in several for record in each.source.records]
         for name, several in committed.items()
     }
+    profiles = {name: {each.source.profile for each in several} for name, several in found.items()}
     page = page_of(
         _first_of_each(found),
         load_paper(),
-        table_infos(experiments, profiles),
+        table_infos([*experiments.values()], profiles),
         facts_of(recorded),
         _first_of_each(committed),
         summaries_of(recorded),
@@ -92,7 +90,10 @@ def build(results: Path, *, figures: bool = True) -> Page:
         page,
         figure=_first_picture(committed) if figures else None,
         experiments=tuple(views),
-        machines=tuple(_machine(name, folder, every, own=n == 0) for n, (name, folder) in enumerate(places)),
+        machines=tuple(
+            _machine(name, folder, [*found.values()], own=number == 0)
+            for number, (name, folder) in enumerate(places)
+        ),
         warnings=tuple(warnings),
         command=COMMAND,
     )
@@ -127,42 +128,32 @@ def _first_of_each(found: Mapping[str, Sequence[Reading]]) -> list[Comparison]:
     return list(given.values())
 
 
-def _of_each_machine(several: Sequence[Reading]) -> list[Reading]:
-    """One reading for each machine, the one its numbers are taken from."""
-    first: dict[str, Reading] = {}
-    for reading in several:
-        first.setdefault(reading.source.machine, reading)
-    return list(first.values())
-
-
-def _view(
-    experiment: Experiment, several: Sequence[Reading], shown: Sequence[Reading], pictures: Sequence[Picture]
-) -> ExperimentView:
-    """View of the first reading's results, and of how all machines' records were made."""
-    first = several[0]
+def _view(experiment: Experiment, several: Sequence[Reading], pictures: Sequence[Picture]) -> ExperimentView:
+    """View of the first reading's results, and of how each machine's records were made."""
+    first, of_machine = several[0].source, dict[str, Source]()
+    for each in several:
+        of_machine.setdefault(each.source.machine, each.source)
     # the same machine's other runs of that profile had other engines
-    place = (first.source.folder, first.source.profile)
-    beside = [each for each in several if (each.source.folder, each.source.profile) == place]
+    beside = [
+        each for each in several if (each.source.folder, each.source.profile) == (first.folder, first.profile)
+    ]
     texts = [each.text for each in beside]
     if len(beside) > 1:
         engines = [each.source.records[-1].options.get("engine") for each in beside]
         texts = [f"--engine {engine}\n\n{text}" for engine, text in zip(engines, texts, strict=True)]
     return ExperimentView(
-        name=experiment.name,
-        title=experiment.title,
-        source=experiment.source,
-        describe=experiment.describe,
+        experiment=experiment,
         runs=tuple(
             (
-                each.source.machine,
-                each.source.profile,
-                experiment.profiles.get(each.source.profile, ""),
+                machine,
+                source.profile,
+                experiment.profiles.get(source.profile, ""),
                 ", ".join(
                     f"{count} {status.replace('_', ' ')}"
-                    for status, count in Counter(record.status for record in each.source.records).items()
+                    for status, count in Counter(record.status for record in source.records).items()
                 ),
             )
-            for each in shown
+            for machine, source in of_machine.items()
         ),
         text="\n\n".join(texts),
         pictures=tuple(pictures),
@@ -172,26 +163,18 @@ def _view(
 def _first_picture(committed: Mapping[str, Sequence[Reading]]) -> Picture | None:
     """The picture of the first screen, of the committed records; None where it can't be drawn."""
     name, figure = FIGURE
-    for reading in committed.get(name, ())[:1]:
-        source = reading.source
-        place = (source.records, source.folder, source.machine)
-        try:
-            found = pictures_of(load(name), *place, own=source.own, only=figure)
-        except FAILURES:
-            return None
-        return found[0] if found else None
-    return None
+    try:
+        pictures = pictures_of(load(name), committed[name][0].source, only=figure)
+    except FAILURES:
+        return None
+    return next(iter(pictures), None)
 
 
-def _machine(name: str, folder: Path, every: Sequence[Reading], *, own: bool) -> Machine:
-    records = [r for reading in every if reading.source.folder == folder for r in reading.source.records]
-    return Machine(
-        name=name,
-        own=own,
-        place=short_path(folder),
-        records=len(records),
-        facts=environment_facts([record.environment for record in records]),
-    )
+def _machine(name: str, folder: Path, found: Iterable[Sequence[Reading]], *, own: bool) -> Machine:
+    sources = [each.source for several in found for each in several if each.source.folder == folder]
+    records = [record for source in sources for record in source.records]
+    facts = environment_facts([record.environment for record in records])
+    return Machine(name, own, short_path(folder), len(records), facts)
 
 
 # Records that belong together, and what they come to
@@ -211,10 +194,10 @@ class Source:
 def folders(results: Path) -> list[tuple[str, Path]]:
     """(name, folder) of the results asked for, then of every reference machine."""
     own = results.stem if results.is_file() else results.name or str(results)
-    if (REFERENCE / own).is_dir() and (REFERENCE / own).resolve() != results.resolve():
-        own += " (yours)"
     there = sorted(REFERENCE.iterdir()) if REFERENCE.is_dir() else []
     others = [path for path in there if path.is_dir() and path.resolve() != results.resolve()]
+    if own in [path.name for path in others]:
+        own += " (yours)"
     return [(own, results), *((folder.name, folder) for folder in others)]
 
 
@@ -251,46 +234,43 @@ def sources(experiment: Experiment, places: Iterable[tuple[str, Path]]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One source, without the records that can't be read, and all that follows from the others."""
+    """One source and all that follows from it: what its entries come to, and text without the paper's."""
 
     source: Source
-    entries: tuple[Result, ...]
     comparisons: tuple[Comparison, ...]
-    text: str  # without the paper's numbers
+    text: str
 
 
-def readings(
-    experiment: Experiment, groups: Sequence[Source]
-) -> tuple[list[Reading], list[tuple[Source, str]]]:
-    """The readings of the groups, and lines about records that can't be shown, with the group of each."""
+def readings(experiment: Experiment, groups: Sequence[Source]) -> tuple[list[Reading], list[str]]:
+    """The readings of the groups, and a line about each that can't be read."""
     found: list[Reading] = []
-    lines: list[tuple[Source, str]] = []
+    left_out: list[str] = []
     for group in groups:
 
-        def read(records: Sequence[Record], group: Source = group) -> Reading:
-            entries, comparisons = judged(experiment, records)
-            text = "" if experiment.tables is None else experiment.tables(records)
-            source = replace(group, records=tuple(records))
-            return Reading(source, tuple(entries), tuple(comparisons), text)
+        def read(group: Source = group) -> Reading:
+            entries, comparisons = judged(experiment, group.records)
+            text = "" if experiment.tables is None else experiment.tables(group.records)
+            ours = {entry.key for entry in entries}
+            return Reading(group, tuple(cell for cell in comparisons if cell.key in ours), text)
 
-        reading, left_out = readable(experiment.name, group.records, read)
-        lines += [(group, line) for line in left_out]
+        reading, why = readable(experiment.name, read)
         found += [] if reading is None else [reading]
-    return found, lines
+        left_out += [f"{short_path(group.folder)}: {why}"] if why else []
+    return found, left_out
 
 
 def answers(found: Sequence[Reading]) -> list[Comparison]:
     """One comparison for each entry of any reading, from the first reading that has a number."""
     chosen: dict[tuple[str, ...], Comparison] = {}
     for reading in found:
-        source, compared = reading.source, {cell.key: cell for cell in reading.comparisons}
-        for entry in reading.entries:
-            cell = compared[entry.key]
-            if cell.ours is not None or entry.status == "out_of_memory":
+        source = reading.source
+        for cell in reading.comparisons:
+            entry = cell.entry
+            if entry is not None and (cell.ours is not None or entry.status == "out_of_memory"):
                 command = (entry.record or source.records[-1]).command
                 cell = replace(cell, machine=source.machine, profile=source.profile, command=command)
-            if entry.key not in chosen or (cell.machine and not chosen[entry.key].machine):
-                chosen[entry.key] = cell
+            if cell.key not in chosen or (cell.machine and not chosen[cell.key].machine):
+                chosen[cell.key] = cell
     return list(chosen.values())
 
 
@@ -383,3 +363,115 @@ def _cores(environments: Sequence[Mapping[str, object]]) -> str:
     gpus = any(each.get("gpus") for each in environments)
     counts = " or ".join(map(str, cores))
     return f"{counts} processor cores, {'and some of it on GPUs' if gpus else 'nothing on a GPU or TPU'}"
+
+
+# Figures
+
+FOLDER = "figures"
+DOTS_PER_INCH = 150
+FAILURES = (ValueError, LookupError, ArithmeticError, TypeError, OSError)
+"""Errors of an experiment's drawing that must not cost the page."""
+
+COLOURS = 32
+"""Colours of a picture on the page: drawings have few, and a page is sent by mail."""
+
+
+def plots_of(experiment: Experiment, records: Sequence[Record]) -> list[Plot]:
+    """Plots that the experiment can draw from the records."""
+    return experiment.figures(records) if experiment.figures is not None and records else []
+
+
+def draw(experiment: Experiment, records: Sequence[Record], folder: Path) -> list[Path]:
+    """Draws the figures of the records into the folder; the same records give the same bytes.
+
+    Raises OSError where the folder can't be written.
+    """
+    plots = plots_of(experiment, records)
+    if not plots:
+        return []
+    import matplotlib
+
+    note = folder / f"{experiment.name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    note.unlink(missing_ok=True)  # half a figure must not pass for a whole one
+    os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # matplotlib writes the date into an SVG otherwise
+    paths = []
+    for plot in plots:
+        # fonts are looked up when a drawing is saved, not when it is made
+        with matplotlib.rc_context({"svg.hashsalt": experiment.name}), plot.style():
+            drawing = plot.draw()
+            for suffix in plot.suffixes:
+                paths.append(folder / f"{plot.name}.{suffix}")
+                drawing.savefig(paths[-1], dpi=DOTS_PER_INCH)
+    found = {"records_sha256": digest(records), "files": [path.name for path in paths]}
+    note.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return paths
+
+
+def drawn(experiment: Experiment, records: Sequence[Record], folder: Path) -> list[Path] | None:
+    """The figures in the folder if they are all of these records, none missing, else None.
+
+    A PNG alone is enough where the drawing of the same name is missing.
+    """
+    try:
+        note = json.loads((folder / f"{experiment.name}.json").read_text(encoding="utf-8"))
+        files = [folder / Path(str(file)).name for file in note["files"]]
+        fits = note["records_sha256"] == digest(records)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    found = [path for path in files if path.is_file()]
+    complete = {path.stem for path in found} == {plot.name for plot in plots_of(experiment, records)}
+    return found if fits and complete else None
+
+
+def digest(records: Sequence[Record]) -> str:
+    """A digest of the records, whatever their order."""
+    lines = sorted(hashlib.sha256(encode(record)).digest() for record in records)
+    return hashlib.sha256(b"".join(lines)).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """A figure as the page needs it; `width` and `height` in pixels of the page, 0 where it knows its own."""
+
+    plot: Plot
+    machine: str
+    url: str
+    width: int = 0
+    height: int = 0
+
+
+def pictures_of(experiment: Experiment, source: Source, *, only: str = "") -> list[Picture]:
+    """The figures of the experiment of these records, made small; or `only` the one of that name.
+
+    Figures that lie beside the records and show exactly them are taken as they are; others are drawn, into
+    the folder of the user's own records or, for reference records, into a folder that is gone afterwards.
+    Raises one of FAILURES where they can't be drawn.
+    """
+    beside, own = source.folder / FOLDER, source.own and source.folder.is_dir()
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = drawn(experiment, source.records, beside)
+        if paths is None:
+            paths = draw(experiment, source.records, beside if own else Path(scratch))
+        by_name = {path.stem: path for path in sorted(paths, key=lambda path: path.suffix != ".svg")}
+        return [
+            _picture(by_name[plot.name], plot, source.machine)
+            for plot in plots_of(experiment, source.records)
+            if plot.name in by_name and only in ("", plot.name)
+        ]
+
+
+def _picture(path: Path, plot: Plot, machine: str) -> Picture:
+    """An SVG as it is; the same pixels of a PNG with fewer colours and compressed without a loss, a fifth of
+    the bytes.
+    """
+    if path.suffix == ".svg":
+        return Picture(plot=plot, machine=machine, url=data_url(path.read_bytes(), "image/svg+xml"))
+    from PIL import Image
+
+    png, small = Image.open(path).convert("RGB"), io.BytesIO()
+    few = png.quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.convert("RGB").save(small, "WEBP", lossless=True, method=1, quality=30)
+    width, height = (round(side * 96 / DOTS_PER_INCH) for side in png.size)
+    url = data_url(small.getvalue(), "image/webp")
+    return Picture(plot=plot, machine=machine, url=url, width=width, height=height)

@@ -14,128 +14,40 @@ that can be told only by something else that was timed both times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of, void_of
-from gpipe_bench.harness.experiment import Outcome, RunOptions
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from gpipe_bench.experiments.beyond.side_by_side import Found, conditions_of, facts_of
+from gpipe_bench.experiments.beyond.trainings import BY_THE_CLOCK, PREDICTED, STEP, Planned
+from gpipe_bench.experiments.paper.timed.steps import run_processes
+from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns
+from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.remat import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
+from gpipe_bench.planner.measured import measured, profiles_of
 from gpipe_bench.planner.predict import Layout, predict
+from gpipe_bench.planner.probes import Bench, ProbeJob, Trained, probe, sharded_over
 from gpipe_bench.planner.request import Request, Space
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.timing import settle, time_step
 
-if TYPE_CHECKING:
-    from gpipe_bench.planner.model import Subject
-    from gpipe_bench.planner.probes import Bench
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A model at one size.
-
-    Args:
-        title: for tables
-        model: of the zoo, or `module:function`
-        options: of the zoo's model
-        scale: in words
-        optimizer: as `Request` has it
-        batch_size: N
-        numbers: M that the plan may choose, divisors of N
-        rounds: of the probes
-        turns: rounds in which the candidates are run
-        chosen, others: how many are run
-    """
-
-    title: str
-    model: str
-    options: dict[str, Any]
-    scale: str
-    optimizer: str = "sgd"
-    batch_size: int = 16
-    numbers: tuple[int, ...] = (2, 4, 8)
-    rounds: int = 12
-    turns: int = 8
-    chosen: int = 5
-    others: int = 5
-
-    @property
-    def subject(self) -> Subject:
-        """The model that the case's processes build."""
-        from gpipe_bench.planner.model import Subject
-
-        return Subject(self.model, None if ":" in self.model else self.options)
-
-
-_OWN = "gpipe_bench.experiments.beyond.plan.own_model"
-_SHORT = {
-    "transformer": Planned(
-        "Transformer", "transformer-lm",
-        {"num_layers": 8, "vocab_size": 64, "d_model": 192, "ffn_dim": 768, "num_heads": 3, "seq_len": 32},
-        "8 layers, width 192, 32 tokens",
-    ),
-    "gpt2": Planned(
-        "GPT-2", "gpt2",
-        {"num_layers": 6, "d_model": 192, "num_heads": 3, "vocab_size": 1000, "seq_len": 32, "tied": False},
-        "6 blocks, width 192, 32 tokens",
-    ),
-    "amoebanet": Planned(
-        "AmoebaNet-D", "amoebanet-d",
-        {"num_layers": 6, "num_filters": 16, "image_size": 48, "num_classes": 10, "aux_head": False},
-        "6 cells, 16 filters, 48 x 48 pixels",
-    ),
-    "own": Planned(
-        "one's own", f"{_OWN}:mixer", {}, "a convolution, 10 mixing blocks of different widths, a head"
-    ),
-    # Chosen before anything of them was timed: nothing is tuned to them. With Adam, as most train.
-    "llama": Planned(
-        "Llama", "llama",
-        {
-            "num_layers": 6, "d_model": 192, "ffn_dim": 512, "num_heads": 6, "num_kv_heads": 2,
-            "vocab_size": 1000, "seq_len": 32,
-        },
-        "6 blocks, width 192, 32 tokens, Adam", "adam",
-    ),
-    "attending": Planned(
-        "torch's attention", f"{_OWN}:attending", {}, "9 blocks, width 192, 32 tokens, Adam", "adam"
-    ),
-}  # fmt: skip
-_SMOKE = Planned(
-    "Transformer",
-    "transformer-lm",
-    {"num_layers": 3, "vocab_size": 32, "d_model": 32, "ffn_dim": 64, "num_heads": 2, "seq_len": 16},
-    "3 layers, width 32, 16 tokens",
-    batch_size=4,
-    numbers=(2, 4),
-    rounds=2,
-    turns=1,
-    chosen=2,
-    others=1,
-)
-MODELS: dict[str, dict[str, Planned]] = {
-    "smoke": {"transformer": _SMOKE},
-    "short": _SHORT,
-    "full": {
-        name: replace(each, rounds=2 * each.rounds, turns=3 * each.turns) for name, each in _SHORT.items()
-    },
-}
-
-
-PART = "steps"
 NUM_WORKERS = 2
 SEED = 1811
 MEMORY_BYTES = 2**40  # no cap: what is asked is time
-CHOSEN, OTHERS = 5, 5
-"""How many of a model are run: the best five of the plan, and five more from the rest of it."""
 MOST_DRIFT = 2.0
 """A core that runs at less than half or more than double the speed of the probes makes a case void."""
-STEP, BY_THE_CLOCK, PREDICTED = "step", "step by the clock", "predicted step"
 WAYS = (
     ("gpipe", 1, "never"), ("gpipe", 1, "always"), ("gpipe", 1, "except_last"), ("1f1b", 1, "never"),
     ("1f1b", 1, "always"), ("zb-h1", 1, "never"), ("zb-h2", 1, "never"), ("interleaved", 2, "never"),
@@ -146,23 +58,13 @@ REPLICATED = (("1f1b", "never"), ("1f1b", "always"))
 """The same of two replicas of the whole model, which is one stage each; in 1F1B they hold the least."""
 
 
-def run(key: dict[str, Scalar], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.paper.timed.steps import run_processes
-
-    planned = MODELS[options.profile][str(key["model"])]
-    arguments = (planned, SEED + options.seed, options.device)
-    return outcome(planned, run_processes(work, NUM_WORKERS, *arguments, device=options.device))
+def run(planned: Planned, seed: int, device: str) -> Outcome:
+    """The case of a model."""
+    return outcome(planned, run_processes(work, NUM_WORKERS, planned, SEED + seed, device, device=device))
 
 
 def work(planned: Planned, seed: int, device: str) -> Found:
     """Runs in each process: times the layers, plans, and only then runs what the plan has ranked."""
-    import torch
-
-    from gpipe_bench.pipeline.clock import conditions
-    from gpipe_bench.planner.measured import measured, profiles_of
-    from gpipe_bench.planner.probes import Bench, ProbeJob, probe
-    from gpipe_bench.planner.timing import settle
-
     torch.manual_seed(seed)
     sizes = tuple(sorted(planned.batch_size // number for number in planned.numbers))
     bench = Bench(ProbeJob(planned.subject, sizes, planned.rounds, planned.optimizer, seed, device))
@@ -174,8 +76,8 @@ def work(planned: Planned, seed: int, device: str) -> Found:
     asked = request_of(costs, planned)
     ranking = bench.everyone(ranked(costs, asked, planned.numbers) if bench.rank == 0 else None)[0]
     plan_s = perf_counter() - start_s
-    chosen = with_replicas(to_run(ranking, planned.chosen, planned.others), ranking)
-    runs = {title(each.candidate): _Run(bench, each) for _, each in chosen}
+    places = to_run(ranking, planned.chosen, planned.others)
+    runs = {title(ranking[place].candidate): _Run(bench, ranking[place]) for place in places}
     for each in runs.values():
         for _ in range(2):
             each.step()
@@ -190,7 +92,7 @@ def work(planned: Planned, seed: int, device: str) -> Found:
         each.pipeline.close()
     details = {
         "costs": replace(costs, profiles=None), "ranking": ranking,  # the same in all processes
-        "places": [place for place, _ in chosen],  # of those that ran, in the ranking
+        "places": places,  # of those that ran, in the ranking
         "speeds": {name: each.speeds() for name, each in runs.items()},
         "probes_s": probes_s, "plan_s": plan_s,
         "drift": median(bench.references[first:]) / bench.reference_s,  # in the rounds over the probes
@@ -203,8 +105,6 @@ class _Run:
     """A candidate over all processes."""
 
     def __init__(self, bench: Bench, prediction: Prediction) -> None:
-        from gpipe_bench.planner.probes import Trained
-
         candidate = prediction.candidate
         schedule = candidate.rows()
         # torch divides parameters in place, and for good.
@@ -221,8 +121,6 @@ class _Run:
 
     def step(self) -> float:
         """One step and the optimizer's, in seconds of this process."""
-        from gpipe_bench.planner.timing import time_step
-
         seconds = time_step(self._step, self.trained.layers, device=self.bench.device)
         start_s = perf_counter()
         self.trained.update(self._mine, self.bench.device)
@@ -241,11 +139,6 @@ def processes_of(candidate: Candidate, device_type: str = "cpu") -> dict[str, An
     """Arguments of `Pipeline` about processes: a pipeline over all of them, or a replica or a share in
     each; all must call.
     """
-    from torch import distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from gpipe_bench.planner.probes import sharded_over
-
     if candidate.fsdp > 1:
         return sharded_over(candidate.fsdp, candidate.fsdp_level, device_type)
     if candidate.dp == 1:
@@ -276,8 +169,6 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
     its best cut: for as many accelerators as there are processes, with every number of micro-batches in
     `numbers`, of which replicas have their shares, for sizes that there are costs of. Equal ones once.
     """
-    from gpipe_bench.planner.search import Search  # imports torch
-
     shares = tuple(sorted({number // NUM_WORKERS for number in numbers if number % NUM_WORKERS == 0}))
     found: dict[Any, Candidate] = {}  # by rows and cuts: with few micro-batches some schedules are the same
     for remat in REMAT_MODES:
@@ -294,32 +185,20 @@ def searched(costs: Costs, request: Request, numbers: Sequence[int]) -> list[Can
     return list(found.values())
 
 
-def to_run(
-    ranking: Sequence[Prediction], chosen: int = CHOSEN, others: int = OTHERS
-) -> list[tuple[int, Prediction]]:
-    """Candidates to run, with their places in the ranking from 0: the first ones, and others evenly from
-    the rest, the last one among them.
+def to_run(ranking: Sequence[Prediction], chosen: int, others: int) -> list[int]:
+    """The places in the ranking, from 0, of the candidates that run: the first ones, others evenly from the
+    rest, the last one among them, and the best of replicas and of each level of shares that is missing.
     """
-    places = list(range(min(chosen, len(ranking))))
-    rest = range(len(places), len(ranking))
+    rest = range(min(chosen, len(ranking)), len(ranking))
+    found = {*range(rest.start), *(rest if len(rest) <= others else ())}
     if len(rest) > others:
-        places += [rest[round((step + 1) * (len(rest) - 1) / others)] for step in range(others)]
-    else:
-        places += rest
-    return [(place, ranking[place]) for place in places]
-
-
-def with_replicas(
-    chosen: Sequence[tuple[int, Prediction]], ranking: Sequence[Prediction]
-) -> list[tuple[int, Prediction]]:
-    """`chosen`, and the best candidate of replicas and of each level of shares that is missing in it."""
-    kinds = {each.candidate.fsdp_level for _, each in chosen if each.candidate.replicas > 1}
-    found = list(chosen)
+        found |= {rest[round((step + 1) * (len(rest) - 1) / others)] for step in range(others)}
+    kinds = {ranking[place].candidate.fsdp_level for place in found if ranking[place].candidate.replicas > 1}
     for place, each in enumerate(ranking):
         if each.candidate.replicas > 1 and each.candidate.fsdp_level not in kinds:
             kinds.add(each.candidate.fsdp_level)
-            found.append((place, each))
-    return sorted(found, key=lambda one: one[0])
+            found.add(place)
+    return sorted(found)
 
 
 def title(candidate: Candidate) -> str:
@@ -382,8 +261,7 @@ def outcome(planned: Planned, found: Sequence[Found]) -> Outcome:
         "chosen": min(planned.chosen, len(steps)),
         "plan": {"ranking": rows, "places": first["places"]},
         "costs": of_costs | {name: first[name] for name in ("probes_s", "plan_s")},
-        **facts_of(found),
-        **void_of(metrics),
+        **facts_of(found, metrics),
     }
     off = [drift for drift in drifts if not 1 / MOST_DRIFT <= drift <= MOST_DRIFT]
     if off:
@@ -411,3 +289,83 @@ def at_reference_s(
         step_s * plain_s / float(layout.timeline(around).makespan_s)
         for step_s, around in zip(steps_s, zip(*speeds, strict=True), strict=True)
     ]
+
+
+# Models of one's own, as users bring them
+
+Built = tuple[Sequence[nn.Module], Tensor, Tensor, Callable[[Any, Tensor], Tensor]]
+"""Layers, inputs, target and loss."""
+IMAGE_SIZE, PATCH, CLASSES = 32, 4, 10
+WIDTHS = (48, 48, 64, 64, 96, 96, 128, 128, 96, 64)
+
+
+class Mixing(nn.Module):
+    """Mixes places, then channels, and changes the width."""
+
+    def __init__(self, width: int, next_width: int) -> None:
+        super().__init__()
+        places = (IMAGE_SIZE // PATCH) ** 2
+        self.norm = nn.LayerNorm(width)
+        self.places = nn.Sequential(nn.Linear(places, 2 * places), nn.GELU(), nn.Linear(2 * places, places))
+        self.channels = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, next_width)
+        )
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value + self.places(self.norm(value).transpose(1, 2)).transpose(1, 2)
+        mixed: Tensor = self.channels(value)
+        return mixed
+
+
+def mixer() -> Built:
+    """A model whose blocks are not alike, so that cutting is not counting."""
+    first = nn.Sequential(nn.Conv2d(3, WIDTHS[0], PATCH, PATCH), nn.Flatten(2), _Transposed())
+    blocks = [Mixing(*widths) for widths in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[0]), strict=True)]
+    head = nn.Sequential(nn.LayerNorm(WIDTHS[0]), _Mean(), nn.Linear(WIDTHS[0], CLASSES))
+    inputs = torch.zeros(8, 3, IMAGE_SIZE, IMAGE_SIZE)
+    target = torch.zeros(8, dtype=torch.long)
+    if inputs.device.type != "meta":
+        inputs.normal_()
+    return [first, *blocks, head], inputs, target, nn.functional.cross_entropy
+
+
+class Attending(nn.Module):
+    """A block of a language model."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, value: Tensor) -> Tensor:
+        normed = self.norm(value)
+        value = value + self.attention(normed, normed, normed, need_weights=False)[0]
+        made: Tensor = value + self.feed_forward(value)
+        return made
+
+
+def attending() -> Built:
+    """A model of torch's own attention."""
+    width, words = 192, 1000
+    blocks = [Attending(width, heads=6) for _ in range(9)]
+    tokens = torch.zeros(8, 32, dtype=torch.long)
+    return [nn.Embedding(words, width), *blocks, nn.Linear(width, words)], tokens, tokens, _next_word
+
+
+def _next_word(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class _Transposed(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        """(N, channels, places) to (N, places, channels)."""
+        return value.transpose(1, 2)
+
+
+class _Mean(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        """Mean over the places."""
+        return value.mean(1)

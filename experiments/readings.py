@@ -2,10 +2,6 @@
 
 A table is made of the records of one profile and one revision; records of different machines, profiles or
 options never mix in one table of numbers.
-
-A line may have come from a version that was never released, or from somebody's own program. The store accepts
-it, because only the experiment knows what it needs; so the experiment is asked, one record at a time, once it
-has stumbled over all of them together, and a record that makes no sense to it costs itself and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ UNREADABLE = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError,
 )  # fmt: skip
 """Errors of an experiment that reads records which another program wrote."""
-MOST_LINES = 5  # about records that can't be read
 MOST_SCREEN = 100
 """Lines of tables beside the paper's; half as many of a text without its numbers."""
 
@@ -157,35 +152,12 @@ def _cut(tables: Sequence[str], most: int) -> str:
     return "\n\n".join(kept)
 
 
-def readable(
-    name: str, records: Sequence[Record], show: Callable[[Sequence[Record]], T]
-) -> tuple[T | None, list[str]]:
-    """Result of `show` for the records that it can read, and lines about the others.
-
-    None where `show` fails on all: the mistake may then be the experiment's own. `name` is the experiment's.
+def readable(name: str, show: Callable[[], T]) -> tuple[T | None, str]:
+    """Result of `show`, or why the experiment of that name can't read its records: another program, or a
+    version that was never released, may have written them.
     """
-
-    def tried(records: Sequence[Record]) -> tuple[T | None, str]:
-        """Result of `show`, or its error."""
-        try:
-            return show(records), ""
-        except UNREADABLE as error:
-            cause = error.__cause__ or error
-            return None, f"{type(cause).__name__}: {cause}"
-
-    shown, error = tried(records)
-    if not error:
-        return shown, []
-    causes = [tried([record])[1] for record in records]
-    kept = [record for record, cause in zip(records, causes, strict=True) if not cause]
-    shown, rest = tried(kept)
-    if not kept or rest:
-        return None, [f"{name} can't be shown: {error}"]
-    lines = [
-        f"{name} can't read its record of {record.label} ({cause}); left out"
-        for record, cause in zip(records, causes, strict=True)
-        if cause
-    ]
-    if len(lines) > MOST_LINES:
-        lines[MOST_LINES:] = [f"{name}: {len(lines) - MOST_LINES} more records are left out"]
-    return shown, lines
+    try:
+        return show(), ""
+    except UNREADABLE as error:
+        cause = error.__cause__ or error
+        return None, f"{name} can't be shown: {type(cause).__name__}: {cause}"

@@ -1,1 +1,0 @@
-"""Whether `plan` is right: its predictions against steps that ran, and what its choice cost."""

@@ -1,1 +1,0 @@
-"""From records to the report: which records, which figures, which words."""

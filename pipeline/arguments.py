@@ -19,13 +19,10 @@ from . import devices as accelerators  # `devices` is an argument here
 from .memory.profile import layer_costs
 from .model.parts import OwnLayers
 from .plan.edges import edges_of
-from .plan.named import NAMED, named
-from .plan.names import suggestion
+from .plan.named import NAMED, named, shared_by, suggestion
 from .plan.partition import Partition
 from .plan.partition import partition as balanced
-from .plan.remat import Remat
-from .plan.schedule import Schedule, check_sizes
-from .plan.vee import shared_by
+from .plan.schedule import Remat, Schedule, check_sizes
 from .ranks.connect import Network
 from .ranks.tied import find_ties
 from .stage.batchnorm import refuse_unsupported

@@ -24,8 +24,9 @@ from .clock import Clock
 from .errors import ActionError
 from .mesh.reduce import DataParallel
 from .plan.edges import Edge, chain
-from .plan.schedule import Action, Kind, Schedule, execution_order, shortened, validate
+from .plan.schedule import Action, Kind, Schedule, shortened
 from .plan.simulate import SLOTS, replay
+from .plan.walk import execution_order, validate
 from .ranks.distributed import PointToPoint
 from .ranks.tied import TiedWeights
 from .stage.layers import LossFn

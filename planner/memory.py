@@ -26,8 +26,7 @@ from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed,
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without
-from gpipe_bench.pipeline.plan.remat import recomputes
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputes
 from gpipe_bench.planner.candidate import WRAPPED, Grid, by_schedule
 
 Stages = tuple[range, ...]

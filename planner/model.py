@@ -27,7 +27,7 @@ from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler, fake_copy
 from gpipe_bench.pipeline.memory.workers import SharedWeight, shared_weights
 from gpipe_bench.pipeline.model.layers_of import layers_of
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import suggestion
 from gpipe_bench.pipeline.stage.trees import flatten, unflatten
 from gpipe_bench.planner.candidate import WRAPPED
 

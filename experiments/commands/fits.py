@@ -10,7 +10,7 @@ from typing import Any
 from gpipe_bench.experiments.commands.output import DONE, tell
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.remat import to_text
+from gpipe_bench.pipeline.plan.schedule import to_text
 from gpipe_bench.planner.candidate import splits
 from gpipe_bench.planner.infeasible import Smallest, nothing_fits, smallest
 from gpipe_bench.planner.model import Model

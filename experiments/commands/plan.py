@@ -16,8 +16,8 @@ from gpipe_bench.experiments.commands.output import DONE, screen_width, tell, wa
 from gpipe_bench.experiments.commands.plan_options import check_counts, find_own_modules, request_of
 from gpipe_bench.experiments.commands.plan_options import options as options
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.files import draw
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
+from gpipe_bench.pipeline.plan.timeline import draw
 from gpipe_bench.planner.candidate import REMATS
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED

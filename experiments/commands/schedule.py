@@ -21,13 +21,11 @@ from typing import Any
 
 from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, screen_width, tell, write_text
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
-from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
-from gpipe_bench.pipeline.plan.names import suggestion
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES, from_text, to_text
-from gpipe_bench.pipeline.plan.schedule import Schedule, validate
+from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named, suggestion
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule, from_csv, from_text, to_csv, to_text
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.timeline import Timeline, svg
+from gpipe_bench.pipeline.plan.timeline import Timeline, draw, svg
+from gpipe_bench.pipeline.plan.walk import validate
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Most actions of a schedule, and most slots of a picture: more would take minutes and gigabytes."""

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 

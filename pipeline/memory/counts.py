@@ -15,7 +15,8 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
-from ..plan.schedule import Action, Kind, Schedule, execution_order
+from ..plan.schedule import Action, Kind, Schedule
+from ..plan.walk import execution_order
 
 
 class Counts(NamedTuple):

@@ -48,8 +48,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from .remat import remat_of
-from .schedule import Action, Kind, Schedule, Transfer, Walk, channels, derived, ends_of
+from .schedule import Action, Kind, Schedule, derived, ends_of, remat_of
+from .walk import Transfer, Walk, channels
 
 # Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
 # hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its

@@ -30,8 +30,9 @@ from typing import TypeVar
 
 from .edges import Edge
 from .links import FREE, Between, Bucket, Gather, Link
-from .schedule import Action, Kind, Schedule, Walk
+from .schedule import Action, Kind, Schedule
 from .timeline import Event, Span, Timeline
+from .walk import Walk
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
 SLOTS: dict[Kind, float] = {Kind.F: 1, Kind.R: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}

@@ -181,6 +181,33 @@ def _live(events: tuple[Event, ...]) -> tuple[tuple[float, int], ...]:
     return tuple((time_s, number) for (time_s, _), number in zip(changes, alive, strict=True))
 
 
+def draw(timeline: Timeline) -> str:
+    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
+
+    A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot
+    names the stage too, as in `2F0`::
+
+        stage 0 | F0 F1 .  .  B1 B1 B0 B0
+        stage 1 | .  F0 F1 B1 B1 B0 B0
+    """
+    several = bool(timeline.placement)
+
+    def short(action: Action) -> str:
+        return str(action) if several else f"{action.kind.value}{action.microbatch}"
+
+    width = max((len(short(event.action)) for event in timeline.events), default=0)
+    margin = len(str(timeline.num_workers - 1))
+    lines = []
+    for worker in range(timeline.num_workers):
+        slots: list[str] = []
+        for event in timeline.of_worker(worker):
+            slots += ["."] * (round(event.start_s) - len(slots))
+            slots += [short(event.action)] * round(event.duration_s)
+        grid = " ".join(slot.ljust(width) for slot in slots).rstrip()
+        lines.append(f"{'worker' if several else 'stage'} {worker:>{margin}} | {grid}")
+    return "\n".join(lines)
+
+
 # A timeline as a picture that a browser opens, without a plotting library: a row for each worker, a box for
 # each action, its width the time that it takes. What is left white is idle.
 

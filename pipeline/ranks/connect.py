@@ -34,7 +34,8 @@ from torch import distributed as dist
 from .. import devices
 from ..errors import ActionError, PeerError
 from ..plan.edges import Direction, Edge, refuse_other_orders
-from ..plan.schedule import Action, Schedule, channels
+from ..plan.schedule import Action, Schedule
+from ..plan.walk import channels
 from .control import ObjectCollectives
 from .failure import FailureDetector, watch_in_thread
 from .launch import machine_id

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 from gpipe_bench.pipeline import ActionError, Pipeline
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 
 WIDTH = 6
 mse_loss = nn.functional.mse_loss

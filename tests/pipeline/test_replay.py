@@ -28,8 +28,8 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import dependencies, execution_order, transfers
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.walk import dependencies, execution_order, transfers
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))

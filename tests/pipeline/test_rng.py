@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gpipe_bench.pipeline import Pipeline, run_plain
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.stage.layers import mix, stream_key
 
 mse_loss = nn.functional.mse_loss

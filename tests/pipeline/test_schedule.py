@@ -30,8 +30,8 @@ from gpipe_bench.pipeline import (
     validate,
 )
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
-from gpipe_bench.pipeline.plan.schedule import Transfer, execution_order
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Remat, from_text, of_stages, to_text
+from gpipe_bench.pipeline.plan.walk import Transfer, execution_order
 
 
 @st.composite

@@ -13,8 +13,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_bench.pipeline import NAMED, Action, Schedule, from_csv, named, to_csv, validate
-from gpipe_bench.pipeline.plan.named import loop
-from gpipe_bench.pipeline.plan.vee import vee
+from gpipe_bench.pipeline.plan.named import loop, vee
 
 NUM_WORKERS, NUM_MICROBATCHES = 2, 4
 V = ("ZBVZeroBubble", "DualPipeV")

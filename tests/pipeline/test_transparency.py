@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import NAMED, InProcess, Pipeline, run_plain
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.stage.trees import Tree, change
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss

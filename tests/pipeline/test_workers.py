@@ -31,7 +31,7 @@ from gpipe_bench.pipeline import (
     validate,
 )
 from gpipe_bench.pipeline.plan.edges import turns
-from gpipe_bench.pipeline.plan.schedule import channels, dependencies, execution_order, transfers
+from gpipe_bench.pipeline.plan.walk import channels, dependencies, execution_order, transfers
 from gpipe_bench.pipeline.ranks.connect import refuse_edges
 from gpipe_bench.planner.predict import breakdown
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gpipe_bench.pipeline import NAMED, Pipeline, Schedule, named, run_plain
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.stage.trees import sizes
 
 TIMEOUT_S = 30.0

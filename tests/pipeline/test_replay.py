@@ -26,7 +26,6 @@ from gpipe_bench.pipeline import (
     one_f_one_b,
     replay,
 )
-from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.plan.walk import dependencies, execution_order, transfers
@@ -288,29 +287,6 @@ def test_the_largest_pipeline_of_the_paper_can_be_replayed() -> None:
     times = {Kind.F: 0.01, Kind.R: 0.01, Kind.B: 0.02}
     timeline = replay(gpipe(128, 512), times, LINKS["pcie3-host"], activation_bytes=[1e6] * 127)
     assert len(timeline.events) == 128 * 512 * 3
-
-
-# Portals where a schedule is laid out in time and drawn
-
-
-SKIP = Edge(0, 0, 3, ("skip",))
-WIRE = Link("wire", latency_s=1, bandwidth_bytes_per_s=1)
-
-
-def test_a_portal_takes_the_link_between_its_workers_alone() -> None:
-    """By hand, K = 4, M = 1, actions of a second, no other bytes: three hops of a second of latency and four
-    forwards are 7 s; the portal leaves at 1, takes 20 s and a second of latency.
-    """
-    ones = dict.fromkeys("FRBIW", 1)
-    action_s = {kind: ones[kind.value] for kind in SLOTS}
-    free = replay(gpipe(4, 1, "never"), action_s, WIRE, activation_bytes=[0] * 3)
-    step = replay(gpipe(4, 1, "never"), action_s, WIRE, activation_bytes=[0] * 3, portals={SKIP: (20, 30)})
-    starts = {str(event.action): event.start_s for event in step.events}
-    assert {str(event.action): event.start_s for event in free.events}["3F0"] == 6
-    assert starts["3F0"] == 1 + 20 + 1
-    assert starts["2B0"] == starts["3B0"] + 1 + 1  # the gradient of the portal holds up nobody between
-    assert starts["0B0"] == starts["3B0"] + 1 + 30 + 1
-    assert {span.name for span in step.messages} >= {"0F0->3", "3B0->0"}
 
 
 # Timelines: what is read off them, kept of them and drawn

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from .api import Pipeline as Pipeline
     from .errors import ActionError as ActionError
     from .errors import VerifyError as VerifyError
-    from .memory.boundary import Boundary as Boundary
     from .memory.grids import grid_peak_bytes as grid_peak_bytes
     from .memory.peaks import StageMemory as StageMemory
     from .memory.profile import Profiler as Profiler
+    from .memory.trace import Boundary as Boundary
     from .memory.workers import StagePeaks as StagePeaks
     from .memory.workers import Transport as Transport
     from .memory.workers import bytes_of_stages as bytes_of_stages
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from .plan.timeline import Event as Event
     from .plan.timeline import Timeline as Timeline
     from .plan.timeline import draw as draw
-    from .plan.timeline import svg as svg
     from .plan.walk import validate as validate
     from .ranks.launch import launch as launch
     from .ranks.launch import start_process as start_process
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "api": ("Pipeline",),
     "errors": ("ActionError", "VerifyError"),
-    "memory.boundary": ("Boundary",),
+    "memory.trace": ("Boundary",),
     "memory.grids": ("grid_peak_bytes",),
     "memory.peaks": ("StageMemory",),
     "memory.profile": ("Profiler",),
@@ -71,7 +70,7 @@ _NAMES = {
     "plan.partition": ("partition",),
     "plan.schedule": ("Action", "Kind", "Schedule", "from_csv", "to_csv"),
     "plan.simulate": ("SLOTS", "replay"),
-    "plan.timeline": ("Event", "Timeline", "draw", "svg"),
+    "plan.timeline": ("Event", "Timeline", "draw"),
     "plan.walk": ("validate",),
     "ranks.launch": ("launch", "start_process"),
     "stage.layers": ("run_plain",),

@@ -20,9 +20,18 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from gpipe_bench.pipeline.memory.counts import Moment, row_moments, steps
 from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
-from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
+from gpipe_bench.pipeline.memory.peaks import (
+    NOWHERE,
+    Moment,
+    Optimizer,
+    Place,
+    Placed,
+    StageMemory,
+    Worker,
+    row_moments,
+    steps,
+)
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without

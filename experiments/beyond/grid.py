@@ -192,7 +192,7 @@ def _expected_bytes(way: str, pipeline: Any, batch: Any) -> int:
     import torch
     from torch import distributed as dist
 
-    from gpipe_bench.pipeline.memory.boundary import Boundary
+    from gpipe_bench.pipeline.memory.trace import Boundary
 
     if way == "dp":
         gradients = sum(p.nbytes for p in pipeline.parameters() if p.requires_grad)

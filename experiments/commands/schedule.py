@@ -16,15 +16,17 @@ comparable.
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 from typing import Any
 
 from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, screen_width, tell, write_text
+from gpipe_bench.experiments.drawing import gantt
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named, suggestion
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule, from_csv, from_text, to_csv, to_text
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.timeline import Timeline, draw, svg
+from gpipe_bench.pipeline.plan.timeline import Timeline, draw
 from gpipe_bench.pipeline.plan.walk import validate
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
@@ -76,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.csv is not None:
         write_text("--csv", arguments.csv, to_csv(schedule))
     if arguments.draw is not None:
-        write_text("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
+        picture = io.StringIO()
+        gantt(timeline, _title(facts), unit="slots").savefig(picture, format="svg")
+        write_text("--draw", arguments.draw, picture.getvalue())
     tell(arguments, [facts], lambda: _text(facts, draw(timeline)))
     return DONE
 

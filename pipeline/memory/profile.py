@@ -40,8 +40,7 @@ from ..stage.batchnorm import Statistics
 from ..stage.compiled import signature
 from ..stage.portals import Carried, declarations
 from ..stage.trees import Tree, change, tensors_of
-from .boundary import Boundary
-from .trace import LayerProfile
+from .trace import Boundary, LayerProfile
 from .tracker import EventLog, LayerRun, buffer_roles, no_collections, on_this_rank
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}

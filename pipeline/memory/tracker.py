@@ -32,8 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..stage.batchnorm import Statistics
 from ..stage.buffers import State
 from ..stage.split_backward import Split
-from .boundary import Boundary, as_tuple
-from .trace import BufferRole, SplitTrace, Trace, rise
+from .trace import Boundary, BufferRole, SplitTrace, Trace, as_tuple, rise
 
 
 class StorageWatch(TorchDispatchMode):

@@ -26,9 +26,8 @@ from gpipe_bench.pipeline import (
     partition,
     pipeline_memory,
 )
-from gpipe_bench.pipeline.memory.boundary import TensorSpec
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
-from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile, TensorSpec
 from gpipe_bench.pipeline.plan.partition import (
     Partition,
     can_partition_by,

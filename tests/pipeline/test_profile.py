@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from gpipe_bench.pipeline import Boundary, Profiler
-from gpipe_bench.pipeline.memory.boundary import TensorSpec
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
+from gpipe_bench.pipeline.memory.trace import LayerProfile, TensorSpec, Trace
 from gpipe_bench.pipeline.memory.tracker import EventLog, LiveMemory
 from gpipe_bench.pipeline.stage.compiled import signature
 

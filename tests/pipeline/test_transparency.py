@@ -1,7 +1,7 @@
 """A pipeline computes what the plain model computes: every output element, the gradient of every parameter.
 
 Compared one by one in float64, never as a sum: a sum hides permuted and cancelling errors. In one process;
-over several see `test_over_processes`, and `joined_cases` for all options together.
+over several see `test_over_processes`, and `test_joined` for all options together.
 """
 
 from __future__ import annotations

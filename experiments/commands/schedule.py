@@ -24,7 +24,15 @@ from gpipe_bench.experiments.commands.output import DONE, VERDICT_FAILED, screen
 from gpipe_bench.experiments.drawing import gantt
 from gpipe_bench.harness.report.grid import Grid
 from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named, suggestion
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Schedule, from_csv, from_text, to_csv, to_text
+from gpipe_bench.pipeline.plan.schedule import (
+    REMAT_MODES,
+    Schedule,
+    from_csv,
+    from_text,
+    most_alive_of,
+    to_csv,
+    to_text,
+)
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline, draw
 from gpipe_bench.pipeline.plan.walk import validate
@@ -150,8 +158,8 @@ def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
             {
                 "worker": worker,
                 "stages": list(schedule.stages_of(worker)),
-                "live_activations": max(live for _, live in timeline.worker_live_activations(worker)),
-                "busy_slots": timeline.worker_busy_s(worker),
+                "live_activations": most_alive_of(row),
+                "busy_slots": sum(map(timeline.busy_s, schedule.stages_of(worker))),
                 "actions": [str(action) for action in row],
             }
             for worker, row in enumerate(schedule.actions)

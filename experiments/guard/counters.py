@@ -80,6 +80,7 @@ def counters(case: Case) -> dict[str, Any]:
 
 def of_schedule(schedule: Schedule) -> dict[str, Any]:
     """Counters that follow from the schedule alone, with equal stages and F : R : B = 1 : 1 : 2."""
+    from gpipe_bench.pipeline.plan.schedule import most_alive_of
     from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 
     timeline = replay(schedule, SLOTS)
@@ -87,9 +88,7 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
     return {
         "makespan in slots": int(timeline.makespan_s),
         "bubble": str(Fraction(timeline.idle_s) / Fraction(schedule.num_stages * timeline.makespan_s)),
-        "graphs alive, per stage": _each(
-            max(count for _, count in timeline.live_activations(stage)) for stage in stages
-        ),
+        "graphs alive, per stage": _each(most_alive_of(schedule.row(stage)) for stage in stages),
         "micro-batches in flight, per stage": _each(map(schedule.in_flight, stages)),
     }
 

@@ -25,7 +25,7 @@ from math import inf
 
 from .links import FREE, Link
 from .named import NAMED, named
-from .schedule import Action, Kind, Remat, Schedule, begins_of, check_sizes, ends_of, of_stages
+from .schedule import Action, Kind, Remat, Schedule, check_sizes, most_alive_of, of_stages
 from .simulate import SLOTS, ActionTimes, duration_of, replay
 from .walk import validate
 
@@ -96,19 +96,6 @@ def generate(
     best = candidates[min(found)[-1]]
     validate(best)
     return best
-
-
-def most_alive_of(row: tuple[Action, ...]) -> int:
-    """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
-    micro-batch is recomputed, to the end of the backward.
-    """
-    begins, ends = set(begins_of(row)), set(ends_of(row))
-    alive = most = 0
-    for action in row:
-        alive += action in begins
-        most = max(most, alive)
-        alive -= action in ends
-    return most
 
 
 @dataclass(frozen=True)

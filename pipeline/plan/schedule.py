@@ -253,6 +253,19 @@ def _either(row: tuple[Action, ...], rather: Kind, otherwise: Kind) -> list[Acti
     return [a for a in row if a.kind is (rather if (a.stage, a.microbatch) in found else otherwise)]
 
 
+def most_alive_of(row: tuple[Action, ...]) -> int:
+    """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
+    micro-batch is recomputed, to the end of the backward.
+    """
+    begins, ends = set(begins_of(row)), set(ends_of(row))
+    alive = most = 0
+    for action in row:
+        alive += action in begins
+        most = max(most, alive)
+        alive -= action in ends
+    return most
+
+
 def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
     """`ValueError` for sizes or a `remat` that no schedule has."""
     if num_stages < 1:

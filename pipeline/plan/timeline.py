@@ -1,18 +1,17 @@
 """What happened when: the common result of running a schedule and of replaying one.
 
 Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
-per action, in seconds from the start of the step. Makespan, bubble and live activations are read off it, and
-a record can keep it as plain data. Only the standard library is imported.
+per action, in seconds from the start of the step. Makespan and bubble are read off it, and a
+record can keep it as plain data. Only the standard library is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
-from .schedule import Action, begins_of, ends_of, stages_of
+from .schedule import Action, stages_of
 
 
 class Event(NamedTuple):
@@ -105,10 +104,6 @@ class Timeline:
         mine = set(self.stages_of(worker))
         return tuple(event for event in self.events if event.action.stage in mine)
 
-    def worker_busy_s(self, worker: int) -> float:
-        """Seconds in which the worker is inside an action or other work of its stages."""
-        return sum(map(self.busy_s, self.stages_of(worker)))
-
     def busy_s(self, stage: int) -> float:
         """Seconds in which the stage is inside an action or other work."""
         events_s = sum(event.duration_s for event in self.of_stage(stage))
@@ -127,18 +122,6 @@ class Timeline:
         """
         total_s = self.num_workers * self.makespan_s
         return self.idle_s / total_s if total_s else 0.0
-
-    def live_activations(self, stage: int) -> tuple[tuple[float, int], ...]:
-        """(time in s, micro-batches whose graph is alive from then on) at every change on this stage.
-
-        A graph lives from the start of the action that builds it (F, or R where the micro-batch is
-        recomputed) to the end of the backward.
-        """
-        return _live(self.of_stage(stage))
-
-    def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
-        """Same as `live_activations` for all stages of a worker together: each graph counts as one."""
-        return _live(self.of_worker(worker))
 
     def to_data(self) -> dict[str, Any]:
         """The timeline as lists and numbers, for a record; `from_data` reads it back."""
@@ -168,16 +151,6 @@ class Timeline:
             tuple(data.get("placement", ())),
             tuple(Span(*span) for span in data.get("collectives", ())),
         )
-
-
-def _live(events: tuple[Event, ...]) -> tuple[tuple[float, int], ...]:
-    row = tuple([event.action for event in events])
-    begins, ends = set(begins_of(row)), set(ends_of(row))
-    changes = [(event.start_s, 1) for event in events if event.action in begins]
-    changes += [(event.end_s, -1) for event in events if event.action in ends]
-    changes.sort()
-    alive = accumulate(change for _, change in changes)
-    return tuple((time_s, number) for (time_s, _), number in zip(changes, alive, strict=True))
 
 
 def draw(timeline: Timeline) -> str:

@@ -359,7 +359,7 @@ def grown(num_cycles: int, num_steps: int) -> list[str]:
 
 
 def test_what_a_process_holds_does_not_grow() -> None:
-    """Pipelines one after the other, and steps of ever other shapes with one; CYCLES and STEPS ask for more."""
+    """Pipelines one after the other, and steps of ever other shapes; CYCLES and STEPS ask for more."""
     numbers = (int(os.environ.get("CYCLES", "16")), int(os.environ.get("STEPS", "64")))
     outcomes = watched(grown, 2, *numbers)
     assert not [text for of_rank in outcomes for text in of_rank]

@@ -39,7 +39,7 @@ from gpipe_bench.pipeline.plan.named import (
     zb_h2,
     zb_v,
 )
-from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, recomputed
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, most_alive_of, recomputed
 
 
 def in_slots(schedule: Schedule) -> float:
@@ -49,11 +49,8 @@ def in_slots(schedule: Schedule) -> float:
 
 def most_alive(schedule: Schedule) -> list[float]:
     """Graphs that each worker holds at most, in whole shares."""
-    timeline, share = replay(schedule, SLOTS), schedule.num_workers / schedule.num_stages
-    return [
-        share * max(live for _, live in timeline.worker_live_activations(worker))
-        for worker in range(schedule.num_workers)
-    ]
+    share = schedule.num_workers / schedule.num_stages
+    return [share * most_alive_of(row) for row in schedule.actions]
 
 
 def longest_span_s(timeline: Timeline) -> float:
@@ -235,10 +232,7 @@ def test_the_table_of_the_documentation() -> None:
 
 
 def most_graphs(schedule: Schedule) -> int:
-    timeline = replay(schedule, SLOTS)
-    return max(
-        live for worker in range(schedule.num_workers) for _, live in timeline.worker_live_activations(worker)
-    )
+    return max(map(most_alive_of, schedule.actions))
 
 
 @pytest.mark.parametrize("num_workers", [2, 4, 8])

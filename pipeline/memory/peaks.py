@@ -50,8 +50,6 @@ class Counts(NamedTuple):
     inputs_ahead: int  # posted receives of further inputs
     gradients: int  # gradients received or posted, beside the one that a backward works on
     unrecomputed: int  # that wait for their R, those in F and R too
-    again_graphs: int  # of the graphs, its own in B and I too, those that R has made
-    again_halves: int  # of those between I and W, those whose graph R has made
     after_backward: int  # 1 when a B or W is done
     after_inputs: int  # 1 when a B or I is done
 
@@ -98,15 +96,14 @@ class StageCounter:
         self._ahead = receive_ahead or 0
         self._waits = receive_ahead is not None  # the gradient of what is recomputed has come
         self._whole = self._graphs = self._halves = 0
-        self._unrecomputed = self._again_graphs = self._again_halves = 0
+        self._unrecomputed = 0
         self._after_backward = self._after_inputs = 0
 
     def _counts(self, gradients: int, own_whole: int = 0) -> Counts:
         return Counts(
             self._whole + own_whole, self._graphs, self._halves,
             min(self._ahead, self._to_receive), gradients,
-            self._unrecomputed, self._again_graphs, self._again_halves,
-            self._after_backward, self._after_inputs,
+            self._unrecomputed, self._after_backward, self._after_inputs,
         )  # fmt: skip
 
     @property
@@ -128,19 +125,15 @@ class StageCounter:
             found = self._counts(gradients, own_whole=1)
             self._graphs += 1
             self._unrecomputed -= 1
-            self._again_graphs += 1
         elif kind is Kind.W:
             self._halves -= 1
-            self._again_halves -= again
             found = self._counts(0)
             self._after_backward = 1
         else:
             self._to_send_back -= 1
             self._graphs -= 1
             found = self._counts(min(self._ahead, self._to_send_back))
-            self._again_graphs -= again
             self._halves += kind is Kind.I
-            self._again_halves += again and kind is Kind.I
             self._after_backward = self._after_backward or int(kind is Kind.B)
             self._after_inputs = 1
         return Step(action, again, found)
@@ -323,25 +316,27 @@ class Placed:
         self.message_bytes = (0 if place.inputs_there else stage.input_bytes, gradient)
         if place.gradients_there and halves is not None:
             halves = halves.apart
-        self._halves, self._own_kept = halves, kept
+        self._halves = halves
         self._is_whole = halves is not None and halves.whole
+        # Copies of overwritten inputs that graphs hold, where the stage recomputes. A micro-batch that it
+        # does not recompute has none: an upper estimate.
         copied = waits = again = 0
-        if halves is not None:
-            waits = 0 if self._is_apart else halves.kept_input_bytes
-            again = min(halves.kept_input_bytes, stage.copied_input_bytes) if self._is_apart else 0
-        if self._is_apart:
+        if halves is not None and not self._is_apart:
+            waits = halves.kept_input_bytes
+        elif halves is not None and recomputes:
+            again = min(halves.kept_input_bytes, stage.copied_input_bytes)
+        if recomputes and self._is_apart:
             copied = stage.kept_copied_bytes if stage.copied_input_bytes else 0
-        elif stays:
+        elif recomputes and stays:
             copied = stage.copied_input_bytes
+        self._own_kept = kept + copied
         self._per_count = (
             Parts(boundary=received),
-            Parts(boundary=kept, activations=stage.saved_bytes),
-            Parts(boundary=waits, activations=0 if halves is None else halves.saved_bytes),
+            Parts(boundary=self._own_kept, activations=stage.saved_bytes),
+            Parts(boundary=waits, activations=again + (0 if halves is None else halves.saved_bytes)),
             Parts(transients=received),
             Parts(transients=gradient),
             Parts(buffers=stage.changing_buffer_bytes),
-            Parts(boundary=copied),
-            Parts(activations=again),
             Parts(gradients=0 if self._is_whole else stage.gradient_bytes),
             Parts(gradients=stage.gradient_bytes if self._is_whole else 0),
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import isfinite, isqrt
+from math import inf, isfinite
 
 Partition = tuple[range, ...]
 """The layer indices of each stage, in order, covering every layer once."""
@@ -79,53 +79,33 @@ def _fill(prefix: Sequence[int], num_stages: int, cap: int) -> Partition | None:
 def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
     """Minimise the sum of squared stage sums; with a fixed mean that is the paper's minimal variance.
 
-    Dynamic program over (stages, layers), exact. It only visits cuts that can occur in an optimum: if a known
-    split has summed squared deviation D from the mean, the first k stages of a better one are off k means by
-    some x with x^2 / k + x^2 / (K - k) <= D, because evenly spread deviations have the least squares.
+    Dynamic program over (stages, layers), exact. The best start of a last stage moves on with its stop, so
+    those of the stops on either side of a middle one lie on the same side of its start.
     """
     prefix, num_layers = list(accumulate(costs, initial=0)), len(costs)
-    total = prefix[-1]
-    # Deviations in units of 1 / num_stages, to stay on integers.
-    spread = sum((num_stages * (b - a) - total) ** 2 for a, b in pairwise(_even_cuts(prefix, num_stages)))
-
-    best: dict[int, int] = {0: 0}  # layers covered so far -> minimal sum of squares
-    choices: list[dict[int, int]] = []
+    best: list[float] = [0, *[inf] * num_layers]  # sum of squares, by layers covered so far
+    choices: list[list[int]] = []
     for done in range(1, num_stages + 1):
-        radius = isqrt(spread * done * (num_stages - done) // num_stages)
-        least = bisect_left(prefix, -((radius - done * total) // num_stages), done)
-        most = bisect_right(prefix, (done * total + radius) // num_stages) - 1
-        reached: dict[int, int] = {}
-        choice: dict[int, int] = {}
-        for stop in range(max(least, done), min(most, num_layers - (num_stages - done)) + 1):
-            end = prefix[stop]
+        reached: list[float] = [inf] * (num_layers + 1)
+        choice = [0] * (num_layers + 1)
+        todo = [(done, num_layers, done - 1, num_layers - 1)]  # first and last stop, first and last start
+        while todo:
+            low, high, first, last = todo.pop()
+            if low > high:
+                continue
+            stop = (low + high) // 2
             # The later start wins a tie, hence more layers in earlier stages.
-            options = (
-                (squares + (end - prefix[start]) ** 2, -start)
-                for start, squares in best.items()
-                if start < stop
-            )
-            found = min(options, default=None)
-            if found is not None:
-                reached[stop], choice[stop] = found[0], -found[1]
+            starts = range(first, min(last, stop - 1) + 1)
+            reached[stop], start = min((best[s] + (prefix[stop] - prefix[s]) ** 2, -s) for s in starts)
+            choice[stop] = -start
+            todo += [(low, stop - 1, first, -start), (stop + 1, high, -start, last)]
         best = reached
         choices.append(choice)
-
     stages, stop = [], num_layers
     for choice in reversed(choices):
         stages.append(range(choice[stop], stop))
         stop = choice[stop]
     return tuple(reversed(stages))
-
-
-def _even_cuts(prefix: Sequence[int], num_stages: int) -> list[int]:
-    """Costs covered at cuts near k / K of the total, with at least one layer in each stage."""
-    cuts, num_layers = [0], len(prefix) - 1
-    for done in range(1, num_stages + 1):
-        wanted = done * prefix[-1] // num_stages
-        above = bisect_left(prefix, wanted)
-        nearest = above if above == 0 or prefix[above] - wanted < wanted - prefix[above - 1] else above - 1
-        cuts.append(min(max(nearest, cuts[-1] + 1), num_layers - (num_stages - done)))
-    return [prefix[cut] for cut in cuts]
 
 
 def cumulative_shares(costs: Sequence[int], num_stages: int) -> Partition:

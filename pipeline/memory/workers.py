@@ -142,18 +142,10 @@ def memories(
 ) -> tuple[StageMemory, ...]:
     """The fullest moment of each worker; arguments and errors as of `peak_bytes`."""
     workers = workers_of(stages, schedule, optimizer, receive_ahead)
-    found = [worker.update() for worker in workers]
-    best: list[Moment | None] = [None] * len(workers)
-    most = [each.peak for each in found]
+    found: list[list[Moment]] = [[] for _ in workers]
     for moment in _moments(stages, schedule, receive_ahead):
-        number = schedule.worker(moment.step.action.stage)
-        num_bytes = workers[number].bytes(moment)
-        if num_bytes > most[number]:
-            most[number], best[number] = num_bytes, moment
-    return tuple(
-        memory if fullest is None else worker.memory(fullest)
-        for worker, memory, fullest in zip(workers, found, best, strict=True)
-    )
+        found[schedule.worker(moment.step.action.stage)].append(moment)
+    return tuple([worker.fullest(mine) for worker, mine in zip(workers, found, strict=True)])
 
 
 def action_bytes(

@@ -37,7 +37,7 @@ mse_loss = nn.functional.mse_loss
 
 
 def parts(value: Tree) -> tuple[Tensor, ...]:
-    if isinstance(value, dict):  # what `Packed` makes
+    if isinstance(value, dict):  # of a layer that packs
         return (value["x"] * value["scale"], *value["others"])
     return value if isinstance(value, tuple) else (value,)
 
@@ -46,114 +46,64 @@ def joined(values: tuple[Tensor, ...]) -> Tree:
     return values if len(values) > 1 else values[0]
 
 
-def flat(tensor: Tensor, width: int) -> Tensor:
-    """As rows of `width` numbers: of an example, or of each place of its sequence."""
-    shape = tensor.shape[:-1] if tensor.shape[-1] == width else tensor.shape[:1]
-    return tensor.reshape(*shape, width)
+def flat(tensor: Tensor) -> Tensor:
+    """As rows of `WIDTH` numbers: of an example, or of each place of its sequence."""
+    shape = tensor.shape[:-1] if tensor.shape[-1] == WIDTH else tensor.shape[:1]
+    return tensor.reshape(*shape, WIDTH)
+
+
+DENSE = ("dense", "dense", "same", "same", "choosing", "dropping", "normed", "skip")
+GROWING = ("skip", "twice", "counted")  # which pass on one tensor more
+KINDS = (*DENSE, "twice", "turn", "join", "counted", "packed", "packed")
 
 
 class Layer(nn.Module):
-    """Works on the first tensor and passes the others on as they are."""
+    """Works on the first tensor and passes the others on as they are; what else it does is its kind."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, kind: str, other: Layer | None = None) -> None:
         super().__init__()
-        self.width = width
-
-    def forward(self, value: Tree) -> Tree:
-        first, *others = parts(value)
-        return joined((self.change(first), *others))
-
-    def change(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Dense(Layer):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        # A low rank keeps wide layers cheap.
-        self.down, self.up = nn.Linear(width, 4), nn.Linear(4, width)
+        self.kind = kind
+        if kind in DENSE:
+            self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+        if other is not None:
+            self.up.weight = other.up.weight
+        more = {
+            "choosing": nn.Linear(WIDTH, WIDTH),
+            "dropping": nn.Dropout(0.3),
+            "normed": nn.LayerNorm(WIDTH),
+        }
+        self.more = more.get(kind)
 
     def change(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.up(self.down(flat(x, self.width)))) + 0.5 * flat(x, self.width)
-
-
-class Skip(Dense):
-    """x, ... -> f(x), x, ..."""
-
-    def forward(self, value: Tree) -> Tree:
-        first, *others = parts(value)
-        return (self.change(first), first, *others)
-
-
-class Twice(Layer):
-    """x, ... -> x, x, ..."""
+        x = flat(x)
+        if self.kind == "choosing" and float(x.detach().sum()) > 0:  # one of two ways, by the data
+            return self.more(x)
+        y = torch.tanh(self.up(self.down(x))) + 0.5 * x
+        if self.kind == "normed":  # whose gradients I computes
+            return self.more(y + x)
+        return self.more(y) if self.kind == "dropping" else y
 
     def forward(self, value: Tree) -> Tree:
         first, *others = parts(value)
-        return (first, first, *others)
-
-
-class Turn(Layer):
-    """x, y, ... -> y, ..., x"""
-
-    def forward(self, value: Tree) -> Tree:
-        first, *others = parts(value)
-        return joined((*others, first)) if others and others[0].is_floating_point() else value
-
-
-class Join(Layer):
-    """x, y, ... -> x + y, ..."""
-
-    def forward(self, value: Tree) -> Tree:
-        tensors = parts(value)
-        if len(tensors) < 2 or not tensors[1].is_floating_point():
+        second = others[0] if others and others[0].is_floating_point() else None
+        if self.kind in ("turn", "join") and second is None:
             return value
-        return joined((flat(tensors[0], self.width) + flat(tensors[1], self.width), *tensors[2:]))
-
-
-class Counted(Layer):
-    """x, ... -> x, ..., integers"""
-
-    def forward(self, value: Tree) -> Tree:
-        tensors = parts(value)
-        return (*tensors, (tensors[0] > 0).flatten(1).sum(1))
-
-
-class Head(nn.Module):
-    """Everything that arrives, in one number per example."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.linear = nn.Linear(width, 1)
-
-    def forward(self, value: Tree) -> Tensor:
-        total = 0.0
-        for i, tensor in enumerate(parts(value)):
-            if tensor.is_floating_point():
-                of_places = self.linear(flat(tensor, self.width)).flatten(1)
-                total = total + of_places.mean(1, keepdim=True) * (1 + i)
-            else:
-                total = total + 0.1 * tensor.double()[:, None]
-        return total
-
-
-class Packed(Layer):
-    """x, ... -> a dict, whose numbers and keys depend on x."""
-
-    def forward(self, value: Tree) -> Tree:
-        first, *others = parts(value)
-        positive = bool(first.detach().sum() > 0)
-        extra = {"nothing": None} if positive else {}
-        return {"x": first, "scale": 2 if positive else 0.5, "others": others, "name": "packed", **extra}
-
-
-class Same(Dense):
-    """Has the weight of another layer."""
-
-    def __init__(self, width: int, other: Dense) -> None:
-        super().__init__(width)
-        self.up.weight = other.up.weight
+        match self.kind:
+            case "skip":
+                return (self.change(first), first, *others)
+            case "twice":
+                return (first, first, *others)
+            case "turn":
+                return joined((*others, first))
+            case "join":
+                return joined((flat(first) + flat(second), *others[1:]))
+            case "counted":
+                return (first, *others, (first > 0).flatten(1).sum(1))
+            case "packed":  # a dict, whose numbers and keys depend on x
+                positive = bool(first.detach().sum() > 0)
+                extra = {"nothing": None} if positive else {}
+                return {"x": first, "scale": 2 if positive else 0.5, "others": others, "name": "it", **extra}
+        return joined((self.change(first), *others))
 
 
 class InPlace(nn.Module):
@@ -170,64 +120,41 @@ class InPlace(nn.Module):
         return joined((first.relu_() if self.clamps else first.mul_(0.9).add_(0.01), *others))
 
 
-class Normed(Dense):
-    """Ends with a norm, whose gradients I computes."""
+class Head(nn.Module):
+    """Everything that arrives, in one number per example."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.norm = nn.LayerNorm(width)
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
 
-    def change(self, x: Tensor) -> Tensor:
-        return self.norm(super().change(x) + flat(x, self.width))
-
-
-class Choosing(Dense):
-    """Goes one of two ways, by the data."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.other = Dense(width)
-
-    def change(self, x: Tensor) -> Tensor:
-        return self.other.change(x) if float(x.detach().sum()) > 0 else super().change(x)
+    def forward(self, value: Tree) -> Tensor:
+        total = 0.0
+        for i, tensor in enumerate(parts(value)):
+            if tensor.is_floating_point():
+                total = total + self.linear(flat(tensor)).flatten(1).mean(1, keepdim=True) * (1 + i)
+            else:
+                total = total + 0.1 * tensor.double()[:, None]
+        return total
 
 
-class Dropping(Dense):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.drop = nn.Dropout(0.3)
-
-    def change(self, x: Tensor) -> Tensor:
-        return self.drop(super().change(x))
-
-
-KINDS = (
-    Dense, Dense, Choosing, Dropping, Normed, Skip, Twice, Turn, Join, Counted, Packed, Packed, Same, Same,
-)  # fmt: skip
-
-
-def joined_layers(generator: random.Random, num_layers: int, width: int) -> list[nn.Module]:
+def joined_layers(generator: random.Random, num_layers: int) -> list[nn.Module]:
     """Layers with parameters that depend on the generator alone."""
     torch.manual_seed(generator.randrange(2**32))
     layers: list[nn.Module] = []
     count = 1
     while len(layers) < num_layers - 1:
         kind = generator.choice(KINDS)
-        if kind in (Skip, Twice, Counted):
-            if count == 4:
-                continue
-            count += 1
-        others = [layer for layer in layers if isinstance(layer, Dense)]
-        if kind is Same:
-            layers.append(Same(width, generator.choice(others)) if others else Dense(width))
-        else:
-            layers.append(kind(width))
+        if kind in GROWING and count == 4:
+            continue
+        count += kind in GROWING
+        others = [layer for layer in layers if isinstance(layer, Layer) and layer.kind in DENSE]
+        layers.append(Layer(kind, generator.choice(others) if kind == "same" and others else None))
         # A fresh result that no other tensor shares memory with.
-        if isinstance(layers[-1], Dense) and generator.random() < 0.35 and len(layers) < num_layers - 1:
+        if kind in DENSE and generator.random() < 0.35 and len(layers) < num_layers - 1:
             layers.append(InPlace(generator.random() < 0.5))
     for layer in layers[: generator.choice([0, 0, 0, num_layers // 2])]:
         layer.requires_grad_(False)
-    return [layer.double() for layer in (*layers, Head(width))]
+    return [layer.double() for layer in (*layers, Head())]
 
 
 Change = Callable[[Sequence[nn.Module]], None]
@@ -332,7 +259,7 @@ class Example:
         self.num_microbatches = generator.randint(1, 6)
         self.remat = generator.choice(REMAT_MODES)
         self.schedule = self._schedule(generator)
-        self.layers = joined_layers(generator, generator.randint(self.num_stages, self.num_stages + 5), WIDTH)
+        self.layers = joined_layers(generator, generator.randint(self.num_stages, self.num_stages + 5))
         self.cost = [generator.choice([1, 3]) for _ in self.layers]
         self.share_memory = generator.random() < 0.5
         self.scaled = generator.random() < 0.4

@@ -239,12 +239,8 @@ class _Simulation:
             self.running[worker] = False
             self._hand_over(worker, self.events[worker][-1])
             self._go_on(worker)
-        stuck = [str(action) for action in self.walk.next if action is not None]
-        if stuck:
-            raise ValueError(
-                f"schedule {self.schedule.name!r} deadlocks: {', '.join(stuck)} wait for work that is never "
-                "done; plan.walk.validate says what is missing"
-            )
+        if any(self.walk.next):
+            raise self.walk.stopped()
         events = [event for events in self.events for event in events]
         events.sort(key=attrgetter("start_s"))  # equal starts stay ordered by worker
         links = [self.link] if isinstance(self.link, Link) else [*self.links.values()]

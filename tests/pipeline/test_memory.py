@@ -403,36 +403,10 @@ def test_under_1f1b_the_peak_lies_between_no_and_one_waiting_message(remat: str)
 
 # Profiles of halves, of trees and of portals
 
-EXAMPLES, LENGTH = 8, 12
-X = EXAMPLES * LENGTH * WIDTH * 4  # bytes of an activation
-
-
-def halves(*layers: nn.Module) -> Any:
-    inputs = Boundary.of(torch.empty(EXAMPLES, LENGTH, WIDTH).requires_grad_())
-    found = stage_bytes(profiler().chain(layers, inputs)).halves
-    assert found is not None
-    return found
-
-
-def test_what_waits_between_the_halves() -> None:
-    one = halves(linear())
-    assert (one.kept_input_bytes, one.saved_bytes) == (X, X)  # the input; the gradient of the output
-    # The gradient that the second leaves for its bias is what the first is given.
-    assert halves(linear(), linear()).saved_bytes == X + X + X
-    # A normalization computes the gradients of its weights at once, and ReLU's result waits for the linear
-    # layer alone.
-    assert halves(nn.LayerNorm(WIDTH)).saved_bytes == 2 * WIDTH * 4
-    assert halves(nn.LayerNorm(WIDTH)).kept_input_bytes == 0
-    assert halves(nn.ReLU(), linear()).saved_bytes == X + X
-    assert halves(linear(), nn.ReLU()).saved_bytes == X  # and not its result
-    both = Call(lambda x, f, g: (f(x), g(x)), linear(), linear())  # what waits for both waits once
-    assert (halves(both).kept_input_bytes, halves(both).saved_bytes) == (X, 2 * X)
-    assert halves(both, Call(lambda v: v[0] + v[1])).saved_bytes == X  # one gradient for both
-
 
 def test_a_layer_that_cannot_be_split_does_it_all_in_I() -> None:  # noqa: N802
     stuck = Call(lambda x, f: checkpoint(f, x, use_reentrant=True), linear())
-    inputs = Boundary.of(torch.empty(EXAMPLES, LENGTH, WIDTH).requires_grad_())
+    inputs = Boundary.of(torch.empty(8, 12, WIDTH).requires_grad_())
     stage, unsplit = (stage_bytes(each.chain([linear(), stuck], inputs)) for each in (profiler(), Profiler()))
     whole, split_up = (
         stage_memory(stage, tuple(map(Action.parse, row.split())), is_first=False)

@@ -267,18 +267,11 @@ def test_links_are_checked_and_say_where_they_come_from() -> None:
         assert link.name == name
         assert len(link.source) > 20
     # A gradient of 100 MB takes longer on each slower kind of link.
-    order = [
-        "nvlink5",
-        "nvlink4",
-        "nvlink3",
-        "nvlink2",
-        "infiniband-ndr",
-        "pcie5-host",
-        "infiniband-hdr",
-        "pcie4-host",
-    ]
-    order += ["infiniband-edr", "pcie3-host", "ethernet-25g", "loopback", "ethernet-10g", "ethernet-1g"]
-    takes_s = [LINKS[name].occupied_s(100e6) + LINKS[name].latency_s for name in order]
+    order = (
+        "nvlink5 nvlink4 nvlink3 nvlink2 infiniband-ndr pcie5-host infiniband-hdr pcie4-host infiniband-edr"
+    )
+    order += " pcie3-host ethernet-25g loopback ethernet-10g ethernet-1g"
+    takes_s = [LINKS[name].occupied_s(100e6) + LINKS[name].latency_s for name in order.split()]
     assert takes_s == sorted(takes_s)
     assert LINKS["ethernet-1g"].occupied_s(125e6) == 1
 

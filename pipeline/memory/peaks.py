@@ -403,10 +403,8 @@ class Placed:
     def _fullest(self, step: Step) -> Bytes:
         """Returns the peak memory of the layers in an action."""
         stage, halves, counts, kind = self._stage, self._halves, step.counts, step.action.kind
-        if kind is Kind.F:
-            return stage.free if step.recomputed else stage.forward
-        if kind is Kind.R:
-            return stage.forward if stage.again is None else stage.again
+        if kind in (Kind.F, Kind.R):
+            return stage.free if kind is Kind.F and step.recomputed else stage.forward
         if kind is Kind.B or self._is_whole:  # I does all of a backward
             if kind is Kind.W:
                 return Bytes()

@@ -303,14 +303,11 @@ class LayerProfile:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers, with what a stage adds for batch normalization."""
-        return sum(self.buffer_sizes)
-
-    @cached_property
-    def replaced_bytes(self) -> int:
-        """Bytes of the buffers that a forward replaces by other tensors."""
+        """Bytes of the buffers, with what a stage adds for batch normalization. One that a forward replaces
+        by another tensor counts twice: the engine looks at the old one when all layers are through.
+        """
         pairs = zip(self.buffer_roles, self.buffer_sizes, strict=False)
-        return sum(size for role, size in pairs if role is BufferRole.REPLACED)
+        return sum(self.buffer_sizes) + sum(size for role, size in pairs if role is BufferRole.REPLACED)
 
     @cached_property
     def gradient_bytes(self) -> int:

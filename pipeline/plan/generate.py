@@ -242,6 +242,7 @@ class _ListScheduler:
         fillers: list[_Choice] = []
         group = policy.group or number
         for s in self.stages[w]:
+            rank: tuple[float, ...]
             m = self.taken[s, self.back]
             forward_s, arrival_s = self.done_s.get(Action(s, Kind.F, m)), None
             if forward_s is not None:

@@ -309,27 +309,20 @@ def check(name: str, schedule: Schedule, *, each_action: bool = True) -> None:
     parts = (Boundary.of(split(whole, schedule.num_microbatches)[0]) for whole in (batch, target))
     stages = bytes_of_stages(*profiler().model(model, loss_fn, *parts), pipeline.partition)
     actions, peaks = action_bytes(stages, schedule, "sgd"), peak_bytes(stages, schedule, "sgd")
+    upper = 1.5 if name == "buffers replaced" else 1.01  # which count twice, an upper estimate
     for action, held in actions.items() if each_action else ():
         # Beside the model: a loss value per micro-batch, and the weight that it enters with.
-        most = 1.5 if action.kind is Kind.W else 1.01  # what W holds is an upper estimate
+        most = 1.5 if action.kind is Kind.W else upper  # what W holds is an upper estimate
         assert 0.99 * counted.actions[action] <= held <= most * counted.actions[action], str(action)
-    most = 1.5 if any(action.kind is Kind.W for action in schedule) else 1.01
+    most = 1.5 if any(action.kind is Kind.W for action in schedule) else upper
     for peak, counted_peak in zip(peaks, counted.peaks, strict=True):
         assert 0.99 * counted_peak <= peak <= most * counted_peak
     for row, peak in zip(schedule.actions, peaks, strict=True):
         assert max(actions[action] for action in row) <= peak
 
 
-# Of buffers that are replaced a step without re-materialization holds 3 % less than is modelled.
-WHOLE = [
-    (name, remat)
-    for name in MODELLED
-    for remat in ("always", "never")
-    if (name, remat) != ("buffers replaced", "never")
-]
-
-
-@pytest.mark.parametrize(("name", "remat"), WHOLE)
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("name", MODELLED)
 def test_every_action_of_whole_backwards_holds_what_is_modelled(name: str, remat: str) -> None:
     """F without a graph, R, the first B and a later one; F with a graph; of the whole, and between others."""
     each_action = name != "trees"  # of which some actions hold less than is modelled

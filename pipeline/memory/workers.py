@@ -198,11 +198,10 @@ def _moments(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ah
         # When messages come depends on the other workers: all rows as one process takes them.
         homes = {s: schedule.stages_of(schedule.worker(s)) for s in range(schedule.num_stages)}
         return row_moments(execution_order(schedule), None, homes)
-    of_transport = isinstance(receive_ahead, Transport)
-    found = chain.from_iterable(
-        row_moments(row, None if of_transport else receive_ahead) for row in schedule.actions
-    )
-    return _with_sent(found, stages, schedule) if of_transport else found
+    if isinstance(receive_ahead, int):
+        return chain.from_iterable(row_moments(row, receive_ahead) for row in schedule.actions)
+    found = chain.from_iterable(row_moments(row, None) for row in schedule.actions)
+    return _with_sent(found, stages, schedule)
 
 
 def stage_memory(

@@ -163,18 +163,16 @@ def partition_by(
     bound = list(accumulate(floor if floor is not None else [0] * num_layers, initial=0))
     cap = _reachable_cap(stage_cost, bound, num_stages, cap)
     edges = _edges_under(stage_cost, bound, num_stages, cap)
+
+    def is_enough(limit: int) -> bool:
+        """Whether exactly `num_stages` stages can cover all layers."""
+        return bool(_suffix_counts(edges, num_layers, limit)[0] >> num_stages & 1)
+
     candidates = sorted({cost for row in edges for _, cost in row})
-    if not candidates or not _suffix_counts(edges, num_layers, candidates[-1])[0] >> num_stages & 1:
+    smallest = bisect_left(candidates, True, key=is_enough)
+    if smallest == len(candidates):
         return None
-    # Smallest candidate under which exactly `num_stages` stages can cover all layers.
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _suffix_counts(edges, num_layers, candidates[middle])[0] >> num_stages & 1:
-            high = middle
-        else:
-            low = middle + 1
-    limit = candidates[low]
+    limit = candidates[smallest]
     counts = _suffix_counts(edges, num_layers, limit)
     stages, start = [], 0
     for remaining in range(num_stages - 1, -1, -1):

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import inf, isfinite
+from math import isfinite
 
 Partition = tuple[range, ...]
 """The layer indices of each stage, in order, covering every layer once."""
@@ -83,12 +83,12 @@ def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
     those of the stops on either side of a middle one lie on the same side of its start.
     """
     prefix, num_layers = list(accumulate(costs, initial=0)), len(costs)
-    best: list[float] = [0, *[inf] * num_layers]  # sum of squares, by layers covered so far
+    best = [0] * (num_layers + 1)  # sum of squares, by layers covered so far
     choices: list[list[int]] = []
     for done in range(1, num_stages + 1):
-        reached: list[float] = [inf] * (num_layers + 1)
-        choice = [0] * (num_layers + 1)
-        todo = [(done, num_layers, done - 1, num_layers - 1)]  # first and last stop, first and last start
+        reached, choice = [0] * (num_layers + 1), [0] * (num_layers + 1)
+        # First and last stop, first and last start; the first stage starts at the first layer.
+        todo = [(done, num_layers, done - 1, num_layers - 1 if done > 1 else 0)]
         while todo:
             low, high, first, last = todo.pop()
             if low > high:

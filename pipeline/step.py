@@ -303,7 +303,7 @@ def prepare(
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
     With the stages of one worker that is its row. Several workers on one device take turns
-    (`schedule.execution_order`); on devices of their own, which work side by side, they are served in the
+    (`walk.execution_order`); on devices of their own, which work side by side, they are served in the
     order in which their actions would start. `training=False` leaves the forwards only.
     """
     validate(schedule)

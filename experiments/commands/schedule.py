@@ -5,7 +5,7 @@ of it is bubble, and how many micro-batches a worker holds at a time. Durations 
 stages, a forward and a recomputation one slot and a backward two, and messages take no time.
 
 `--from FILE` judges somebody else's list of actions, in torch's form: whether it can be executed, and if not,
-who waits for what there (`pipeline.plan.schedule.validate`). Exit status 0: it can; 1: it cannot; 2: the file
+who waits for what there (`pipeline.plan.walk.validate`). Exit status 0: it can; 1: it cannot; 2: the file
 holds no schedule.
 
 Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a

@@ -70,7 +70,7 @@ class Profiler:
 
     Layers are eager; what a compiled layer keeps is no more than that.
 
-    ``attention`` is the device's whose kernels of attention the layers take (`attention.ATTENTIONS`).
+    ``attention`` is the device's whose kernels of attention the layers take (`ATTENTIONS`).
 
     ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
     their own sizes stay. With inputs of that dtype all activations have it, and gradients in the traces.

@@ -37,12 +37,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..plan.edges import Declared
+from ..plan.simulate import no_collections
 from ..stage.batchnorm import Statistics
 from ..stage.compiled import signature
 from ..stage.portals import Carried, declarations
 from ..stage.trees import Tree, change, tensors_of
 from .trace import Boundary, LayerProfile
-from .tracker import EventLog, LayerRun, buffer_roles, no_collections, on_this_rank
+from .tracker import EventLog, LayerRun, buffer_roles, on_this_rank
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Dtypes of activations for `autocast`; parameters, gradients and optimizer state stay float32."""

@@ -204,20 +204,6 @@ class EventLog(StorageWatch):
         self.events.append(-serial - 1)
 
 
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Storages die with their last reference and not where a garbage collection happens to strike. A
-    collection would also walk over all of torch's objects, every few layers.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def tensors_behind(*roots: object) -> list[Tensor]:
     """Every tensor that the objects refer to, directly or through other objects; not through code."""
     found: list[Tensor] = []

@@ -237,11 +237,6 @@ def stages_of(placement: tuple[int, ...], worker: int) -> list[int]:
     return [stage for stage, other in enumerate(placement) if other == worker] if placement else [worker]
 
 
-def begins_of(row: tuple[Action, ...]) -> list[Action]:
-    """The actions that build the graphs of micro-batches, R or else F, in the order of the row."""
-    return _either(row, Kind.R, Kind.F)
-
-
 def ends_of(row: tuple[Action, ...]) -> list[Action]:
     """The actions with which the stages are done with a micro-batch, W or else B, in the order of the row."""
     return _either(row, Kind.W, Kind.B)
@@ -257,7 +252,7 @@ def most_alive_of(row: tuple[Action, ...]) -> int:
     """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
     micro-batch is recomputed, to the end of the backward.
     """
-    begins, ends = set(begins_of(row)), set(ends_of(row))
+    begins, ends = set(_either(row, Kind.R, Kind.F)), set(ends_of(row))
     alive = most = 0
     for action in row:
         alive += action in begins

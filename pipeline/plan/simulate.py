@@ -20,7 +20,8 @@ imported; times may be fractions or integers, and then all results are exact.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
@@ -106,12 +107,21 @@ def replay(
         _per_stage("gathers", gathers, schedule),
         _per_stage("reductions", reductions, schedule),
     )
-    # The garbage collector would walk through hundreds of thousands of new objects again and again, none of
-    # which is in a cycle; that doubles the time of a large replay.
+    # A collection would walk through hundreds of thousands of new objects again and again, none of which is
+    # in a cycle; that doubles the time of a large replay.
+    with no_collections():
+        return step.run()
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Objects, and the storages of tensors, die with their last reference and not where a garbage collection
+    happens to strike, which would also walk over all of torch's objects.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return step.run()
+        yield
     finally:
         if was_enabled:
             gc.enable()

@@ -67,18 +67,19 @@ def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
     return picture(name=name, caption=title, alt=alt, draw=draw)
 
 
-def gantt(timeline: Timeline, title: str = "") -> Figure:
-    """The chart as a matplotlib figure; times in milliseconds."""
+def gantt(timeline: Timeline, title: str = "", unit: str = "ms") -> Figure:
+    """The chart as a matplotlib figure; times in milliseconds, or whole "slots" as they are."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 1.3 + 0.45 * timeline.num_stages), layout="constrained")
     axes = figure.add_subplot()
-    makespan_ms = timeline.makespan_s * 1e3
-    paint(axes, timeline)
-    axes.set_xlim(0, makespan_ms or 1)
-    axes.set_xlabel("time (ms)")
+    unit_s = 1e-3 if unit == "ms" else 1.0
+    makespan = timeline.makespan_s / unit_s
+    paint(axes, timeline, unit_s=unit_s)
+    axes.set_xlim(0, makespan or 1)
+    axes.set_xlabel(f"time ({unit})")
     conditions = [f"{name.replace('_', ' ')}: {value}" for name, value in timeline.conditions.items()]
-    facts = [timeline.provenance, f"{makespan_ms:.1f} ms, {timeline.bubble:.0%} idle"]
+    facts = [timeline.provenance, f"{makespan:.1f} {unit}, {timeline.bubble:.0%} idle"]
     said = "; ".join([*facts, *([", ".join(conditions)] if conditions else [])])
     axes.set_title(f"{title}\n{said}" if title else said, fontsize=9)
     legend(figure, [timeline])

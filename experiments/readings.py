@@ -21,7 +21,7 @@ from gpipe_bench.harness.report.reproduced import covers
 from gpipe_bench.harness.report.table import short_text, text_table
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import Comparison, Result
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import suggestion
 
 T = TypeVar("T")
 

@@ -53,7 +53,7 @@ VERBS_TOO = ("plan",)
 def load(name: str) -> Experiment:
     """The experiment of that name. Raises ValueError naming those there are."""
     if name not in EXPERIMENTS:
-        from gpipe_bench.pipeline.plan.names import suggestion
+        from gpipe_bench.pipeline.plan.named import suggestion
 
         raise ValueError(
             f"unknown experiment {name!r}{suggestion(name, EXPERIMENTS)}; known: {', '.join(EXPERIMENTS)}"

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from .api import Pipeline as Pipeline
     from .errors import ActionError as ActionError
     from .errors import VerifyError as VerifyError
-    from .memory.boundary import Boundary as Boundary
     from .memory.grids import grid_peak_bytes as grid_peak_bytes
     from .memory.peaks import StageMemory as StageMemory
     from .memory.profile import Profiler as Profiler
+    from .memory.trace import Boundary as Boundary
     from .memory.workers import StagePeaks as StagePeaks
     from .memory.workers import Transport as Transport
     from .memory.workers import bytes_of_stages as bytes_of_stages
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .memory.workers import pipeline_memory as pipeline_memory
     from .model.layers_of import layers_of as layers_of
     from .model.split import split as split
-    from .plan.files import draw as draw
-    from .plan.files import from_csv as from_csv
-    from .plan.files import to_csv as to_csv
     from .plan.generate import generate as generate
     from .plan.links import FREE as FREE
     from .plan.links import LINKS as LINKS
@@ -40,12 +37,14 @@ if TYPE_CHECKING:
     from .plan.schedule import Action as Action
     from .plan.schedule import Kind as Kind
     from .plan.schedule import Schedule as Schedule
-    from .plan.schedule import validate as validate
+    from .plan.schedule import from_csv as from_csv
+    from .plan.schedule import to_csv as to_csv
     from .plan.simulate import SLOTS as SLOTS
     from .plan.simulate import replay as replay
     from .plan.timeline import Event as Event
     from .plan.timeline import Timeline as Timeline
-    from .plan.timeline import svg as svg
+    from .plan.timeline import draw as draw
+    from .plan.walk import validate as validate
     from .ranks.launch import launch as launch
     from .ranks.launch import start_process as start_process
     from .stage.layers import run_plain as run_plain
@@ -58,21 +57,21 @@ if TYPE_CHECKING:
 _NAMES = {
     "api": ("Pipeline",),
     "errors": ("ActionError", "VerifyError"),
-    "memory.boundary": ("Boundary",),
+    "memory.trace": ("Boundary",),
     "memory.grids": ("grid_peak_bytes",),
     "memory.peaks": ("StageMemory",),
     "memory.profile": ("Profiler",),
     "memory.workers": ("StagePeaks", "Transport", "bytes_of_stages", "peak_bytes", "pipeline_memory"),
     "model.layers_of": ("layers_of",),
     "model.split": ("split",),
-    "plan.files": ("draw", "from_csv", "to_csv"),
     "plan.generate": ("generate",),
     "plan.links": ("FREE", "LINKS", "Link"),
     "plan.named": ("NAMED", "gpipe", "naive", "named", "one_f_one_b"),
     "plan.partition": ("partition",),
-    "plan.schedule": ("Action", "Kind", "Schedule", "validate"),
+    "plan.schedule": ("Action", "Kind", "Schedule", "from_csv", "to_csv"),
     "plan.simulate": ("SLOTS", "replay"),
-    "plan.timeline": ("Event", "Timeline", "svg"),
+    "plan.timeline": ("Event", "Timeline", "draw"),
+    "plan.walk": ("validate",),
     "ranks.launch": ("launch", "start_process"),
     "stage.layers": ("run_plain",),
     "stage.trees": ("Pop", "PortalSequential", "Stash"),

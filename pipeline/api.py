@@ -31,8 +31,7 @@ from .mesh.grid import Grid, Replicas, join, watch_over
 from .mesh.reduce import data_parallel_of, divided_over
 from .model.parts import OwnLayers, Part, follow
 from .plan.edges import Edge
-from .plan.remat import Remat
-from .plan.schedule import Schedule
+from .plan.schedule import Remat, Schedule
 from .plan.timeline import Timeline
 from .ranks.connect import Network, detector_of, network_of
 from .ranks.distributed import PointToPoint, gather_timeline

@@ -20,13 +20,10 @@ from .memory.profile import layer_costs
 from .mesh.gradients import find_ties
 from .model.parts import OwnLayers
 from .plan.edges import edges_of
-from .plan.named import NAMED, named
-from .plan.names import suggestion
+from .plan.named import NAMED, named, shared_by, suggestion
 from .plan.partition import Partition
 from .plan.partition import partition as balanced
-from .plan.remat import Remat
-from .plan.schedule import Schedule, check_sizes
-from .plan.vee import shared_by
+from .plan.schedule import Remat, Schedule, check_sizes
 from .ranks.connect import Network
 from .stage.buffers import refuse_unsupported
 from .stage.compiled import BACKEND, Compilation

@@ -25,8 +25,9 @@ from .errors import ActionError
 from .mesh.gradients import TiedWeights
 from .mesh.reduce import DataParallel
 from .plan.edges import Edge, chain
-from .plan.schedule import Action, Kind, Schedule, execution_order, shortened, validate
+from .plan.schedule import Action, Kind, Schedule, shortened
 from .plan.simulate import SLOTS, replay
+from .plan.walk import execution_order, validate
 from .ranks.distributed import PointToPoint
 from .stage.layers import LossFn
 from .stage.stage import Stage
@@ -291,7 +292,7 @@ def prepare(
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
     With the stages of one worker that is its row. Several workers on one device take turns
-    (`schedule.execution_order`); on devices of their own, which work side by side, they are served in the
+    (`walk.execution_order`); on devices of their own, which work side by side, they are served in the
     order in which their actions would start. `training=False` leaves the forwards only.
     """
     validate(schedule)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import suggestion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,7 @@ from typing import Any
 
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule
 
 FSDP_LEVELS = (0, 2, 3)
 """ZeRO levels of `fsdp`: 0 shards nothing, 2 gradients and optimizer state, 3 parameters too."""

@@ -22,9 +22,8 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpipe_bench.pipeline.plan.files import to_csv
 from gpipe_bench.pipeline.plan.named import NAMED
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedule import Schedule, to_csv
 from gpipe_bench.planner.candidate import REMATS, WRAPPED, Candidate, by_schedule
 from gpipe_bench.planner.request import DIMENSIONS, Request
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.plan.partition import Partition, leanest, partition, partition_by
-from gpipe_bench.pipeline.plan.remat import Remat, remat_of, to_text
+from gpipe_bench.pipeline.plan.schedule import Remat, remat_of, to_text
 from gpipe_bench.planner.candidate import Way
 from gpipe_bench.planner.memory import Footprints, Room, Rows
 from gpipe_bench.planner.model import Model

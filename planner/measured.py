@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from gpipe_bench.pipeline import launch
-from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
+from gpipe_bench.pipeline.memory.trace import Boundary
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.planner.costs import FIRST, LEVELS, ONCE, Costs, Run, SizeCosts
 from gpipe_bench.planner.model import Model, Subject

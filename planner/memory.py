@@ -20,14 +20,22 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from gpipe_bench.pipeline.memory.counts import Moment, row_moments, steps
 from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
-from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
+from gpipe_bench.pipeline.memory.peaks import (
+    NOWHERE,
+    Moment,
+    Optimizer,
+    Place,
+    Placed,
+    StageMemory,
+    Worker,
+    row_moments,
+    steps,
+)
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without
-from gpipe_bench.pipeline.plan.remat import recomputes
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputes
 from gpipe_bench.planner.candidate import WRAPPED, Grid, by_schedule
 
 Stages = tuple[range, ...]

@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from gpipe_bench.models import MODELS, SHAPES, count_parameters, example_batch, gpt2, loss_fn
 from gpipe_bench.models.paper import HALVES, Half
 from gpipe_bench.models.parallel import check_divisible, tensor_parallel
-from gpipe_bench.pipeline.memory.boundary import Boundary, as_tuple, resized
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler, fake_copy
+from gpipe_bench.pipeline.memory.trace import Boundary, as_tuple, resized
 from gpipe_bench.pipeline.memory.workers import SharedWeight, shared_weights
 from gpipe_bench.pipeline.model.layers_of import layers_of
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import suggestion
 from gpipe_bench.pipeline.stage.trees import flatten, unflatten
 from gpipe_bench.planner.candidate import WRAPPED
 

@@ -289,8 +289,6 @@ def breakdown(schedule: Schedule, action_s: ActionTimes, link: Between = FREE, *
         grid["collective_s"] = {action: Fraction(inside_s(action)) for action in schedule}
     for name in ("activation_bytes", "gradient_bytes"):
         beside[name] = [*map(Fraction, beside.get(name, ()))]
-    sizes = beside.pop("portals", {}).items()
-    beside["portals"] = {line: (Fraction(there), Fraction(back)) for line, (there, back) in sizes}
 
     def lay_out(
         actions: Mapping[Action, Any], through: Between, before: Any, after: Any, **more: Any

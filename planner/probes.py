@@ -49,8 +49,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, transfers
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.timeline import Event
+from gpipe_bench.pipeline.plan.walk import transfers
 from gpipe_bench.pipeline.stage.trees import split
 from gpipe_bench.planner.costs import LEVELS, kinds_of
 from gpipe_bench.planner.model import Subject

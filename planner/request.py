@@ -20,8 +20,7 @@ from itertools import pairwise
 from math import prod
 
 from gpipe_bench.pipeline.plan.links import LINKS, Link
-from gpipe_bench.pipeline.plan.named import NAMED
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import NAMED, suggestion
 from gpipe_bench.planner.candidate import REMATS, Grid, Way, splits
 
 OPTIMIZERS = ("sgd", "rmsprop", "adam")

@@ -38,8 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import LossLayer, attention_of, fake_copy, passed_on
+from gpipe_bench.pipeline.memory.trace import Boundary
 from gpipe_bench.pipeline.stage.compiled import signature
 from gpipe_bench.planner.accelerators import UPDATE_BYTES, Accelerator, accelerator
 from gpipe_bench.planner.costs import Costs, SizeCosts, inside

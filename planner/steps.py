@@ -23,7 +23,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
-from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
+from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
+from gpipe_bench.pipeline.plan.walk import execution_order
 from gpipe_bench.planner.candidate import WRAPPED, Grid
 from gpipe_bench.planner.collectives import Collectives, forward_kind
 from gpipe_bench.planner.costs import FIRST, Costs, ShardCosts, inside

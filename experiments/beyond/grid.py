@@ -133,7 +133,7 @@ def count(work: Workload) -> dict[str, int]:
 
     from gpipe_bench.models import MODELS, example_batch, loss_fn
     from gpipe_bench.pipeline import Pipeline
-    from gpipe_bench.pipeline.memory.boundary import Boundary
+    from gpipe_bench.pipeline.memory.trace import Boundary
 
     ranks, found = dist.get_world_size(), dict[str, int]()
     loss = loss_fn(work.model, **work.options)

@@ -33,7 +33,7 @@ from gpipe_bench.harness.record import Metric, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, against_itself, slowest, turns
 from gpipe_bench.pipeline.clock import conditions
 from gpipe_bench.pipeline.plan.links import FREE
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.measured import measured, profiles_of

@@ -30,13 +30,12 @@ from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import load_paper
 from gpipe_bench.harness.record import Metric, Record, of_case
 from gpipe_bench.harness.verdict import Part, Result, Spread
-from gpipe_bench.pipeline.plan.generate import generate, most_alive_of
+from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.named import named, vee
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.vee import vee
 
 PART = "published"
 PATH = PUBLISHED / "published-schedules.csv"

@@ -24,11 +24,10 @@ from gpipe_bench.harness.record import Metric, Record, Scalar, find, frame, of_c
 from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.generate import generate
 from gpipe_bench.pipeline.plan.links import FREE
-from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.named import NAMED, named, vee
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import SLOTS
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.pipeline.plan.vee import vee
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

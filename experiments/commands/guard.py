@@ -34,7 +34,7 @@ from gpipe_bench.harness import PUBLISHED, ROOT, is_checkout
 from gpipe_bench.harness.environment import code_state
 from gpipe_bench.harness.report.grid import fill
 from gpipe_bench.harness.store import write_whole
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import suggestion
 
 COUNTERS = PUBLISHED / "guard" / "counters.json"
 OWN = "experiments/guard/own.py"

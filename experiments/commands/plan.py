@@ -18,7 +18,7 @@ from gpipe_bench.experiments.commands.plan_options import options as options
 from gpipe_bench.experiments.commands.plan_options import request_of
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.remat import to_text
+from gpipe_bench.pipeline.plan.schedule import to_text
 from gpipe_bench.planner.candidate import REMATS, splits
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED, Request, Space, divisors

@@ -33,7 +33,7 @@ from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experi
 from gpipe_bench.harness.store import Store, latest
 from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import suggestion
 
 TF32 = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"  # torch reads it when it is loaded
 

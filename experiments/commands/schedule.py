@@ -5,7 +5,7 @@ of it is bubble, and how many micro-batches a worker holds at a time. Durations 
 stages, a forward and a recomputation one slot and a backward two, and messages take no time.
 
 `--from FILE` judges somebody else's list of actions, in torch's form: whether it can be executed, and if not,
-who waits for what there (`pipeline.plan.schedule.validate`). Exit status 0: it can; 1: it cannot; 2: the file
+who waits for what there (`pipeline.plan.walk.validate`). Exit status 0: it can; 1: it cannot; 2: the file
 holds no schedule.
 
 Where a worker holds several stages, each is a part of what it would hold alone. So beside the slots of a
@@ -16,6 +16,7 @@ comparable.
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,21 @@ from gpipe_bench.experiments.commands.output import (
     tell,
     write_text,
 )
+from gpipe_bench.experiments.drawing import gantt
 from gpipe_bench.harness.report.grid import Grid
-from gpipe_bench.pipeline.plan.files import draw, from_csv, to_csv
-from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named
-from gpipe_bench.pipeline.plan.names import suggestion
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES, from_text, to_text
-from gpipe_bench.pipeline.plan.schedule import Schedule, validate
+from gpipe_bench.pipeline.plan.named import NAMED, SCHEDULES, named, suggestion
+from gpipe_bench.pipeline.plan.schedule import (
+    REMAT_MODES,
+    Schedule,
+    from_csv,
+    from_text,
+    most_alive_of,
+    to_csv,
+    to_text,
+)
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
-from gpipe_bench.pipeline.plan.timeline import Timeline, svg
+from gpipe_bench.pipeline.plan.timeline import Timeline, draw
+from gpipe_bench.pipeline.plan.walk import validate
 
 MOST_ACTIONS, MOST_SLOTS = 500_000, 2_000_000
 """Most actions of a schedule, and most slots of a picture: more would take minutes and gigabytes."""
@@ -81,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.csv is not None:
         write_text("--csv", arguments.csv, to_csv(schedule))
     if arguments.draw is not None:
-        write_text("--draw", arguments.draw, svg(timeline, f"{_title(facts)}; {_length(facts)}"))
+        picture = io.StringIO()
+        gantt(timeline, _title(facts), unit="slots").savefig(picture, format="svg")
+        write_text("--draw", arguments.draw, picture.getvalue())
     tell(arguments, [facts], lambda: _text(facts, draw(timeline)))
     return DONE
 
@@ -152,8 +162,8 @@ def _facts(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
             {
                 "worker": worker,
                 "stages": list(schedule.stages_of(worker)),
-                "live_activations": max(live for _, live in timeline.worker_live_activations(worker)),
-                "busy_slots": timeline.worker_busy_s(worker),
+                "live_activations": most_alive_of(row),
+                "busy_slots": sum(map(timeline.busy_s, schedule.stages_of(worker))),
                 "actions": [str(action) for action in row],
             }
             for worker, row in enumerate(schedule.actions)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_bench.experiments.engines.setup import Engine, LossFn, Setup, clear
-from gpipe_bench.pipeline.plan.remat import recomputes
+from gpipe_bench.pipeline.plan.schedule import recomputes
 from gpipe_bench.pipeline.stage.trees import num_examples, split, tensors_of
 
 TOLERANCE: dict[torch.dtype, float] = {

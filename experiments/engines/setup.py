@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpipe_bench.experiments.registry import ENGINES
-from gpipe_bench.pipeline.plan.names import suggestion
+from gpipe_bench.pipeline.plan.named import suggestion
 from gpipe_bench.planner.candidate import REMATS
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Pipeline
 from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.schedule import Action, Schedule
+from gpipe_bench.pipeline.plan.schedule import Action, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.stage.stage import Gradients
 from gpipe_bench.pipeline.stage.trees import Message
@@ -89,9 +89,7 @@ def of_schedule(schedule: Schedule) -> dict[str, Any]:
     return {
         "makespan in slots": int(timeline.makespan_s),
         "bubble": str(Fraction(timeline.idle_s) / Fraction(schedule.num_stages * timeline.makespan_s)),
-        "graphs alive, per stage": _each(
-            max(count for _, count in timeline.live_activations(stage)) for stage in stages
-        ),
+        "graphs alive, per stage": _each(most_alive_of(schedule.row(stage)) for stage in stages),
         "micro-batches in flight, per stage": _each(map(schedule.in_flight, stages)),
     }
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
 from gpipe_bench.pipeline.plan.partition import partition
-from gpipe_bench.pipeline.plan.remat import Remat
-from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
@@ -52,8 +51,8 @@ class Variant(NamedTuple):
 
     def graphs_alive(self, num_stages: int, num_microbatches: int) -> int:
         """Most micro-batches whose graph the first stage keeps at a time."""
-        live = self.replay(num_stages, num_microbatches).live_activations(0)
-        return max(count for _, count in live) * (num_microbatches if self.microbatches_at_once else 1)
+        scale = num_microbatches if self.microbatches_at_once else 1
+        return most_alive_of(self.schedule(num_stages, num_microbatches // scale, self.remat).row(0)) * scale
 
 
 _FORMULA, _EARLY = "(K-1)/(M+K-1)", "GPipe, recomputing early"

@@ -28,9 +28,8 @@ from torch import nn
 
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import HALVES
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.profile import ModelProfile, Profiler
-from gpipe_bench.pipeline.memory.trace import LayerProfile, Trace
+from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile, TensorSpec, Trace
 
 T = TypeVar("T")
 

@@ -241,7 +241,6 @@ def _gathered_always(whole: StageBytes, each: _Layers) -> HeldStage:
         rest,
         free=ahead(each.free),
         forward=ahead(each.forward),
-        again=None,
         backward_first=back(first=True),
         backward=back(first=False),
         halves=None,

@@ -1,11 +1,14 @@
-"""The bytes of a worker: numbers of micro-batches (`counts`) times bytes of its stages (`stage_bytes`).
+"""The bytes of a worker: numbers of micro-batches times bytes of its stages (`stage_bytes`).
 
     gpipe, remat, M = 3     F0  F1  F2  R2  B2  R1  B1  R0  B0
     boundary inputs held     1   2   3   3   3   2   2   1   1      one per micro-batch in flight
     graphs held              0   0   0   1   1   1   1   1   1      one at a time
 
-The stages of a worker are full at different times: while one is in a backward, another keeps what waits for
-its own. So at every action what its stages hold then is added up; the sum of their peaks would be too much.
+What is alive when follows from the schedule alone, whichever sizes, cuts and transports there are. So a row
+is walked once in numbers (`row_moments`), and the bytes of stages take the place of the numbers for one cut
+or for hundreds (`Worker`). The stages of a worker are full at different times: while one is in a backward,
+another keeps what waits for its own. So at every action what its stages hold then is added up; the sum of
+their peaks would be too much.
 
 Peaks are those of a steady training step: optimizer state exists, gradients are set to None between steps and
 appear at the first backward; the optimizer updates one tensor at a time (`foreach=False`). Micro-batches are
@@ -26,14 +29,167 @@ buffer of the ring holds what was received until the end of B, and the copy come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import add, mul
+from functools import lru_cache
+from operator import add, ge, mul
 from typing import NamedTuple
 
-from ..plan.schedule import Kind
-from .counts import Counts, Moment, Step
+from ..plan.schedule import Action, Kind
 from .stage_bytes import Bytes, StageBytes
+
+# In numbers of micro-batches
+
+
+class Counts(NamedTuple):
+    """Numbers of micro-batches of which a stage holds something."""
+
+    whole: int  # boundary inputs held whole: of those without a graph, its own in F and R
+    graphs: int  # graphs, with their parts of the boundary inputs; of others in an action
+    halves: int  # between I and W; others in an action
+    inputs_ahead: int  # posted receives of further inputs
+    gradients: int  # gradients received or posted, beside the one that a backward works on
+    unrecomputed: int  # that wait for their R, those in F and R too
+    after_backward: int  # 1 when a B or W is done
+    after_inputs: int  # 1 when a B or I is done
+
+
+class Step(NamedTuple):
+    """An action without sizes: whether its micro-batch is one whose forward runs twice; what it finds."""
+
+    action: Action
+    recomputed: bool
+    counts: Counts
+
+    @property
+    def alike(self) -> tuple[Kind, bool, int, int]:
+        """Key that is equal for steps whose actions add the same bytes."""
+        return self.action.kind, self.recomputed, self.counts.after_backward, self.counts.after_inputs
+
+
+Inbox = tuple[int, bool]
+"""The stage that waits for a message, and whether for a gradient."""
+
+
+class Moment(NamedTuple):
+    """An action of a worker: its step, what the worker's other stages hold, the messages that have come and
+    are not needed yet, if they are counted, and the bytes of those that have not left.
+    """
+
+    step: Step
+    others: tuple[tuple[int, Counts], ...] = ()
+    waiting: tuple[tuple[Inbox, int], ...] = ()
+    sent_bytes: int = 0
+
+
+class StageCounter:
+    """Counts what a stage holds as its actions run one after another.
+
+    ``receive_ahead`` is the number of messages of each direction that are received beyond the one in use;
+    None where the caller counts what has arrived.
+    """
+
+    def __init__(self, actions: Sequence[Action], receive_ahead: int | None = 0) -> None:
+        self._again = {action.microbatch for action in actions if action.kind is Kind.R}
+        self._to_receive = sum(action.kind is Kind.F for action in actions)
+        self._to_send_back = sum(action.kind in (Kind.B, Kind.I) for action in actions)
+        self._ahead = receive_ahead or 0
+        self._waits = receive_ahead is not None  # the gradient of what is recomputed has come
+        self._whole = self._graphs = self._halves = 0
+        self._unrecomputed = 0
+        self._after_backward = self._after_inputs = 0
+
+    def _counts(self, gradients: int, own_whole: int = 0) -> Counts:
+        return Counts(
+            self._whole + own_whole, self._graphs, self._halves,
+            min(self._ahead, self._to_receive), gradients,
+            self._unrecomputed, self._after_backward, self._after_inputs,
+        )  # fmt: skip
+
+    @property
+    def rest(self) -> Counts:
+        """Counts of what the stage holds while another stage works."""
+        return self._counts(min(self._ahead, self._to_send_back) if self._after_inputs else 0)
+
+    def take(self, action: Action) -> Step:
+        """Takes the next action and returns the counts that it finds."""
+        kind, again = action.kind, action.microbatch in self._again
+        if kind is Kind.F:
+            self._to_receive -= 1
+            self._unrecomputed += again
+            found = self._counts(0, own_whole=1)
+            self._whole, self._graphs = self._whole + again, self._graphs + (not again)
+        elif kind is Kind.R:
+            self._whole -= 1
+            gradients = 1 + min(self._ahead, self._to_send_back - 1) if self._waits else 0
+            found = self._counts(gradients, own_whole=1)
+            self._graphs += 1
+            self._unrecomputed -= 1
+        elif kind is Kind.W:
+            self._halves -= 1
+            found = self._counts(0)
+            self._after_backward = 1
+        else:
+            self._to_send_back -= 1
+            self._graphs -= 1
+            found = self._counts(min(self._ahead, self._to_send_back))
+            self._halves += kind is Kind.I
+            self._after_backward = self._after_backward or int(kind is Kind.B)
+            self._after_inputs = 1
+        return Step(action, again, found)
+
+
+@lru_cache(maxsize=1024)
+def steps(actions: tuple[Action, ...], receive_ahead: int = 0) -> tuple[Step, ...]:
+    """The distinct steps of a stage alone on its worker, without those that another one of their kind exceeds
+    in everything; the earliest of equals.
+    """
+    counter = StageCounter(actions, receive_ahead)
+    alike: dict[object, list[Step]] = {}
+    for action in actions:
+        step = counter.take(action)
+        rivals = alike.setdefault(step.alike, [])
+        if not any(all(map(ge, rival.counts, step.counts)) for rival in rivals):
+            rivals[:] = [each for each in rivals if not all(map(ge, step.counts, each.counts))] + [step]
+    return tuple(step for rivals in alike.values() for step in rivals)
+
+
+def row_moments(
+    actions: Sequence[Action],
+    receive_ahead: int | None,
+    homes: Mapping[int, tuple[int, ...]] | None = None,
+) -> Iterator[Moment]:
+    """Each action of a worker's row, or of all workers in turn. `homes` are, for each stage whose messages
+    count, all stages of its worker; without them messages wait from a stage of the row for another.
+    """
+    if homes is None:
+        stages = tuple(sorted({action.stage for action in actions}))
+        homes = dict.fromkeys(stages, stages)
+    rows: dict[int, list[Action]] = {stage: [] for stage in homes}
+    for action in actions:
+        rows[action.stage].append(action)
+    counters = {stage: StageCounter(row, receive_ahead) for stage, row in rows.items()}
+    resting = {stage: counter.rest for stage, counter in counters.items()}
+    waiting: dict[int, dict[Inbox, int]] = {stage: {} for stage in homes}  # by the stage that waits
+    for action in actions:
+        stage, kind = action.stage, action.kind
+        moves, back = kind in (Kind.F, Kind.B, Kind.I), kind is not Kind.F
+        if moves:
+            for inbox, count in waiting[stage].items():
+                if inbox[1] is back and count:
+                    waiting[stage][inbox] = count - 1
+        step, mine = counters[stage].take(action), homes[stage]
+        others = tuple([(other, resting[other]) for other in mine if other != stage])
+        found = tuple([each for other in mine for each in waiting[other].items() if each[1]])
+        yield Moment(step, others, found)
+        resting[stage] = counters[stage].rest
+        if moves:
+            target = stage - 1 if back else stage + 1
+            if target in homes:
+                waiting[target][target, back] = waiting[target].get((target, back), 0) + 1
+
+
+# In bytes
 
 
 @dataclass(frozen=True)
@@ -160,25 +316,27 @@ class Placed:
         self.message_bytes = (0 if place.inputs_there else stage.input_bytes, gradient)
         if place.gradients_there and halves is not None:
             halves = halves.apart
-        self._halves, self._own_kept = halves, kept
+        self._halves = halves
         self._is_whole = halves is not None and halves.whole
+        # Copies of overwritten inputs that graphs hold, where the stage recomputes. A micro-batch that it
+        # does not recompute has none: an upper estimate.
         copied = waits = again = 0
-        if halves is not None:
-            waits = 0 if self._is_apart else halves.kept_input_bytes
-            again = min(halves.kept_input_bytes, stage.copied_input_bytes) if self._is_apart else 0
-        if self._is_apart:
+        if halves is not None and not self._is_apart:
+            waits = halves.kept_input_bytes
+        elif halves is not None and recomputes:
+            again = min(halves.kept_input_bytes, stage.copied_input_bytes)
+        if recomputes and self._is_apart:
             copied = stage.kept_copied_bytes if stage.copied_input_bytes else 0
-        elif stays:
+        elif recomputes and stays:
             copied = stage.copied_input_bytes
+        self._own_kept = kept + copied
         self._per_count = (
             Parts(boundary=received),
-            Parts(boundary=kept, activations=stage.saved_bytes),
-            Parts(boundary=waits, activations=0 if halves is None else halves.saved_bytes),
+            Parts(boundary=self._own_kept, activations=stage.saved_bytes),
+            Parts(boundary=waits, activations=again + (0 if halves is None else halves.saved_bytes)),
             Parts(transients=received),
             Parts(transients=gradient),
             Parts(buffers=stage.changing_buffer_bytes),
-            Parts(boundary=copied),
-            Parts(activations=again),
             Parts(gradients=0 if self._is_whole else stage.gradient_bytes),
             Parts(gradients=stage.gradient_bytes if self._is_whole else 0),
         )
@@ -245,10 +403,8 @@ class Placed:
     def _fullest(self, step: Step) -> Bytes:
         """Returns the peak memory of the layers in an action."""
         stage, halves, counts, kind = self._stage, self._halves, step.counts, step.action.kind
-        if kind is Kind.F:
-            return stage.free if step.recomputed else stage.forward
-        if kind is Kind.R:
-            return stage.forward if stage.again is None else stage.again
+        if kind in (Kind.F, Kind.R):
+            return stage.free if kind is Kind.F and step.recomputed else stage.forward
         if kind is Kind.B or self._is_whole:  # I does all of a backward
             if kind is Kind.W:
                 return Bytes()

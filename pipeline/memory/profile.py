@@ -36,12 +36,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..plan.edges import Declared
+from ..plan.simulate import no_collections
 from ..stage.buffers import Statistics
 from ..stage.compiled import signature
 from ..stage.trees import Carried, Tree, change, declarations, tensors_of
-from .boundary import Boundary
-from .trace import LayerProfile
-from .tracker import EventLog, LayerRun, buffer_roles, no_collections, on_this_rank
+from .trace import Boundary, LayerProfile
+from .tracker import EventLog, LayerRun, buffer_roles, on_this_rank
 
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 """Dtypes of activations for `autocast`; parameters, gradients and optimizer state stay float32."""
@@ -69,7 +70,7 @@ class Profiler:
 
     Layers are eager; what a compiled layer keeps is no more than that.
 
-    ``attention`` is the device's whose kernels of attention the layers take (`attention.ATTENTIONS`).
+    ``attention`` is the device's whose kernels of attention the layers take (`ATTENTIONS`).
 
     ``number_format`` is a dtype in which every layer reads its parameters without keeping copies of them;
     their own sizes stay. With inputs of that dtype all activations have it, and gradients in the traces.
@@ -305,63 +306,44 @@ def layer_costs(layers: Sequence[nn.Module], example: Tree) -> tuple[float, ...]
     return tuple(costs)
 
 
-# Layers with portals count as layers without: what is carried past a layer is part of what it takes and
-# gives.
-
-
 def passed_on(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers of a model whose portals are passed on from each to the next. `ValueError` where they would
-    be beside anything but tensors, when the layers are run.
+    """The layers of a model whose portals are passed on from each to the next: what is carried past a layer
+    is part of what it takes and gives.
     """
     declared, found = declarations(layers), list[nn.Module]()
-    held: list[str] = []
+    held: tuple[str, ...] = ()
     for index, (layer, (stashes, pops)) in enumerate(zip(layers, declared, strict=True)):
         later = {name for each in declared[index + 1 :] for name in each.pops}
-        known = [*held, *stashes]
-        kept = [name for name in dict.fromkeys(known) if name in later]
+        known = (*held, *stashes)
+        kept = tuple([name for name in known if name in later])
         if known:
-            places = tuple([held.index(name) for name in pops])
-            onwards = tuple([known.index(name) for name in kept])
-            found.append(_Passing(layer, len(held), places, len(stashes), onwards))
-        else:
-            found.append(layer)
+            # By their places, so that equal layers between other portals are equal.
+            of = {name: str(place) for place, name in enumerate(known)}
+            names = [tuple([of[name] for name in each]) for each in (stashes, pops, held, kept)]
+            layer = _Passing(layer, *names)
+        found.append(layer)
         held = kept
     return found
 
 
 class _Passing(nn.Module):
-    """A layer, with the portals that are carried past it as part of what it takes and gives.
-
-    `held` are carried in, those at `pops` given to the layer; it stashes `stashed`, and those at the places
-    `kept`, of both, are carried on.
-    """
+    """A layer as a stage of its own, which portals enter and leave."""
 
     def __init__(
-        self, layer: nn.Module, held: int, pops: tuple[int, ...], stashed: int, kept: tuple[int, ...]
+        self,
+        layer: nn.Module,
+        stashes: tuple[str, ...],
+        pops: tuple[str, ...],
+        arriving: tuple[str, ...],
+        leaving: tuple[str, ...],
     ) -> None:
         super().__init__()
-        self.layer, self.held, self.pops, self.stashed, self.kept = layer, held, pops, stashed, kept
+        self.layer, self.names = layer, (stashes, pops, arriving, leaving)
 
     def forward(self, given: Any) -> Any:
-        value, carried = given, list[Tensor]()
-        if self.held:
-            count = len(given) - self.held
-            value, carried = given[0] if count == 1 else given[:count], list(given[count:])
-        if self.pops:
-            value = (value, *[carried[place] for place in self.pops])
-        value = self.layer(value)
-        if self.stashed:
-            value, *stashed = value
-            carried += stashed
-        if not self.kept:
-            return value
-        parts = (value,) if isinstance(value, Tensor) else value
-        if not (isinstance(parts, tuple) and all(isinstance(part, Tensor) for part in parts)):
-            raise ValueError(
-                f"a layer passes a {type(value).__name__} and portals are carried past it; memory is "
-                "modelled between layers that pass tensors or tuples of them"
-            )
-        return (*parts, *[carried[place] for place in self.kept])
+        stashes, pops, arriving, leaving = self.names
+        carried = Carried([Declared(stashes, pops)], arriving, leaving)
+        return carried.leave(carried.through(0, self.layer, carried.enter(given)))
 
 
 _NORMALIZATION_BACKWARD = torch.ops.aten.native_batch_norm_backward.default

@@ -69,7 +69,6 @@ class StageBytes:
     kept_copied_bytes: int = 0  # of these copies, what stays from R to the end of B
     changing_buffer_bytes: int = 0  # copied for each micro-batch that waits for its R
     still_buffer_bytes: int = 0  # copied once for a step in which anything is recomputed
-    again: Bytes | None = None  # R, where it holds more than F with a graph
     halves: Halves | None = None  # where the layers' profiles have them
     trace: StageTrace | None = field(default=None, repr=False, compare=False)  # what else the layers say
 
@@ -101,7 +100,6 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         for role, size in zip(layer.buffer_roles, layer.buffer_sizes, strict=False):
             still += size * (role is BufferRole.STILL)
             changing += size * (role in (BufferRole.CHANGING, BufferRole.REPLACED))
-    again = trace.forward(again=True) if any(layer.replaced_bytes for layer in layers) else None
     return StageBytes(
         parameter_bytes=sum([layer.parameter_bytes for layer in layers]),
         trained_sizes=tuple(chain.from_iterable([layer.trained_sizes for layer in layers])),
@@ -120,7 +118,6 @@ def stage_bytes(layers: Sequence[LayerProfile], loss: LayerProfile | None = None
         kept_copied_bytes=sum([trace.sizes[name] for name in trace.copied.intersection(kept)]),
         changing_buffer_bytes=changing,
         still_buffer_bytes=still,
-        again=None if again is None else _fullest(again),
         halves=Halves.of(trace),
         trace=trace,
     )
@@ -187,34 +184,28 @@ class StageTrace:
     @cached_property
     def free(self) -> list[LayerBytes]:
         """A forward without a graph."""
-        found, lingers, boundary = list[LayerBytes](), 0, self.boundary - self.copied
+        found, boundary = list[LayerBytes](), self.boundary - self.copied
         for layer, inputs in zip(self.layers, self._inputs, strict=True):
-            passing = lingers + sum([self.sizes[name] for name in inputs - boundary])
+            passing = sum([self.sizes[name] for name in inputs - boundary])
             found.append(LayerBytes(passing, Bytes(transients=passing + layer.free.forward_peak), passing))
-            lingers += layer.replaced_bytes  # what they replace is looked at last (`stage.buffers`)
         return found
 
-    def forward(self, *, again: bool = False) -> list[LayerBytes]:
-        """A forward with a graph; finds what the graph holds.
-
-        With ``again``, of R: what was in the place of a replaced buffer is looked at when all layers are
-        through.
-        """
-        saved = lingers = 0
+    def forward(self) -> list[LayerBytes]:
+        """A forward with a graph; finds what the graph holds."""
+        saved = 0
         holders, found = dict[int, int](), list[LayerBytes]()
         for index, layer in enumerate(self.layers):
             trace, names = layer.first, self._names[index]
             loose = self._inputs[index] - self.boundary - holders.keys()
-            passing = lingers + sum([self.sizes[name] for name in loose])
+            passing = sum([self.sizes[name] for name in loose])
             before, fullest = saved + passing, Bytes(saved, 0, passing + trace.forward_peak)
-            lingers += layer.replaced_bytes * again
             saved += trace.kept_inside
             for storage in trace.kept_ends:
                 name = names[storage]
                 if name not in holders and name not in self.boundary:
                     saved += self.sizes[name]
                 holders[name] = holders.get(name, 0) + 1
-            found.append(LayerBytes(before, fullest, saved + lingers))
+            found.append(LayerBytes(before, fullest, saved))
         self.saved_bytes, self.holders = saved, holders
         return found
 

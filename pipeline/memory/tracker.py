@@ -31,8 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..stage.buffers import State, Statistics
 from ..stage.split_backward import Split
-from .boundary import Boundary, as_tuple
-from .trace import BufferRole, SplitTrace, Trace, rise
+from .trace import Boundary, BufferRole, SplitTrace, Trace, as_tuple, rise
 
 
 class StorageWatch(TorchDispatchMode):
@@ -202,20 +201,6 @@ class EventLog(StorageWatch):
 
     def freed(self, serial: int) -> None:
         self.events.append(-serial - 1)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Storages die with their last reference and not where a garbage collection happens to strike. A
-    collection would also walk over all of torch's objects, every few layers.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def tensors_behind(*roots: object) -> list[Tensor]:

@@ -26,14 +26,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import nn
 
 from ..plan.edges import is_one_too_many, rings_of
 from ..plan.partition import Partition, can_partition_by, partition_by
 from ..plan.schedule import Action, Kind, Schedule, derived
-from .counts import Moment, Step, moments, steps
-from .peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
+from ..plan.walk import execution_order
+from .peaks import NOWHERE, Moment, Optimizer, Place, Placed, StageMemory, Step, Worker, row_moments, steps
 from .stage_bytes import StageBytes, stage_bytes
 from .trace import LayerProfile
 
@@ -141,18 +142,10 @@ def memories(
 ) -> tuple[StageMemory, ...]:
     """The fullest moment of each worker; arguments and errors as of `peak_bytes`."""
     workers = workers_of(stages, schedule, optimizer, receive_ahead)
-    found = [worker.update() for worker in workers]
-    best: list[Moment | None] = [None] * len(workers)
-    most = [each.peak for each in found]
+    found: list[list[Moment]] = [[] for _ in workers]
     for moment in _moments(stages, schedule, receive_ahead):
-        number = schedule.worker(moment.step.action.stage)
-        num_bytes = workers[number].bytes(moment)
-        if num_bytes > most[number]:
-            most[number], best[number] = num_bytes, moment
-    return tuple(
-        memory if fullest is None else worker.memory(fullest)
-        for worker, memory, fullest in zip(workers, found, best, strict=True)
-    )
+        found[schedule.worker(moment.step.action.stage)].append(moment)
+    return tuple([worker.fullest(mine) for worker, mine in zip(workers, found, strict=True)])
 
 
 def action_bytes(
@@ -201,9 +194,14 @@ def workers_of(
 
 
 def _moments(stages: Sequence[StageBytes], schedule: Schedule, receive_ahead: Ahead) -> Iterator[Moment]:
-    if isinstance(receive_ahead, Transport):
-        return _with_sent(moments(schedule, None), stages, schedule)
-    return moments(schedule, receive_ahead, all_wait=receive_ahead is None)
+    if receive_ahead is None:
+        # When messages come depends on the other workers: all rows as one process takes them.
+        homes = {s: schedule.stages_of(schedule.worker(s)) for s in range(schedule.num_stages)}
+        return row_moments(execution_order(schedule), None, homes)
+    if isinstance(receive_ahead, int):
+        return chain.from_iterable(row_moments(row, receive_ahead) for row in schedule.actions)
+    found = chain.from_iterable(row_moments(row, None) for row in schedule.actions)
+    return _with_sent(found, stages, schedule)
 
 
 def stage_memory(
@@ -229,7 +227,7 @@ def fullest_moment(
     is_first: bool,
     receive_ahead: int = 0,
 ) -> StageMemory:
-    """Same as `stage_memory`, from the `counts.steps` of the actions, which stages of one schedule share."""
+    """Same as `stage_memory`, from the `peaks.steps` of the actions, which stages of one schedule share."""
     placed = Placed(
         stage,
         Optimizer.named(optimizer),

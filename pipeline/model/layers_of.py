@@ -142,14 +142,12 @@ class _Block(Part):
         return _joined(self.attend(hidden, self.mask(hidden, rest[0] if rest else None)), rest)
 
     def attend(self, hidden: Tensor, mask: Any) -> Any:
-        return self.block(hidden, mask)
+        return self.block(hidden, attention_mask=mask)
 
 
-class _Causal(_Block):
-    """A block whose attention ignores later tokens, and tokens for which the mask has 0."""
-
-    def __init__(self, model: nn.Module, modules: Mapping[str, str], config: object) -> None:
-        super().__init__(model, modules, partial(_causal, config, _masks().create_causal_mask))
+def _causal_mask(config: object) -> Callable[..., Any]:
+    """Of attention that ignores later tokens, and tokens for which the mask has 0."""
+    return partial(_causal, config, _masks().create_causal_mask)
 
 
 def _causal(config: object, create: Callable[..., Any], hidden: Tensor, mask: Tensor | None) -> Any:
@@ -176,10 +174,10 @@ def _gpt2(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
     decoder = model.get_submodule(base.rstrip("."))
     if decoder.config.add_cross_attention:
         raise ValueError("this GPT-2 has cross-attention, for which nothing arrives; build it without")
-    blocks = [f"{base}h.{i}" for i in range(len(decoder.h))]
+    blocks, mask = [f"{base}h.{i}" for i in range(len(decoder.h))], _causal_mask(decoder.config)
     return {
         f"{base}wte": _Gpt2Embedding(model, {each: base + each for each in ("wte", "wpe", "drop")}, inputs),
-        **{name: _Gpt2Block(model, {"block": name}, decoder.config) for name in blocks},
+        **{name: _Block(model, {"block": name}, mask) for name in blocks},
         f"{base}ln_f": _NormAndLogits(model, base + "ln_f"),
     }
 
@@ -191,32 +189,21 @@ class _Gpt2Embedding(_Embedding):
         return embedded
 
 
-class _Gpt2Block(_Causal):
-    def attend(self, hidden: Tensor, mask: Any) -> Any:
-        return self.block(hidden, None, mask)
-
-
 # Llama: `LlamaForCausalLM` gives logits (N, T, V), `LlamaModel` activations (N, T, d)
 
 
 def _llama(model: Any, base: str, inputs: Sequence[str]) -> dict[str, Part]:
     decoder = model.get_submodule(base.rstrip("."))
     blocks = [f"{base}layers.{i}" for i in range(len(decoder.layers))]
-    rotations = {"rotary_emb": base + "rotary_emb"}
+    rotations, mask = {"rotary_emb": base + "rotary_emb"}, _causal_mask(decoder.config)
     return {
-        f"{base}embed_tokens": _LlamaEmbedding(model, {"embed_tokens": base + "embed_tokens"}, inputs),
-        **{name: _LlamaBlock(model, {"block": name, **rotations}, decoder.config) for name in blocks},
+        f"{base}embed_tokens": _Embedding(model, {"embeddings": base + "embed_tokens"}, inputs),
+        **{name: _LlamaBlock(model, {"block": name, **rotations}, mask) for name in blocks},
         f"{base}norm": _NormAndLogits(model, base + "norm"),
     }
 
 
-class _LlamaEmbedding(_Embedding):
-    def embed(self, input_ids: Tensor, **_: Tensor) -> Tensor:
-        embedded: Tensor = self.embed_tokens(input_ids)
-        return embedded
-
-
-class _LlamaBlock(_Causal):
+class _LlamaBlock(_Block):
     """Computes its rotary embeddings itself: this takes little time, and they need not travel."""
 
     def attend(self, hidden: Tensor, mask: Any) -> Any:
@@ -340,7 +327,7 @@ class _T5DecoderBlock(Part):
         super().__init__(model, {"block": f"decoder.block.{index}"})
         self.index, self.masks = index, masks
         config = model.decoder.config
-        self.mask = partial(_causal, config, _masks().create_causal_mask)
+        self.mask = _causal_mask(config)
         self.mask_of_memory = partial(_masks().create_bidirectional_mask, config)
 
     def forward(self, value: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

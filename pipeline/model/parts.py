@@ -7,10 +7,10 @@ the layers beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..stage.trees import run_through
 
@@ -50,6 +50,122 @@ class Part(nn.Module):
     def held(self) -> Iterable[str]:
         """Names of the parameters and buffers that belong to no module of this layer."""
         return (*self._parameters, *self._buffers)
+
+
+class Traced(Part):
+    """A piece of a graph, its steps one after the other: takes and gives what crosses the cuts, a tensor or a
+    tuple of tensors. The steps are data, so that the layer can be copied, pickled and sent like any other; a
+    value is let go after its last use, as in the forward that the graph was made of.
+
+    Args:
+        model: the model.
+        graphs: what to do in training mode and in evaluation mode; placeholders come first.
+        constants: tensors that the forward makes out of nothing, by what the graphs call them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graphs: Mapping[bool, fx.Graph],
+        constants: Mapping[str, Tensor],
+    ) -> None:
+        nodes = [node for graph in graphs.values() for node in graph.nodes]
+        super().__init__(model, {str(n.target): str(n.target) for n in nodes if n.op == "call_module"})
+        for name in dict.fromkeys([str(node.target) for node in nodes if node.op == "get_attr"]):
+            if name not in constants:
+                self.hold(model, name)
+        for name, tensor in constants.items():
+            self._buffers[name] = tensor
+            self._non_persistent_buffers_set.add(name)
+        self._programs = {mode: _program_of(graph) for mode, graph in graphs.items()}
+        self._constants = tuple(constants)
+
+    def held(self) -> Iterable[str]:
+        return [name for name in super().held() if name not in self._constants]
+
+    def forward(self, value: Any) -> Any:
+        program = self._programs[self.training]
+        values = [value] if isinstance(value, Tensor) else list(value)
+        if len(values) != program.num_inputs:
+            raise ValueError(
+                f"{len(values)} tensors came where {program.num_inputs} were expected; the first layer takes "
+                "one for each of the inputs that split was given"
+            )
+        values += [None] * len(program.steps)
+        del value
+
+        def filled(part: Any) -> Any:
+            return values[part] if type(part) is _Slot else part
+
+        for result, (kind, target, arguments, keywords, done) in enumerate(program.steps, program.num_inputs):
+            given, named = _mapped(arguments, filled), _mapped(keywords, filled)
+            if kind == "call_module":
+                values[result] = self._modules[target](*given, **named)  # type: ignore[misc]
+            elif kind == "call_function":
+                values[result] = target(*given, **named)
+            elif kind == "call_method":
+                values[result] = getattr(given[0], target)(*given[1:], **named)
+            else:
+                table = self._parameters if target in self._parameters else self._buffers
+                values[result] = table[target]
+            del given, named
+            for index in done:
+                values[index] = None
+        return _mapped(program.output, filled)
+
+
+class _Slot(int):
+    """Where a value of a program is kept: the inputs first, then what each step gives."""
+
+
+class _TracedStep(NamedTuple):
+    """One call of a traced forward: the callee, its arguments, and the slots that are freed afterwards."""
+
+    kind: str  # as fx calls it: call_module, call_function, call_method or get_attr
+    target: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    done: tuple[int, ...]
+
+
+class _Program(NamedTuple):
+    """The steps of a graph."""
+
+    num_inputs: int
+    steps: tuple[_TracedStep, ...]
+    output: Any
+
+
+def _program_of(graph: fx.Graph) -> _Program:
+    nodes = list(graph.nodes)
+    slots = {node: _Slot(i) for i, node in enumerate(nodes[:-1])}
+    last_use = {source: node for node in nodes for source in node.all_input_nodes}
+    num_inputs = sum(node.op == "placeholder" for node in nodes)
+
+    def plain(part: Any) -> Any:
+        return slots[part] if isinstance(part, fx.Node) else part
+
+    steps = []
+    for node in nodes[num_inputs:-1]:
+        done = [slots[source] for source in node.all_input_nodes if last_use[source] is node]
+        if node not in last_use:
+            done.append(slots[node])
+        arguments, keywords = _mapped(node.args, plain), _mapped(node.kwargs, plain)
+        steps.append(_TracedStep(node.op, node.target, arguments, keywords, tuple(done)))
+    return _Program(num_inputs, tuple(steps), _mapped(nodes[-1].args[0], plain))
+
+
+def _mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
+    """A structure of fx in Python's own containers, with what `function` makes of its leaves."""
+    if isinstance(structure, tuple):
+        return tuple([_mapped(part, function) for part in structure])
+    if isinstance(structure, list):
+        return [_mapped(part, function) for part in structure]
+    if isinstance(structure, dict):
+        return {key: _mapped(part, function) for key, part in structure.items()}
+    if isinstance(structure, slice):
+        return slice(*[_mapped(part, function) for part in (structure.start, structure.stop, structure.step)])
+    return function(structure)
 
 
 class OwnLayers(nn.Module):

@@ -1,26 +1,51 @@
 """Any module as a sequence of layers, cut where it is told to or where it balances.
 
-The forward is traced twice, in training and in evaluation mode, because what it does between its modules may
-depend on the mode; a layer follows its own.
+`torch.fx` runs the forward once on stand-ins that write down what is done with them. A module that is not
+looked into is called in the graph as it stands, with its mode, its buffers, its random numbers and whatever
+its forward decides: it can do anything. Only what lies between such modules must be the same computation for
+all inputs; so no module is looked into that cannot be, and a model is refused only where the forward that has
+to be cut does what no graph can hold. (`torch.export` would write down single operations: the modules, by
+which batch normalization, dropout and names are known, would be gone, and the mode of the moment stay.) It is
+traced twice, in training and in evaluation mode, because what it does between its modules may depend on the
+mode; a layer follows its own.
 
 What crosses a cut is what is computed before it and used behind it; a tensor that the next layer has no use
-for is passed on by it. Sizes and other numbers do not travel: they are
-read again, behind the cut, from a tensor that does. Parameters and buffers are read where they are used.
+for is passed on by it. Sizes and other numbers do not travel: they are read again, behind the cut, from a
+tensor that does. Parameters and buffers are read where they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+import operator
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 
 from ..memory.profile import layer_costs
 from ..plan.partition import partition
 from ..stage.trees import Tree
-from .parts import OwnLayers, Part
-from .trace import Call, Tracer, inputs_of, is_number, trace
+from .parts import OwnLayers, Part, Traced
+
+Randomness = tuple[Tensor, tuple[Any, ...]]
+Call = tuple[str, int]  # a module's name in the model, and which of its calls
+
+_DESCRIBING = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+_ASKING = ("size", "dim", "numel", "stride", "is_floating_point", "ndimension", "get_device")
+_ARITHMETIC = {
+    operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod,
+    operator.neg, operator.pow, operator.getitem, min, max, int, float, round, abs, len, getattr,
+}  # fmt: skip
+
+REMEDY = (
+    "move what does it into a module of its own, which then is a layer or part of one as it stands, or write "
+    "the layers yourself as an nn.Sequential"
+)
 
 
 def split(
@@ -217,120 +242,244 @@ def _anywhere(node: fx.Node) -> bool:
     return node.op == "get_attr" or is_number(node)
 
 
-# A layer between cuts
+# What the forward computes, as a graph of calls of its modules and of functions between them
 
 
-class Traced(Part):
-    """A piece of a graph, its steps one after the other: takes and gives what crosses the cuts, a tensor or a
-    tuple of tensors. The steps are data, so that the layer can be copied, pickled and sent like any other; a
-    value is let go after its last use, as in the forward that the graph was made of.
+def inputs_of(model: nn.Module, inputs: Sequence[str] | None) -> tuple[str, ...]:
+    """The arguments of the model's forward that a batch gives: `inputs`, or those without a default."""
+    parameters = inspect.signature(model.forward).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    allowed = [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    needed = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
+    wanted = tuple(needed if inputs is None else inputs)
+    if isinstance(inputs, str) or not wanted or not set(wanted) <= set(allowed):
+        raise ValueError(
+            f"inputs is {inputs!r}; give the names of those arguments of {type(model).__name__}'s forward "
+            f"that a batch holds, in its order, from: {', '.join(allowed) or 'none that has a name'}"
+        )
+    if missing := [name for name in needed if name not in wanted]:
+        raise ValueError(
+            f"inputs lacks {missing[0]!r}, which {type(model).__name__}'s forward has no default for"
+        )
+    return wanted
 
-    Args:
-        model: the model.
-        graphs: what to do in training mode and in evaluation mode; placeholders come first.
-        constants: tensors that the forward makes out of nothing, by what the graphs call them.
+
+def trace(model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None, training: bool) -> Tracer:
+    """The graph of a model's forward in training or evaluation mode.
+
+    `opened` are the names of the modules that must be looked into; None looks into all that can be and that
+    are not torch's own. `ValueError` where the model itself, or one of `opened`, does what a graph cannot
+    hold.
     """
+    with in_mode(model, training):
+        tracer = Tracer(model, inputs, opened)
+        tracer.graph = tracer.run()
+    return tracer
 
-    def __init__(
-        self,
-        model: nn.Module,
-        graphs: Mapping[bool, fx.Graph],
-        constants: Mapping[str, Tensor],
-    ) -> None:
-        nodes = [node for graph in graphs.values() for node in graph.nodes]
-        super().__init__(model, {str(n.target): str(n.target) for n in nodes if n.op == "call_module"})
-        for name in dict.fromkeys([str(node.target) for node in nodes if node.op == "get_attr"]):
-            if name not in constants:
-                self.hold(model, name)
-        for name, tensor in constants.items():
-            self._buffers[name] = tensor
-            self._non_persistent_buffers_set.add(name)
-        self._programs = {mode: _program_of(graph) for mode, graph in graphs.items()}
-        self._constants = tuple(constants)
 
-    def held(self) -> Iterable[str]:
-        return [name for name in super().held() if name not in self._constants]
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Sets all modules of the model to a mode, unless the model is in it; restores the modes at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    if model.training is not training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
-    def forward(self, value: Any) -> Any:
-        program = self._programs[self.training]
-        values = [value] if isinstance(value, Tensor) else list(value)
-        if len(values) != program.num_inputs:
+
+class Tracer(fx.Tracer):
+    """A forward, written down: `graph`, and the tensors that it made out of nothing, `constants`."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], opened: Collection[str] | None) -> None:
+        super().__init__()
+        self.inputs = tuple(inputs)
+        self.opened = opened
+        self.constants: dict[str, Tensor] = {}
+        self._model = model
+        self._closed: set[nn.Module] = set()  # could not be looked into
+        self._begun: list[tuple[str, fx.Node]] = []  # every call of a module, and what came before it
+        self.calls: dict[Call, fx.Node] = {}
+
+    def run(self) -> fx.Graph:
+        before, drawn = _state(self._model), _randomness()
+        try:
+            graph = self.trace(self._model)
+            self._check(self._model, before, drawn)
+            self._arrange(graph)
+        except Exception as error:
+            _put_back(drawn)
             raise ValueError(
-                f"{len(values)} tensors came where {program.num_inputs} were expected; the first layer takes "
-                "one for each of the inputs that split was given"
-            )
-        values += [None] * len(program.steps)
-        del value
+                f"the forward of {type(self._model).__name__} cannot be cut, because it does what no graph "
+                f"of it can hold: {_first_line(error)}; {REMEDY}"
+            ) from error
+        return graph
 
-        def filled(part: Any) -> Any:
-            return values[part] if type(part) is _Slot else part
+    # What fx asks
 
-        for result, (kind, target, arguments, keywords, done) in enumerate(program.steps, program.num_inputs):
-            given, named = _mapped(arguments, filled), _mapped(keywords, filled)
-            if kind == "call_module":
-                values[result] = self._modules[target](*given, **named)  # type: ignore[misc]
-            elif kind == "call_function":
-                values[result] = target(*given, **named)
-            elif kind == "call_method":
-                values[result] = getattr(given[0], target)(*given[1:], **named)
-            else:
-                table = self._parameters if target in self._parameters else self._buffers
-                values[result] = table[target]
-            del given, named
-            for index in done:
-                values[index] = None
-        return _mapped(program.output, filled)
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        given = {name: self.create_proxy("placeholder", name, (), {}) for name in self.inputs}
+        return lambda model: _plain(root_fn(model, **given)), [self.root]
+
+    def create_arg(self, a: Any) -> Any:
+        if (
+            isinstance(a, Tensor)
+            and not isinstance(a, nn.Parameter)
+            and not any(a is buffer for buffer in self._model.buffers())
+        ):
+            name = next((name for name, tensor in self.constants.items() if tensor is a), None)
+            if name is None:
+                name = f"constant {len(self.constants)}"
+                self.constants[name] = a.detach()
+            return self.create_node("get_attr", name, (), {})
+        return super().create_arg(a)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if self.opened is not None:
+            return module_qualified_name not in self.opened
+        if m in self._closed or m._buffers or m._forward_hooks or m._forward_pre_hooks:
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        name = self.path_of_module(m)
+        last = next(iter(reversed(self.graph.nodes)))
+        self._begun.append((name, last))
+        if self.is_leaf_module(m, name):
+            return super().call_module(m, forward, args, kwargs)
+        begun = len(self._begun)
+        before, drawn = _state(m), _randomness()
+        stack, constants = self.module_stack.copy(), dict(self.constants)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+            self._check(m, before, drawn)
+        except Exception:
+            # Whatever it is: stand-ins go through somebody else's forward, which may raise anything about
+            # them (a branch, a length, an assertion, its own checks). Such a module is called as it stands,
+            # and what is really wrong with it shows when it runs.
+            if self.opened is not None:
+                raise
+            for node in reversed(self.graph.nodes):  # forget the attempt
+                if node is last:
+                    break
+                if node.op != "get_attr":  # fx hands these out again
+                    self.graph.erase_node(node)
+            self.module_stack, self.constants = stack, constants
+            del self._begun[begun:]
+            _restore(m, before)
+            _put_back(drawn)
+            self._closed.add(m)
+            return super().call_module(m, forward, args, kwargs)
+        return result
+
+    def _arrange(self, graph: fx.Graph) -> None:
+        """Moves what takes something out of a result right behind it, so that only tensors cross a cut; then
+        says where each call of a module begins.
+        """
+        nodes = list(graph.nodes)
+        places = {node: i for i, node in enumerate(nodes)}
+        moved = set()
+        for node in nodes:
+            if node.op == "call_function" and node.target in (operator.getitem, getattr):
+                source, key, *_ = node.args
+                if isinstance(key, int | str) and source.op != "placeholder" and not is_number(node):
+                    source.append(node)
+                    moved.add(node)
+        count: dict[str, int] = {}
+        for name, last in self._begun:
+            start = places[last] + 1
+            while nodes[start] in moved:
+                start += 1
+            self.calls[name, count.get(name, 0)] = nodes[start]
+            count[name] = count.get(name, 0) + 1
+
+    # Whether the forward did more than to compute
+
+    def _check(self, module: nn.Module, before: dict[str, Any], drawn: Randomness) -> None:
+        after = _state(module)
+        for key in (*before, *after):
+            if not _same(before.get(key), after.get(key)):
+                _restore(module, before)
+                raise ValueError(f"it changes {type(module).__name__}'s {key.split()[-1]}")
+        now = _randomness()
+        if not torch.equal(drawn[0], now[0]) or drawn[1] != now[1]:
+            raise ValueError(f"{type(module).__name__} draws random numbers whose shape no input decides")
 
 
-class _Slot(int):
-    """Where a value of a program is kept: the inputs first, then what each step gives."""
+def _plain(output: Any) -> Any:
+    """The output; `ValueError` for containers of a class that a graph would replace by Python's own."""
+    if isinstance(output, tuple | list | dict) and type(output) not in (tuple, list, dict):
+        raise ValueError(
+            f"it gives a {type(output).__name__}, which would come back as one of Python's own; let it "
+            "give a tensor, or a tuple, list or dict of tensors, such as output.logits"
+        )
+    for part in (
+        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+    ):
+        _plain(part)
+    return output
 
 
-class _TracedStep(NamedTuple):
-    """One call of a traced forward: the callee, its arguments, and the slots that are freed afterwards."""
-
-    kind: str  # as fx calls it: call_module, call_function, call_method or get_attr
-    target: Any
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    done: tuple[int, ...]
+def _randomness() -> Randomness:
+    """Where the generators of torch and of Python stand."""
+    return torch.get_rng_state(), random.getstate()
 
 
-class _Program(NamedTuple):
-    """The steps of a graph."""
-
-    num_inputs: int
-    steps: tuple[_TracedStep, ...]
-    output: Any
+def _put_back(state: Randomness) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
 
 
-def _program_of(graph: fx.Graph) -> _Program:
-    nodes = list(graph.nodes)
-    slots = {node: _Slot(i) for i, node in enumerate(nodes[:-1])}
-    last_use = {source: node for node in nodes for source in node.all_input_nodes}
-    num_inputs = sum(node.op == "placeholder" for node in nodes)
-
-    def plain(part: Any) -> Any:
-        return slots[part] if isinstance(part, fx.Node) else part
-
-    steps = []
-    for node in nodes[num_inputs:-1]:
-        done = [slots[source] for source in node.all_input_nodes if last_use[source] is node]
-        if node not in last_use:
-            done.append(slots[node])
-        arguments, keywords = _mapped(node.args, plain), _mapped(node.kwargs, plain)
-        steps.append(_TracedStep(node.op, node.target, arguments, keywords, tuple(done)))
-    return _Program(num_inputs, tuple(steps), _mapped(nodes[-1].args[0], plain))
+def _state(module: nn.Module) -> dict[str, Any]:
+    """The attributes and buffers of a module, to see whether a forward changes them."""
+    state = {name: value for name, value in vars(module).items() if name not in ("_buffers", "training")}
+    for name, buffer in module._buffers.items():
+        state[f"buffer {name}"] = (
+            None if buffer is None else _BufferState(buffer, buffer._version, buffer.clone())
+        )
+    return state
 
 
-def _mapped(structure: Any, function: Callable[[Any], Any]) -> Any:
-    """A structure of fx in Python's own containers, with what `function` makes of its leaves."""
-    if isinstance(structure, tuple):
-        return tuple([_mapped(part, function) for part in structure])
-    if isinstance(structure, list):
-        return [_mapped(part, function) for part in structure]
-    if isinstance(structure, dict):
-        return {key: _mapped(part, function) for key, part in structure.items()}
-    if isinstance(structure, slice):
-        return slice(*[_mapped(part, function) for part in (structure.start, structure.stop, structure.step)])
-    return function(structure)
+class _BufferState(NamedTuple):
+    """The state of a buffer at one moment."""
+
+    tensor: Tensor
+    version: int
+    value: Tensor
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, _BufferState) and isinstance(other, _BufferState):
+        return one.tensor is other.tensor and one.version == other.version
+    return one is other
+
+
+def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    for name in [name for name in vars(module) if name not in state and name not in ("_buffers", "training")]:
+        del vars(module)[name]
+    for name, value in state.items():
+        if name.startswith("buffer "):
+            if value is not None and value.version != value.tensor._version:
+                value.tensor.copy_(value.value)
+            module._buffers[name.removeprefix("buffer ")] = None if value is None else value.tensor
+        else:
+            vars(module)[name] = value
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0].rstrip(".") if text else type(error).__name__
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a value is a size, a number made of sizes, or what else describes a tensor."""
+    if node.op == "call_method":
+        return node.target in _ASKING
+    if node.op != "call_function":
+        return False
+    if node.target is getattr and node.args[1] in _DESCRIBING:
+        return True
+    sources = node.all_input_nodes
+    return node.target in _ARITHMETIC and bool(sources) and all(map(is_number, sources))

@@ -2,41 +2,34 @@
 
 An edge leads from one stage to another; activations go along it and gradients back, one message each for a
 micro-batch. The chain has one from each stage to the next; a portal that passes stages by is an edge with
-names (`edges_of`). Edges within a worker need no buffers.
+names, which follow from the declarations and the cuts alone (`edges_of`): layers 0 stash a | 1 stash b, pop b
+| 2 pop a make one edge, from stage 0 to 2. Edges within a worker need no buffers.
 
 A receive that is posted only when its tensor is needed puts the whole transfer on the critical path, and
 posting everything at once would need a buffer for every micro-batch. So each direction of an edge has a ring
 of buffers: the first receives are posted when the step begins, each further one when a buffer becomes free.
-Where messages are small, memory is not what counts, and all are posted at once. 1F1B, stage 1 of 3, M = 5,
-activations, with as many buffers as the stage before has micro-batches in flight (3):
+Where messages are small, all are posted at once. 1F1B, stage 1 of 3, M = 5, activations, with as many buffers
+as the stage before has micro-batches in flight (3):
 
     begin: post 0, 1, 2      after B0: post 3 (buffer of 0)      after B1: post 4 (buffer of 1)
 
 **That buffers suffice is shown by a run.** A message may wait for its buffer and, as few sends may be on
-their way, its sender with it; so a schedule that can be executed could stop for good where buffers are
-scarce. Actions in rows with bounded buffers form a marked graph: whether it stops does not depend on who goes
-first, so if one run ends, every run does. `_run` lets all workers that can take an action take it, round by
-round; where none can, all rings get a buffer more.
+their way, its sender with it. Actions in rows with bounded buffers form a marked graph: whether it stops does
+not depend on who goes first, so if one run ends, every run does. `_run` lets all workers that can take an
+action take it, round by round; where none can, all rings get a buffer more.
 
-**On accelerators** a receive over NCCL is a kernel that spins on the device until the sender's kernel is
-there. A wait for the whole device meanwhile (an allocator that gives memory back, a `synchronize` of the
-user's) waits for the message too. It never ends if the message needs work that this worker's host, which is
-in the wait, has yet to enqueue. The same run says when that is impossible: a message that is made in
-round r depends on earlier rounds alone, so its receive is posted behind this worker's actions of earlier
-rounds. A send is such a kernel as well: there a worker may go on in the run only when the receives of all
-that it has sent are posted, so that no send ever waits for a later action of its own sender. Two workers that
-wait for their devices at once, each for a message that the other has yet to send, no order serves.
+**On accelerators** a receive or a send over NCCL is a kernel that spins on the device until its other end is
+there, and a wait for the whole device (an allocator that gives memory back, a `synchronize` of the user's)
+waits for it too. It never ends if the message needs work that this worker's host, which is in the wait, has
+yet to enqueue. A message that is made in round r of the run depends on earlier rounds alone, so its receive
+is posted behind this worker's actions of earlier rounds; and a worker goes on in the run only when the
+receives of all that it has sent are posted. Two workers that wait for their devices at once, each for a
+message that the other has yet to send, no order serves.
 
 Several stages of a worker may receive from one other worker. Each has rings of its own, because its messages
 have sizes of their own, but the receives of one direction from one worker are posted in the order of need
 (`turns`): NCCL matches sends and receives by their order alone. That adds no wait: who needs a message has
-needed those before it.
-
-Only the standard library is imported.
-
-A portal has a name: one layer stashes, later ones pop. Which edges that makes follows from the declarations
-and the cuts alone (`edges_of`): layers 0 stash a | 1 stash b, pop b | 2 pop a make one edge, from stage 0 to
-2.
+needed those before it. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -48,8 +41,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from .remat import remat_of
-from .schedule import Action, Kind, Schedule, Transfer, Walk, channels, derived, ends_of
+from .schedule import Action, Kind, Schedule, derived, ends_of, remat_of
+from .walk import Transfer, Walk, channels
 
 # Sends on the way, per direction, before the sender waits for the oldest. With one, a late receiver would
 # hold up the sender at once; more would only keep more outputs alive, since the receiver has posted its

@@ -1,10 +1,15 @@
 """The shortest schedule that is found for measured times, a placement, a link and a memory cap.
 
 Finding the best schedule is a hard problem, and integer programs that solve it take minutes for sizes of
-interest. A list scheduler (`list_scheduler`) takes milliseconds, so a few of them with different preferences
-are run, and the named schedules of the same placement are candidates too: what comes out is never longer than
-any of them, and shorter where stages are uneven. All candidates are replayed over the real link; the shortest
-one that keeps to the memory cap is taken (`generate`).
+interest. A list scheduler takes milliseconds: whenever a worker is free, it takes the best of what it can
+take. Every known schedule is what comes of simple preferences under limits. A backward goes first, because
+other workers wait for it; a forward next, as long as the worker has room for what it keeps; the weights' half
+fills what would be idle. 1F1B is a limit on how far the forwards may lead the backwards, GPipe none, zero
+bubble the same limits with W as a filler.
+
+So one scheduler is run with a few preferences, and the named schedules of the same placement are candidates
+too: what comes out is never longer than any of them, and shorter where stages are uneven. All candidates are
+replayed over the real link; the shortest one that keeps to the memory cap is taken.
 
 The times are given: `planner` chooses schedule, cut and re-materialization for a model and machines. Only the
 standard library is imported.
@@ -12,16 +17,17 @@ standard library is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 
 from .links import FREE, Link
-from .list_scheduler import Policy, StuckError, Work, rows
 from .named import NAMED, named
-from .remat import Remat, of_stages
-from .schedule import Action, Kind, Schedule, begins_of, check_sizes, ends_of, validate
+from .schedule import Action, Kind, Remat, Schedule, check_sizes, most_alive_of, of_stages
 from .simulate import SLOTS, ActionTimes, duration_of, replay
+from .walk import validate
 
 
 def generate(
@@ -72,28 +78,62 @@ def generate(
     messages = [activation_bytes or [0.0] * (len(place) - 1)]
     messages.append(gradient_bytes or messages[0])
     ahead_s, back_s = [[link.latency_s + link.occupied_s(each) for each in sizes] for sizes in messages]
-    work = Work(place, num_microbatches, remat, split, seconds, ahead_s, back_s)
-    best: tuple[float, int] | None = None
-    found: Schedule | None = None
-    for candidate in _candidates(work, name, most_alive):
-        alive = max(map(most_alive_of, candidate.actions))
-        if most_alive is not None and alive > most_alive:
-            continue
-        timeline = replay(
-            candidate, action_s, link, activation_bytes=activation_bytes, gradient_bytes=gradient_bytes
-        )
-        if best is None or (timeline.makespan_s, alive) < best:
-            best, found = (timeline.makespan_s, alive), candidate
-    if found is None:
+    work = _Work(place, num_microbatches, remat, seconds, ahead_s, back_s)
+    found: list[tuple[float, int, int]] = []
+    candidates = [
+        each
+        for each in _candidates(work, name, most_alive)
+        if most_alive is None or max(map(most_alive_of, each.actions)) <= most_alive
+    ]
+    for number, each in enumerate(candidates):
+        step = replay(each, action_s, link, activation_bytes=activation_bytes, gradient_bytes=gradient_bytes)
+        found.append((step.makespan_s, max(map(most_alive_of, each.actions)), number))
+    if not found:
         raise ValueError(
             f"no schedule found in which a worker holds at most {most_alive} graphs; give a larger "
             f"most_alive, at least {max(place.count(worker) for worker in place)}, one per stage of a worker"
         )
-    validate(found)
-    return found
+    best = candidates[min(found)[-1]]
+    validate(best)
+    return best
 
 
-def _candidates(work: Work, name: str, most_alive: int | None) -> Iterator[Schedule]:
+@dataclass(frozen=True)
+class _Work:
+    """What is to be scheduled. `seconds` are by kind, of each stage; `ahead_s` and `back_s` what a message
+    takes over each of the K - 1 boundaries.
+    """
+
+    placement: tuple[int, ...]
+    num_microbatches: int
+    remat: Remat
+    seconds: Mapping[Kind, Sequence[float]]
+    ahead_s: Sequence[float]
+    back_s: Sequence[float]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The preferences of a worker, and its limits.
+
+    Args:
+        alive: the most graphs of its stages that may be alive on a worker, from F (or R, where the
+            micro-batch is recomputed) to the end of the backward; None for any number.
+        lead: for each worker, the most micro-batches of its stages between F and I or B; None for any number.
+        group: micro-batches that pass through all stages of a worker before the next ones; None for all.
+        patience: the share of its own length by which a filler (W, or an R whose gradient has not come) may
+            delay what is known to arrive: 1 takes it whenever the worker is free, 0 only where it fits.
+        forwards_first: whether a forward comes before a backward.
+    """
+
+    alive: int | None = None
+    lead: tuple[int, ...] | None = None
+    group: int | None = None
+    patience: float = 0.0
+    forwards_first: bool = False
+
+
+def _candidates(work: _Work, name: str, most_alive: int | None) -> Iterator[Schedule]:
     """The named schedules of the same placement and kinds of actions, then those of the list scheduler."""
     place, number = work.placement, work.num_microbatches
     num_workers = max(place) + 1
@@ -107,30 +147,130 @@ def _candidates(work: Work, name: str, most_alive: int | None) -> Iterator[Sched
             yield replace(schedule, name=name)
     # Preferences that win somewhere: the lead of 1F1B, with and without groups, both orders, patient fillers
     # or none.
-    alive = None if most_alive is None else (most_alive,) * num_workers
     groups = (num_workers, None) if len(place) > num_workers else (None,)
     lead = tuple(place.count(worker) * (num_workers - worker) for worker in range(num_workers))
-    policies = [Policy(alive=alive, lead=lead, patience=patience) for patience in (1.0, 0.0)]
+    policies = [_Policy(most_alive, lead, patience=patience) for patience in (1.0, 0.0)]
     policies += [
-        Policy(alive=alive, group=group, forwards_first=forwards_first, patience=patience)
+        _Policy(most_alive, group=group, forwards_first=forwards_first, patience=patience)
         for group, forwards_first, patience in product(groups, (False, True), (1.0, 0.0))
     ]
     for policy in policies:
-        try:
-            actions = rows(work, policy)
-        except StuckError:
-            continue
-        yield Schedule(name, len(place), number, work.remat, actions, place)
+        actions = _ListScheduler(work, policy).rows()
+        if actions is not None:
+            yield Schedule(name, len(place), number, work.remat, actions, place)
 
 
-def most_alive_of(row: tuple[Action, ...]) -> int:
-    """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
-    micro-batch is recomputed, to the end of the backward.
-    """
-    begins, ends = set(begins_of(row)), set(ends_of(row))
-    alive = most = 0
-    for action in row:
-        alive += action in begins
-        most = max(most, alive)
-        alive -= action in ends
-    return most
+_Choice = tuple[float, tuple[float, ...], Action]  # start, rank (the least first), action
+
+
+class _ListScheduler:
+    """The state of one run: times at which things are done, and counts of what each worker holds."""
+
+    def __init__(self, work: _Work, policy: _Policy) -> None:
+        self.work, self.policy = work, policy
+        place, num_stages, number = work.placement, len(work.placement), work.num_microbatches
+        self.stages = [[s for s, home in enumerate(place) if home == w] for w in range(max(place) + 1)]
+        self.deeper = [len(self.stages[w]) - 1 - self.stages[w].index(s) for s, w in enumerate(place)]
+        self.again = of_stages(work.remat, num_stages, number)
+        self.back = Kind.I if Kind.I in work.seconds else Kind.B
+        self.taken: Counter[tuple[int, Kind]] = Counter()  # micro-batches of a stage, in order
+        self.done_s: dict[Action, float] = {}
+        # When the message that an action needs is there.
+        self.there_s = {Action(0, Kind.F, m): 0.0 for m in range(number)}
+        self.there_s |= {Action(num_stages - 1, self.back, m): 0.0 for m in range(number)}
+        # The stages for which messages are under way from worker to worker, each direction for itself: they
+        # are taken in that order.
+        self.channels: defaultdict[tuple[int, int, bool], deque[int]] = defaultdict(deque)
+        self.free_s = [0.0] * len(self.stages)
+        self.alive, self.lead = [0] * len(self.stages), [0] * len(self.stages)
+
+    def rows(self) -> tuple[tuple[Action, ...], ...] | None:
+        """A row for each worker; None where the policy's limits leave no way on."""
+        work, rows = self.work, tuple(list[Action]() for _ in self.stages)
+        kinds = len(work.seconds) - (Kind.R in work.seconds)
+        best = [self._best(worker) for worker in range(len(rows))]
+        for _ in range(len(self.deeper) * kinds * work.num_microbatches + sum(map(len, self.again))):
+            able = [(*choice, worker) for worker, choice in enumerate(best) if choice is not None]
+            if not able:
+                return None
+            start_s, _, action, worker = min(able, key=lambda each: (each[0], each[1], each[3]))
+            rows[worker].append(action)
+            for changed in self._take(worker, start_s, action):
+                best[changed] = self._best(changed)
+        return tuple(map(tuple, rows))
+
+    def _take(self, w: int, start_s: float, action: Action) -> set[int]:
+        """Books an action; returns the workers for which it makes a difference. What stays on a worker takes
+        no time.
+        """
+        s, kind, m = action
+        place, is_forward, is_back = self.work.placement, kind is Kind.F, kind is self.back
+        end_s = self.free_s[w] = self.done_s[action] = start_s + self.work.seconds[kind][s]
+        self.taken[s, kind] += 1
+        self.lead[w] += is_forward - is_back
+        self.alive[w] += (kind is Kind.R) or (is_forward and m not in self.again[s])
+        self.alive[w] -= kind in (Kind.B, Kind.W)
+        if not (is_forward or is_back):
+            return {w}
+        source, target = (s - 1, s + 1) if is_forward else (s + 1, s - 1)
+        if 0 <= source < len(place) and place[source] != w:
+            self.channels[place[source], w, is_forward].popleft()
+        if not 0 <= target < len(place):
+            return {w}
+        link_s = 0.0
+        if place[target] != w:
+            self.channels[w, place[target], is_forward].append(target)
+            link_s = self.work.ahead_s[s] if is_forward else self.work.back_s[target]
+        self.there_s[Action(target, kind, m)] = end_s + link_s
+        return {w, place[target]}
+
+    def _arrival_s(self, action: Action) -> float | None:
+        """When the message that an action needs is there, if it is the next of its channel; None if not."""
+        place, is_forward = self.work.placement, action.kind is Kind.F
+        source, target = action.stage - 1 if is_forward else action.stage + 1, action.stage
+        if action not in self.there_s or not 0 <= source < len(place) or place[source] == place[target]:
+            return self.there_s.get(action)
+        is_next = self.channels[place[source], place[target], is_forward][0] == target
+        return self.there_s[action] if is_next else None
+
+    def _best(self, w: int) -> _Choice | None:
+        """When and what the worker takes next, as far as is known; None if it has to wait."""
+        policy, free_s, number = self.policy, self.free_s[w], self.work.num_microbatches
+        most_alive = inf if policy.alive is None else policy.alive
+        most_lead = inf if policy.lead is None else policy.lead[w]
+        choices: list[_Choice] = []
+        fillers: list[_Choice] = []
+        group = policy.group or number
+        for s in self.stages[w]:
+            rank: tuple[float, ...]
+            m = self.taken[s, self.back]
+            forward_s, arrival_s = self.done_s.get(Action(s, Kind.F, m)), None
+            if forward_s is not None:
+                backward, again = Action(s, self.back, m), Action(s, Kind.R, m)
+                arrival_s = self._arrival_s(backward)
+                built_s = self.done_s.get(again) if m in self.again[s] else forward_s
+                if built_s is None:
+                    if self.alive[w] < most_alive:
+                        due = arrival_s is not None and arrival_s <= free_s
+                        rank = (0.5 if due else 2.0, m // group, -s, m)
+                        (choices if due else fillers).append((max(forward_s, free_s), rank, again))
+                elif arrival_s is not None:
+                    choices.append((max(arrival_s, built_s, free_s), (0.0, m // group, -s, m), backward))
+            m = self.taken[s, Kind.F]
+            forward = Action(s, Kind.F, m)
+            has_room = m in self.again[s] or self.alive[w] + self.deeper[s] < most_alive
+            if has_room and self.lead[w] + self.deeper[s] < most_lead:
+                arrival_s = self._arrival_s(forward)
+                if arrival_s is not None:
+                    urgency = -1.0 if policy.forwards_first else 1.0
+                    choices.append((max(arrival_s, free_s), (urgency, m // group, -s, m), forward))
+            m = self.taken[s, Kind.W]
+            if self.back is Kind.I and m < self.taken[s, Kind.I]:
+                fillers.append((free_s, (3.0, m, -s, m), Action(s, Kind.W, m)))
+        # When the first action starts that is no filler, and that no recomputation is.
+        soon_s = min([start_s for start_s, _, action in choices if action.kind is not Kind.R], default=inf)
+        for start_s, rank, action in fillers:
+            late_s = (1 - policy.patience) * self.work.seconds[action.kind][action.stage]
+            if not start_s < soon_s < start_s + late_s - 1e-9 * late_s:
+                choices.append((start_s, rank, action))
+        return min(choices, default=None)

@@ -120,16 +120,10 @@ class Bucket:
     Args:
         ready: share of the stage's last backward (its last B or W) after which they are all there, 0 to 1
         takes_s: the reduction, once it has the link for itself
-
-    Raises:
-        ValueError: a share outside 0 to 1, or seconds that are negative.
     """
 
     ready: float
     takes_s: float
-
-    def __post_init__(self) -> None:
-        _check("a bucket is ready", self.ready, "last backward", self.takes_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +133,7 @@ class Gather:
     Args:
         needed: share of the stage's first forward at which they are, 0 to 1
         takes_s: the all-gather, once it has the link for itself
-
-    Raises:
-        ValueError: a share outside 0 to 1, or seconds that are negative.
     """
 
     needed: float
     takes_s: float
-
-    def __post_init__(self) -> None:
-        _check("a gather is needed", self.needed, "first forward", self.takes_s)
-
-
-def _check(what: str, share: float, action: str, takes_s: float) -> None:
-    """Checks a share of an action and a duration. `what` is for the message, such as "a bucket is ready"."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"{what} after {share} of the {action}; give 0 to 1")
-    if not takes_s >= 0:
-        raise ValueError(f"{what.partition(' is ')[0]} takes {takes_s} s; give seconds, 0 or more")

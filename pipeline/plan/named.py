@@ -1,22 +1,36 @@
 """All named schedules by their names, as functions of the numbers of workers and micro-batches.
 
-Schedules with one stage per worker, and those whose stages go round the workers in a loop, are made here,
-those in a V in `vee`. With v stages each, a worker waits v times less for its first and its last micro-batch
-than with one stage of the same layers: the bubble is (W - 1)(F + B) / v for W workers. The price is v times
-as many messages. Nobody waits for the gradients of the weights, so where the backward is split (arXiv
-2401.10241), W may fill what would be idle.
+With v stages each, a worker waits v times less for its first and its last micro-batch than with one stage of
+the same layers: the bubble is (W - 1)(F + B) / v for W workers. The price is v times as many messages. Nobody
+waits for the gradients of the weights, so where the backward is split (arXiv 2401.10241), W may fill what
+would be idle.
+
+In a loop the stages go round the workers; in a V a micro-batch comes back the way it went, so that the worker
+that has the first stage has the last one too: the backward of the first micro-batch begins there, and every
+worker finishes at nearly the same time.
+
+    loop, 3 workers    0 1 2 0 1 2        V, 3 workers    0 1 2 2 1 0
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from .names import suggestion
-from .remat import Remat
-from .schedule import Action, Kind, Schedule, check_sizes, recomputed
-from .vee import check_workers, dualpipe_v, v_half, v_min, zb_v
+from .schedule import Action, Kind, Remat, Schedule, check_sizes, recomputed
+
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+_PERIOD = 6  # slots of one micro-batch on a worker: F, I and W of two stages
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'table1'?)` for a slip of the finger or another habit of writing; or nothing."""
+    by_small = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), list(by_small), n=1)
+    return f" (did you mean {by_small[close[0]]!r}?)" if close else ""
 
 
 def named(
@@ -63,8 +77,7 @@ def naive(num_stages: int, num_microbatches: int = 1, remat: Remat = "never") ->
     """
     check_sizes(num_stages, num_microbatches, remat)
     rows = [
-        [Action(s, kind, m) for m in range(num_microbatches) for kind in (Kind.F, Kind.B)]
-        for s in range(num_stages)
+        [Action(s, kind, m) for m in range(num_microbatches) for kind in (F, B)] for s in range(num_stages)
     ]
     return recomputed(_schedule("naive", num_microbatches, rows), remat)
 
@@ -78,8 +91,8 @@ def gpipe(num_stages: int, num_microbatches: int, remat: Remat = "always") -> Sc
     check_sizes(num_stages, num_microbatches, remat)
     rows = []
     for s in range(num_stages):
-        row = [Action(s, Kind.F, m) for m in range(num_microbatches)]
-        rows.append([*row, *(Action(s, Kind.B, m) for m in reversed(range(num_microbatches)))])
+        row = [Action(s, F, m) for m in range(num_microbatches)]
+        rows.append([*row, *(Action(s, B, m) for m in reversed(range(num_microbatches)))])
     return recomputed(_schedule("gpipe", num_microbatches, rows), remat)
 
 
@@ -132,16 +145,16 @@ def _in_turn(
     rows = []
     for worker in range(num_workers):
         warm_up = min(num_microbatches, lead * (num_workers - 1 - worker))
-        row = [Action(worker, Kind.F, m) for m in range(warm_up)]
+        row = [Action(worker, F, m) for m in range(warm_up)]
         for m in range(num_microbatches):
             if m + warm_up < num_microbatches:
-                row.append(Action(worker, Kind.F, m + warm_up))
-            row.append(Action(worker, Kind.B if late is None else Kind.I, m))
+                row.append(Action(worker, F, m + warm_up))
+            row.append(Action(worker, B if late is None else I, m))
             if late is not None and m >= late[worker]:
-                row.append(Action(worker, Kind.W, m - late[worker]))
+                row.append(Action(worker, W, m - late[worker]))
         if late is not None:
             left = range(max(0, num_microbatches - late[worker]), num_microbatches)
-            row += [Action(worker, Kind.W, m) for m in left]
+            row += [Action(worker, W, m) for m in left]
         rows.append(row)
     return _schedule(name, num_microbatches, rows)
 
@@ -180,10 +193,10 @@ def interleaved(num_workers: int, num_microbatches: int, stages_per_worker: int 
     rows = []
     for worker in range(num_workers):
         warm_up = 2 * (num_workers - 1 - worker) + (stages_per_worker - 1) * largest
-        taken = [(Kind.F, *each) for each in forwards[:warm_up]]
+        taken = [(F, *each) for each in forwards[:warm_up]]
         for position, backward in enumerate(backwards):
-            taken += [(Kind.F, *each) for each in forwards[warm_up + position : warm_up + position + 1]]
-            taken.append((Kind.B, *backward))
+            taken += [(F, *each) for each in forwards[warm_up + position : warm_up + position + 1]]
+            taken.append((B, *backward))
         rows.append([Action(turn * num_workers + worker, kind, m) for kind, turn, m in taken])
     return _schedule("interleaved", num_microbatches, rows, placement)
 
@@ -203,9 +216,241 @@ def breadth_first(num_workers: int, num_microbatches: int, stages_per_worker: in
     rows = []
     for worker in range(num_workers):
         stages = range(worker, len(placement), num_workers)
-        there = [Action(stage, Kind.F, m) for stage in stages for m in range(num_microbatches)]
-        rows.append([*there, *(Action(stage, Kind.B, m) for stage, _, m in reversed(there))])
+        there = [Action(stage, F, m) for stage in stages for m in range(num_microbatches)]
+        rows.append([*there, *(Action(stage, B, m) for stage, _, m in reversed(there))])
     return _schedule("breadth-first", num_microbatches, rows, placement)
+
+
+# Two stages per worker, in a V
+
+
+def vee(num_workers: int, stages_per_worker: int = 2) -> tuple[int, ...]:
+    """The worker of each stage when every second round goes back. `ValueError` for sizes below 1."""
+    check_workers(num_workers, stages_per_worker)
+    there = tuple(range(num_workers))
+    return tuple(
+        worker for turn in range(stages_per_worker) for worker in (there[::-1] if turn % 2 else there)
+    )
+
+
+def shared_by(num_workers: int, num_stages: int) -> tuple[int, ...]:
+    """The worker of each stage where nothing else is wanted: a V, or one stage each. `ValueError` if the
+    workers cannot have equally many.
+    """
+    if num_workers < 1 or num_stages % num_workers:
+        raise ValueError(
+            f"num_stages={num_stages} cannot be shared by num_workers={num_workers} workers; give a multiple"
+        )
+    return vee(num_workers, num_stages // num_workers)
+
+
+def check_workers(num_workers: int, stages_per_worker: int = 1) -> None:
+    """`ValueError` for sizes below 1."""
+    if num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}; a pipeline has at least 1 worker")
+    if stages_per_worker < 1:
+        raise ValueError(f"stages_per_worker is {stages_per_worker}; a worker holds at least 1 stage")
+
+
+def zb_v(num_workers: int, num_microbatches: int) -> Schedule:
+    """ZB-V (arXiv 2401.10241, section 6): the memory of 1F1B and no bubble but half a forward per worker.
+
+    The rows are written for 2K - 1 micro-batches or more, which fill the V; with fewer, those that are not
+    there are left out, as in torch's.
+
+    2 workers with stages 0 3 and 1 2, M = 3:
+
+        worker 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+        worker 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+    """
+    check_sizes(num_workers, num_microbatches, "never")
+    total = max(num_microbatches, 2 * num_workers - 1)
+    found = []
+    for worker in range(num_workers):
+        near, far, row = worker, 2 * num_workers - 1 - worker, _Row(num_microbatches)
+        for _ in range(2 * (num_workers - worker) - 1):
+            row.take(near, F)
+        for _ in range(worker):
+            row.take(far, F)
+            row.take(near, F)
+        for _ in range(num_workers - worker):
+            row.take(far, F, I, W)
+        while row.count(far, F) < total:
+            if row.count(near, F) < total:
+                row.take(near, F)
+            row.take(near, I, W)
+            row.take(far, F, I, W)
+        for _ in range(worker):
+            row.take(near, I)
+            row.take(far, I)
+        for _ in range(num_workers - worker):
+            row.take(near, I, W)
+        for stage in (far, near):
+            while row.count(stage, W) < total:
+                row.take(stage, W)
+        found.append(tuple(row.actions))
+    return Schedule("zb-v", 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+
+
+def dualpipe_v(num_workers: int, num_microbatches: int) -> Schedule:
+    """DualPipeV (DeepSeek; torch's `ScheduleDualPipeV`): forwards of one direction beside backwards of the
+    other, which hardware may overlap; here the parts of such a pair follow each other. One activation more
+    than ZB-V on the first worker, and whole backwards where none needs to be split.
+
+    The rows are written for 2K micro-batches or more; with fewer, those that are not there are left out.
+
+    2 workers with stages 0 3 and 1 2, M = 3:
+
+        worker 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 3B1 3F2 .   0B0 0B0 3B2 3B2 0B1 0B1 .   .   0I2 0W2
+        worker 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 2B1 2B1 1B1 1B1 2B2 2B2 1B2 1B2
+    """
+    check_sizes(num_workers, num_microbatches, "never")
+    total = max(num_microbatches, 2 * num_workers)
+    found = []
+    for worker in range(num_workers):
+        near, far, row = worker, 2 * num_workers - 1 - worker, _Row(num_microbatches)
+        behind = num_workers - 1 - worker
+        for _ in range(2 * behind):
+            row.take(near, F)
+        for _ in range(worker + 1):
+            row.take(near, F)
+            row.take(far, F)
+        for _ in range(behind):
+            row.back(far, halved=True)
+            row.weights(1)
+            row.take(far, F)
+        for _ in range(total - 2 * num_workers + worker + 1):
+            row.take(near, F)
+            row.back(far)
+            row.take(far, F)
+            row.back(near)
+        for _ in range(behind):
+            row.back(far)
+            row.take(far, F)
+            row.back(near)
+        # From the middle of the drain on, W fills what the other workers leave idle.
+        middle, halved = (worker + 1) // 2, False
+        for step in range(worker + 1):
+            halved = halved or (step == middle and worker % 2 == 1)
+            row.back(far, halved=halved)
+            halved = halved or (step == middle and worker % 2 == 0)
+            row.back(near, halved=halved)
+        for _ in range(behind):
+            row.weights(1)
+            row.back(near, halved=halved)
+        row.weights(worker + 1)
+        found.append(tuple(row.actions))
+    return Schedule("dualpipe-v", 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
+
+
+class _Row:
+    """The row of a worker as it is written: the micro-batches of a stage come in order."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._number: Counter[tuple[int, Kind]] = Counter()
+        self._weights: deque[Action] = deque()
+        self._num_microbatches = num_microbatches
+
+    def count(self, stage: int, kind: Kind) -> int:
+        """How often the stage has come to `kind`."""
+        return self._number[stage, kind]
+
+    def take(self, stage: int, *kinds: Kind) -> None:
+        """Adds the next micro-batch of each kind; adds nothing after the last micro-batch."""
+        for kind in kinds:
+            self._put(Action(stage, kind, self._number[stage, kind]))
+            self._number[stage, kind] += 1
+
+    def back(self, stage: int, *, halved: bool = False) -> None:
+        """Adds the next backward: a whole one, or I, after which W waits for `weights`."""
+        microbatch = self._number[stage, B]
+        self._number[stage, B] += 1
+        self._put(Action(stage, I if halved else B, microbatch))
+        if halved:
+            self._weights.append(Action(stage, W, microbatch))
+
+    def weights(self, most: int) -> None:
+        """Adds the first W that wait, at most `most` of them."""
+        for _ in range(min(most, len(self._weights))):
+            self._put(self._weights.popleft())
+
+    def _put(self, action: Action) -> None:
+        if action.microbatch < self._num_microbatches:
+            self.actions.append(action)
+
+
+def v_half(num_workers: int, num_microbatches: int) -> Schedule:
+    """Half the activations of 1F1B, (K + 2) // 2 of a worker's, and about half its bubble.
+
+    A step down the V takes two slots, one back up takes one. 2 workers with stages 0 3 and 1 2, M = 3:
+
+        worker 0 | 0F0 .   .   3F0 0F1 3I0 3W0 3F1 0F2 0I0 0W0 3I1 3W1 3F2 .   0I1 0W1 3I2 3W2 .   0I2 0W2
+        worker 1 | .   1F0 2F0 .   .   1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1W1 .   2I2 1I2 2W2 1W2
+    """
+    pauses = (1, 0 if num_workers % 2 else 3, 0)
+    return _repeated("v-half", num_workers, num_microbatches, 2, pauses)
+
+
+def v_min(num_workers: int, num_microbatches: int) -> Schedule:
+    """A third of the activations of 1F1B, (K + 4) // 3 of a worker's, and about two thirds of its bubble.
+
+    Every step takes one slot, as drawn in `_repeated`; where K is a multiple of 3 two pauses keep the slots
+    apart.
+    """
+    pauses = (0, 0, 0) if num_workers % 3 else (2, 0, 2)
+    return _repeated("v-min", num_workers, num_microbatches, 1, pauses)
+
+
+def _repeated(
+    name: str, num_workers: int, num_microbatches: int, down: int, pauses: tuple[int, int, int]
+) -> Schedule:
+    """V-Half and V-Min, which were made for their memory (arXiv 2405.15362): the way of every micro-batch, a
+    period after the one before, with W in the slots that are left.
+
+    What a worker keeps is the time that a micro-batch spends between its forward and its backward there.
+    Where the way falls into no slot of a period twice, all micro-batches fit. Of the near stages the first
+    worker keeps most and of the far ones the last, and a worker has one of each, so all keep the same. V-Min
+    on 4 workers, the way of micro-batch 0, without a pause between two steps:
+
+        worker 0 | 0F .  .  .  .  .  .  7F 7I .  .  .  .  .  .  0I
+        worker 1 | .  1F .  .  .  .  6F .  .  6I .  .  .  .  1I
+        worker 2 | .  .  2F .  .  5F .  .  .  .  5I .  .  2I
+        worker 3 | .  .  .  3F 4F .  .  .  .  .  .  4I 3I
+
+    The way takes `down` slots from worker to worker down the V and one back, and pauses where it turns: at
+    the last worker, at the first one before its backward, and at the last one again.
+    """
+    check_sizes(num_workers, num_microbatches, "never")
+    end = num_workers - 1
+    turned = down * end + 1 + pauses[0]
+    backward = turned + end + 1 + pauses[1]
+    returned = backward + down * end + 1 + pauses[2]
+    found = []
+    for worker in range(num_workers):
+        near, far, behind = worker, 2 * num_workers - 1 - worker, end - worker
+        steps = (
+            (down * worker, near, F), (turned + behind, far, F),
+            (backward + down * worker, far, I), (returned + behind, near, I),
+        )  # fmt: skip
+        planned = {
+            _PERIOD * m + slot: Action(stage, kind, m)
+            for m in range(num_microbatches)
+            for slot, stage, kind in steps
+        }
+        taken = {slot % _PERIOD for slot, _, _ in steps}
+        row: list[Action] = []
+        weights: deque[Action] = deque()
+        for slot in range(max(planned) + 1):
+            action = planned.get(slot)
+            if action is not None:
+                row.append(action)
+                if action.kind is I:
+                    weights.append(Action(action.stage, W, action.microbatch))
+            elif weights and slot % _PERIOD not in taken:
+                row.append(weights.popleft())
+        found.append((*row, *weights))
+    return Schedule(name, 2 * num_workers, num_microbatches, "never", tuple(found), vee(num_workers))
 
 
 def _schedule(

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import isfinite, isqrt
+from math import isfinite
 
 Partition = tuple[range, ...]
 """The layer indices of each stage, in order, covering every layer once."""
@@ -79,53 +79,33 @@ def _fill(prefix: Sequence[int], num_stages: int, cap: int) -> Partition | None:
 def minimal_variance(costs: Sequence[int], num_stages: int) -> Partition:
     """Minimise the sum of squared stage sums; with a fixed mean that is the paper's minimal variance.
 
-    Dynamic program over (stages, layers), exact. It only visits cuts that can occur in an optimum: if a known
-    split has summed squared deviation D from the mean, the first k stages of a better one are off k means by
-    some x with x^2 / k + x^2 / (K - k) <= D, because evenly spread deviations have the least squares.
+    Dynamic program over (stages, layers), exact. The best start of a last stage moves on with its stop, so
+    those of the stops on either side of a middle one lie on the same side of its start.
     """
     prefix, num_layers = list(accumulate(costs, initial=0)), len(costs)
-    total = prefix[-1]
-    # Deviations in units of 1 / num_stages, to stay on integers.
-    spread = sum((num_stages * (b - a) - total) ** 2 for a, b in pairwise(_even_cuts(prefix, num_stages)))
-
-    best: dict[int, int] = {0: 0}  # layers covered so far -> minimal sum of squares
-    choices: list[dict[int, int]] = []
+    best = [0] * (num_layers + 1)  # sum of squares, by layers covered so far
+    choices: list[list[int]] = []
     for done in range(1, num_stages + 1):
-        radius = isqrt(spread * done * (num_stages - done) // num_stages)
-        least = bisect_left(prefix, -((radius - done * total) // num_stages), done)
-        most = bisect_right(prefix, (done * total + radius) // num_stages) - 1
-        reached: dict[int, int] = {}
-        choice: dict[int, int] = {}
-        for stop in range(max(least, done), min(most, num_layers - (num_stages - done)) + 1):
-            end = prefix[stop]
+        reached, choice = [0] * (num_layers + 1), [0] * (num_layers + 1)
+        # First and last stop, first and last start; the first stage starts at the first layer.
+        todo = [(done, num_layers, done - 1, num_layers - 1 if done > 1 else 0)]
+        while todo:
+            low, high, first, last = todo.pop()
+            if low > high:
+                continue
+            stop = (low + high) // 2
             # The later start wins a tie, hence more layers in earlier stages.
-            options = (
-                (squares + (end - prefix[start]) ** 2, -start)
-                for start, squares in best.items()
-                if start < stop
-            )
-            found = min(options, default=None)
-            if found is not None:
-                reached[stop], choice[stop] = found[0], -found[1]
+            starts = range(first, min(last, stop - 1) + 1)
+            reached[stop], start = min((best[s] + (prefix[stop] - prefix[s]) ** 2, -s) for s in starts)
+            choice[stop] = -start
+            todo += [(low, stop - 1, first, -start), (stop + 1, high, -start, last)]
         best = reached
         choices.append(choice)
-
     stages, stop = [], num_layers
     for choice in reversed(choices):
         stages.append(range(choice[stop], stop))
         stop = choice[stop]
     return tuple(reversed(stages))
-
-
-def _even_cuts(prefix: Sequence[int], num_stages: int) -> list[int]:
-    """Costs covered at cuts near k / K of the total, with at least one layer in each stage."""
-    cuts, num_layers = [0], len(prefix) - 1
-    for done in range(1, num_stages + 1):
-        wanted = done * prefix[-1] // num_stages
-        above = bisect_left(prefix, wanted)
-        nearest = above if above == 0 or prefix[above] - wanted < wanted - prefix[above - 1] else above - 1
-        cuts.append(min(max(nearest, cuts[-1] + 1), num_layers - (num_stages - done)))
-    return [prefix[cut] for cut in cuts]
 
 
 def cumulative_shares(costs: Sequence[int], num_stages: int) -> Partition:
@@ -183,18 +163,16 @@ def partition_by(
     bound = list(accumulate(floor if floor is not None else [0] * num_layers, initial=0))
     cap = _reachable_cap(stage_cost, bound, num_stages, cap)
     edges = _edges_under(stage_cost, bound, num_stages, cap)
+
+    def is_enough(limit: int) -> bool:
+        """Whether exactly `num_stages` stages can cover all layers."""
+        return bool(_suffix_counts(edges, num_layers, limit)[0] >> num_stages & 1)
+
     candidates = sorted({cost for row in edges for _, cost in row})
-    if not candidates or not _suffix_counts(edges, num_layers, candidates[-1])[0] >> num_stages & 1:
+    smallest = bisect_left(candidates, True, key=is_enough)
+    if smallest == len(candidates):
         return None
-    # Smallest candidate under which exactly `num_stages` stages can cover all layers.
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _suffix_counts(edges, num_layers, candidates[middle])[0] >> num_stages & 1:
-            high = middle
-        else:
-            low = middle + 1
-    limit = candidates[low]
+    limit = candidates[smallest]
     counts = _suffix_counts(edges, num_layers, limit)
     stages, start = [], 0
     for remaining in range(num_stages - 1, -1, -1):

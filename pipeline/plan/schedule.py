@@ -2,10 +2,9 @@
 
 The engine executes it, the replay lays it out in time, the memory model walks over it and the drawing prints
 it. Engines that keep the order of the work in their control flow cannot be checked without running them; here
-a schedule is a tuple of actions per worker, made by a pure function (`named`), and everything that follows
-from it (who sends what to whom, how many micro-batches are in flight, in which order one process takes them,
-whether they can run at all) is derived. A worker holds one stage, or several where the schedule has a
-placement. Only the standard library is imported.
+a schedule is a tuple of actions per worker, made by a pure function (`named`) or read from a file
+(`from_csv`), and what follows from it is derived (`walk`). A worker holds one stage, or several where the
+schedule has a placement. Only the standard library is imported.
 
 One notation for an action, everywhere: `2F0` is stage 2, forward, micro-batch 0.
 
@@ -18,15 +17,14 @@ GPipe on K = 3 stages with M = 3 micro-batches, `remat="except_last"` (F, R, B t
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
-
-from .remat import Remat, check_remat, in_one_form, of_stages, remat_of
 
 
 class Kind(StrEnum):
@@ -65,6 +63,49 @@ class Action(NamedTuple):
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
+REMAT_MODES = ("never", "always", "except_last")
+
+Remat = str | Sequence[str]
+"""What is recomputed: a name for all stages, or one for each in the model's order. A stage of its own needs
+one: under 1F1B the first stage keeps K micro-batches and the last one only one.
+"""
+
+
+def recomputes(name: str, microbatch: int, num_microbatches: int) -> bool:
+    """Whether a stage of that name recomputes micro-batch `microbatch` of `num_microbatches`."""
+    return name == "always" or (name == "except_last" and microbatch != num_microbatches - 1)
+
+
+def remat_of(remat: Remat, stage: int) -> str:
+    """The name of one stage."""
+    return remat if isinstance(remat, str) else remat[stage]
+
+
+def of_stages(remat: Remat, num_stages: int, num_microbatches: int) -> tuple[frozenset[int], ...]:
+    """The micro-batches that each stage recomputes."""
+    return tuple(
+        frozenset(m for m in range(num_microbatches) if recomputes(name, m, num_microbatches))
+        for name in ([remat] * num_stages if isinstance(remat, str) else remat)
+    )
+
+
+def to_text(remat: Remat) -> str:
+    """Writes `remat` as one word that `from_text` reads, such as `always,except_last,never`."""
+    return remat if isinstance(remat, str) else ",".join(remat)
+
+
+def from_text(text: str) -> Remat:
+    """Reads what `to_text` writes. `ValueError` for anything else."""
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in REMAT_MODES:
+            raise ValueError(
+                f"{name!r} says nothing about recomputation; choose one of {', '.join(REMAT_MODES)}, or give "
+                "one for each stage with commas between them"
+            )
+    return names[0] if len(names) == 1 else names
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of every worker, in the order in which the worker takes them.
@@ -74,7 +115,7 @@ class Schedule:
         num_stages: K, the number of partitions of the model.
         num_microbatches: M, numbered from 0.
         remat: which micro-batches are recomputed: "never", "always" or "except_last" (all but the last), or
-            one of these names for each stage (`remat`).
+            one of these names for each stage.
         actions: one row per worker.
         placement: the worker of each stage; empty where every stage has a worker of its own.
     """
@@ -90,7 +131,9 @@ class Schedule:
         # One form of each placement and choice, so that equal schedules are equal.
         if self.placement == tuple(range(self.num_stages)):
             object.__setattr__(self, "placement", ())
-        object.__setattr__(self, "remat", in_one_form(self.remat))
+        if not isinstance(self.remat, str) and isinstance(self.remat, Sequence):
+            names = tuple(self.remat)
+            object.__setattr__(self, "remat", names[0] if len(set(map(repr, names))) == 1 else names)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without what is derived: in another process hashes are others.
@@ -194,11 +237,6 @@ def stages_of(placement: tuple[int, ...], worker: int) -> list[int]:
     return [stage for stage, other in enumerate(placement) if other == worker] if placement else [worker]
 
 
-def begins_of(row: tuple[Action, ...]) -> list[Action]:
-    """The actions that build the graphs of micro-batches, R or else F, in the order of the row."""
-    return _either(row, Kind.R, Kind.F)
-
-
 def ends_of(row: tuple[Action, ...]) -> list[Action]:
     """The actions with which the stages are done with a micro-batch, W or else B, in the order of the row."""
     return _either(row, Kind.W, Kind.B)
@@ -210,13 +248,37 @@ def _either(row: tuple[Action, ...], rather: Kind, otherwise: Kind) -> list[Acti
     return [a for a in row if a.kind is (rather if (a.stage, a.microbatch) in found else otherwise)]
 
 
+def most_alive_of(row: tuple[Action, ...]) -> int:
+    """Graphs that a worker holds at a time, of a stage and a micro-batch each: from F, or from R where the
+    micro-batch is recomputed, to the end of the backward.
+    """
+    begins, ends = set(_either(row, Kind.R, Kind.F)), set(ends_of(row))
+    alive = most = 0
+    for action in row:
+        alive += action in begins
+        most = max(most, alive)
+        alive -= action in ends
+    return most
+
+
 def check_sizes(num_stages: int, num_microbatches: int, remat: Remat) -> None:
     """`ValueError` for sizes or a `remat` that no schedule has."""
     if num_stages < 1:
         raise ValueError(f"num_stages is {num_stages}; a pipeline has at least 1 stage")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; a mini-batch has at least 1 micro-batch")
-    check_remat(remat, num_stages)
+    if not isinstance(remat, (str, Sequence)):
+        raise ValueError(
+            f"remat is {remat!r}; choose one of {', '.join(REMAT_MODES)}, or give one of them for each stage"
+        )
+    if not isinstance(remat, str) and len(remat) != num_stages:
+        raise ValueError(
+            f"remat has {len(remat)} names for {num_stages} stages; give one for each stage, or one for all"
+        )
+    for stage, name in enumerate([remat] if isinstance(remat, str) else remat):
+        if name not in REMAT_MODES:
+            what = "remat" if isinstance(remat, str) else f"remat[{stage}]"
+            raise ValueError(f"{what} is {name!r}; choose one of {', '.join(REMAT_MODES)}")
 
 
 def recomputed(schedule: Schedule, remat: Remat) -> Schedule:
@@ -264,238 +326,88 @@ def shortened(schedule: Schedule, num_microbatches: int) -> Schedule:
     return replace(schedule, num_microbatches=num_microbatches, remat=remat, actions=tuple(rows))
 
 
-class Transfer(NamedTuple):
-    """A message that `source` produces and `target`, of the stage before or behind, needs."""
+# Schedules as tables, a row for each worker and a cell for each action.
 
-    source: Action
-    target: Action
+# What torch's runtime adds for itself: messages, sharded parameters, sums over replicas.
+_LOWERED = re.compile(
+    r"\d+((SEND|RECV|WAIT_RECV|WAIT_SEND)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_\w+)", re.ASCII
+)
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 
-    def __str__(self) -> str:
-        return f"{self.source}->{self.target}"
 
+def to_csv(schedule: Schedule) -> str:
+    """One line per worker, its actions in order, e.g. `0F0,0F1,0B1,0B0`: the form that torch's
+    `_PipelineScheduleRuntime` reads and writes as `compute_only`.
 
-@derived
-def transfers(schedule: Schedule) -> tuple[Transfer, ...]:
-    """Every message of a step, in the order in which the receiving workers need them.
-
-    Derived from the rows, never written by hand. A worker that holds both stages sends it to itself. Raises
-    ValueError for an action whose gradient no action sends.
+    So a schedule of torch's runs here and one of ours runs there, unless it recomputes: torch has no word for
+    a cell such as `2R0`. The placement is not written down: a worker holds the stages that are in its row.
     """
-    gradient_source = {
-        (action.stage, action.microbatch): action for action in schedule if action.kind in (Kind.B, Kind.I)
-    }
-    found = []
-    for action in schedule:
-        if action.kind is Kind.F and action.stage > 0:
-            found.append(Transfer(Action(action.stage - 1, Kind.F, action.microbatch), action))
-        elif action.kind in (Kind.B, Kind.I) and action.stage < schedule.num_stages - 1:
-            source = gradient_source.get((action.stage + 1, action.microbatch))
-            if source is None:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(
+        [str(action) for action in row] for row in schedule.actions
+    )
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str = "csv", remat: Remat | None = None) -> Schedule:
+    """Reads what `to_csv` or torch writes. `remat` is recognised from the recomputations unless it is given.
+
+    Empty cells, which are idle slots, and what torch's runtime adds (`0SEND_F1`, `0UNSHARD`) are left out;
+    the parts of an overlapped pair such as `(0F7;7B3)OVERLAP_F_B` are taken in their order. The result is not
+    yet validated: see `validate`.
+
+    Raises:
+        ValueError: the text is no table, holds no actions or something that is not an action, or leaves out
+            a stage or a micro-batch.
+    """
+    table = csv.reader(io.StringIO(text))
+    try:
+        rows = [[action for cell in cells for action in _actions(cell)] for cells in table if cells]
+    except csv.Error as error:
+        raise ValueError(f"the text is no table ({error}); write actions with commas between them") from error
+    except ValueError as error:
+        raise ValueError(f"line {table.line_num}: {error}") from error
+    if not any(rows):
+        raise ValueError("the text holds no actions; write one line per worker, such as 0F0,0F1,0B1,0B0")
+    holders: dict[int, int] = {}  # the worker of each stage
+    microbatches: set[int] = set()
+    for worker, row in enumerate(rows):
+        for action in row:
+            holders.setdefault(action.stage, worker)
+            microbatches.add(action.microbatch)
+    _check_numbers("stage", holders.keys())
+    _check_numbers("micro-batch", microbatches)
+    if remat is None:
+        again: list[set[int]] = [set() for _ in holders]
+        for action in (action for row in rows for action in row if action.kind is Kind.R):
+            again[action.stage].add(action.microbatch)
+        known = {of_stages(mode, 1, len(microbatches))[0]: mode for mode in reversed(REMAT_MODES)}
+        for each in map(frozenset, again):
+            if each not in known:
+                listed = ", ".join(map(str, sorted(each)))
                 raise ValueError(
-                    f"{action} needs a gradient of micro-batch {action.microbatch} that no action of "
-                    f"stage {action.stage + 1} produces; add {action.stage + 1}B{action.microbatch}"
+                    f"micro-batches {listed} of {len(microbatches)} are recomputed; "
+                    "a stage recomputes all of them, none, or all but the last"
                 )
-            found.append(Transfer(source, action))
-    return tuple(found)
+        remat = [known[frozenset(each)] for each in again]
+    placement = tuple(holders[stage] for stage in range(len(holders)))
+    return Schedule(name, len(holders), len(microbatches), remat, tuple(map(tuple, rows)), placement)
 
 
-Channel = tuple[int, int, bool]
-"""Source worker, target worker, and whether gradients travel or activations."""
-
-
-@derived
-def channels(schedule: Schedule) -> dict[Channel, list[Transfer]]:
-    """The messages from each worker to each other one, each direction for itself, in the order of need.
-
-    What a worker sends to itself travels nowhere and is left out.
-    """
-    found: dict[Channel, list[Transfer]] = {}
-    for transfer in transfers(schedule):
-        source, target = schedule.worker(transfer.source.stage), schedule.worker(transfer.target.stage)
-        if source != target:
-            found.setdefault((source, target, transfer.target.kind is not Kind.F), []).append(transfer)
-    return found
-
-
-@derived
-def dependencies(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
-    """The actions each action has to wait for: messages from neighbours, and its own stage's earlier work on
-    the same micro-batch. The order of a worker's row is a further constraint, which the row itself expresses.
-    """
-    needs: dict[Action, list[Action]] = {action: [] for action in schedule}
-    for transfer in transfers(schedule):
-        needs[transfer.target].append(transfer.source)
-    for action in needs:
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind is Kind.R:
-            needs[action].append(Action(stage, Kind.F, microbatch))
-        elif action.kind in (Kind.B, Kind.I):
-            maker = Kind.R if schedule.recomputes(microbatch, stage) else Kind.F
-            needs[action].append(Action(stage, maker, microbatch))
-        elif action.kind is Kind.W:
-            needs[action].append(Action(stage, Kind.I, microbatch))
-    return {action: tuple(sources) for action, sources in needs.items()}
-
-
-class Walk:
-    """Where every worker is in its row: the one walk over the rows of a schedule.
-
-    Every worker takes its row in order, and an action when all that it needs is done (`dependencies`). Which
-    of the workers that can go on does so is the reader's choice, and so is what an action waits for besides:
-    one process takes all actions in turn (`execution_order`), the rings of `edges` let all workers take one
-    where there is a buffer, the replay (`simulate`) when worker and message are there.
-
-    Args:
-        schedule: one whose rows are complete; they may wait for each other.
-        kinds: the kinds of actions that are taken; of a pass of forwards alone `(Kind.F,)`.
-    """
-
-    def __init__(self, schedule: Schedule, kinds: Collection[Kind] = tuple(Kind)) -> None:
-        self.schedule, self._needs, self._done = schedule, dependencies(schedule), set[Action]()
-        self._rows = [iter([a for a in row if a.kind in kinds]) for row in schedule.actions]
-        self.next = [next(row, None) for row in self._rows]
-        """The action that each worker takes next, whether it can yet or not; None behind its last."""
-
-    def is_ready(self, worker: int) -> bool:
-        """Whether `worker` has an action left, and all that it needs is done."""
-        action = self.next[worker]
-        return action is not None and self._done.issuperset(self._needs[action])
-
-    def take(self, worker: int) -> Action:
-        """Moves `worker` on, which has an action left; the action is done when it is finished."""
-        action = self.next[worker]
-        assert action is not None, "it was asked"
-        self.next[worker] = next(self._rows[worker], None)
-        return action
-
-    def finish(self, action: Action) -> None:
-        """Marks the action as finished; actions that need it may begin."""
-        self._done.add(action)
-
-    def stopped(self) -> ValueError:
-        """The error where no worker can go on: what each stands at, and who would have to go on first."""
-        reasons = []
-        for worker, action in enumerate(self.next):
-            missing = [need for need in self._needs.get(action, ()) if need not in self._done]  # type: ignore[arg-type]
-            if not missing:
-                continue
-            need = missing[0]
-            other = self.schedule.worker(need.stage)
-            before = self.next[other]
-            if other == worker:
-                why = "which stands behind it in the same row"
-            else:
-                why = f"which worker {other} takes {'next' if need == before else f'only behind {before}'}"
-            reasons.append(f"worker {worker} stands at {action} and needs {need}, {why}")
-        return ValueError(f"schedule {self.schedule.name!r} deadlocks: {'; '.join(reasons)}")
-
-
-@derived
-def execution_order(schedule: Schedule) -> tuple[Action, ...]:
-    """The order in which a single process takes all actions: each row in its own order, dependencies first.
-
-    A message is consumed before another is produced where the rows allow it: next comes the worker that
-    received the last action's message, then the same worker if it has only recomputed, then the one that can
-    go on with the latest stage. So one stage's recomputed activations are alive at a time. `ValueError` names
-    the actions that wait for each other if the schedule deadlocks.
-    """
-    consumer = {transfer.source: schedule.worker(transfer.target.stage) for transfer in transfers(schedule)}
-    last, worker = schedule.worker(schedule.num_stages - 1), schedule.worker(0)
-    walk, order = Walk(schedule), list[Action]()
-    for _ in schedule:
-        if not walk.is_ready(worker):
-            able = [(action, w) for w, action in enumerate(walk.next) if action and walk.is_ready(w)]
-            if not able:
-                raise walk.stopped()
-            worker = max(able)[1]  # of the latest stage
-        action = walk.take(worker)
-        walk.finish(action)
-        order.append(action)
-        worker = consumer.get(action, worker if action.kind is Kind.R else last)
-    return tuple(order)
-
-
-@derived
-def validate(schedule: Schedule) -> None:
-    """`ValueError` with the offending actions unless the schedule can be executed.
-
-    A schedule may come from a file or from a user's own function. A mistake in it would show as a gradient
-    that is missing or as processes that wait for each other, far from its cause.
-
-    Checked: a placement of all stages on workers; a row per worker that holds only its own stages' actions;
-    every micro-batch once forward and once backward (B, or I and W) on every stage, recomputed exactly where
-    `remat` says so; messages of one direction between two workers leave in the order in which they are needed
-    (a channel is a queue, as in MPI and NCCL); and no deadlock when every worker takes its row in order. The
-    buffers that messages wait for are as many as a schedule needs, so that they add none.
-    """
-    _check_rows(schedule)
-    _check_channels(schedule, "worker" if schedule.placement else "stage")
-    execution_order(schedule)
-
-
-def _check_rows(schedule: Schedule) -> None:
-    """`ValueError` unless the rows hold what `validate` asks for, in whatever order."""
-    check_sizes(schedule.num_stages, schedule.num_microbatches, schedule.remat)
-    if schedule.placement:
-        _check_placement(schedule.placement, schedule.num_stages)
-    home = "worker" if schedule.placement else "stage"
-    if len(schedule.actions) != schedule.num_workers:
+def _check_numbers(what: str, found: Collection[int]) -> None:
+    """`ValueError` unless these are 0, 1, 2 ... A number that is far too large is found as quickly."""
+    missing = next((number for number in range(len(found)) if number not in found), None)
+    if missing is not None:
         raise ValueError(
-            f"{len(schedule.actions)} rows of actions for {schedule.num_workers} {home}s; give one per {home}"
-        )
-    for worker, row in enumerate(schedule.actions):
-        stages = schedule.stages_of(worker)
-        strangers = [
-            str(a) for a in row if a.stage not in stages or not 0 <= a.microbatch < schedule.num_microbatches
-        ]
-        if strangers:
-            raise ValueError(
-                f"the row of {home} {worker} holds {', '.join(strangers)}, outside stage "
-                f"{', '.join(map(str, stages))} or outside micro-batches 0..{schedule.num_microbatches - 1}"
-            )
-        for stage in stages:
-            _check_stage(schedule, stage, Counter(schedule.row(stage)))
-
-
-def _check_placement(placement: tuple[int, ...], num_stages: int) -> None:
-    if len(placement) != num_stages:
-        raise ValueError(
-            f"the placement has {len(placement)} workers for {num_stages} stages; give the worker "
-            "of each stage"
-        )
-    if min(placement) < 0:
-        raise ValueError(f"the placement {placement} has worker {min(placement)}; workers count from 0")
-    idle = sorted(set(range(min(max(placement), len(placement)) + 1)) - set(placement))
-    if idle:
-        raise ValueError(
-            f"worker {idle[0]} holds no stage in the placement {placement}; workers count from 0 without gaps"
+            f"no action is of {what} {missing}, but one is of {what} {max(found)}; they count from 0 without "
+            "gaps"
         )
 
 
-def _check_stage(schedule: Schedule, stage: int, taken: Counter[Action]) -> None:
-    repeated = sorted(str(action) for action, times in taken.items() if times > 1)
-    if repeated:
-        raise ValueError(f"stage {stage} takes {', '.join(repeated)} more than once")
-    for microbatch in range(schedule.num_microbatches):
-        kinds = {kind for kind in Kind if Action(stage, kind, microbatch) in taken}
-        again = {Kind.R} if schedule.recomputes(microbatch, stage) else set()
-        if kinds - again not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}) or not again <= kinds:
-            have = " ".join(sorted(kind.value for kind in kinds)) or "nothing"
-            want = "F R B" if again else "F B"
-            raise ValueError(
-                f"stage {stage} takes micro-batch {microbatch} through {have}; with remat="
-                f"{remat_of(schedule.remat, stage)!r} it needs {want}, where B may be split into I W"
-            )
-
-
-def _check_channels(schedule: Schedule, home: str) -> None:
-    position = {action: i for row in schedule.actions for i, action in enumerate(row)}
-    for (source, target, _), messages in channels(schedule).items():
-        leaving = sorted(messages, key=lambda message: position[message.source])
-        for made, wanted in zip(leaving, messages, strict=True):
-            if made != wanted:
-                raise ValueError(
-                    f"{home} {source} sends {made.source} to {home} {target}, which waits for "
-                    f"{wanted.source} first; the messages between two {home}s travel in one queue, so their "
-                    "orders must agree"
-                )
+def _actions(cell: str) -> list[Action]:
+    """Returns the actions that a cell holds: none, one, or the parts of a pair."""
+    cell = cell.strip()
+    if not cell or _LOWERED.fullmatch(cell):
+        return []
+    pair = _TOGETHER.fullmatch(cell)
+    return [Action.parse(part) for part in (pair[1].split(";") if pair else (cell,))]

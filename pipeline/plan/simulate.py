@@ -20,23 +20,21 @@ imported; times may be fractions or integers, and then all results are exact.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
 from operator import attrgetter
-from types import MappingProxyType
-from typing import TypeVar
+from typing import Any
 
-from .edges import Edge
 from .links import FREE, Between, Bucket, Gather, Link
-from .schedule import Action, Kind, Schedule, Walk
+from .schedule import Action, Kind, Schedule
 from .timeline import Event, Span, Timeline
+from .walk import Walk
 
 # A backward computes two products where a forward computes one; a recomputation is a forward.
 SLOTS: dict[Kind, float] = {Kind.F: 1, Kind.R: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-
-T = TypeVar("T")
 
 ActionTimes = (
     Callable[[Action], float]
@@ -60,7 +58,6 @@ def replay(
     gathers: Sequence[Sequence[Gather]] = (),
     reductions: Sequence[Sequence[Bucket]] = (),
     collective_s: ActionTimes | None = None,
-    portals: Mapping[Edge, tuple[float, float]] = MappingProxyType({}),
 ) -> Timeline:
     """The timeline of `schedule` when an action takes `action_s` seconds.
 
@@ -80,9 +77,6 @@ def replay(
             which they leave.
         collective_s: what an action waits for collectives of its own, beyond `action_s`: parameters that are
             gathered in every pass, sums of tensor-parallel layers.
-        portals: bytes of one micro-batch that go past stages, by their line, and of their gradients on the
-            way back. They use the link between the two workers, before the
-            output where there is one.
 
     Returns:
         Actions as `events`, set-up and update as `work`, `messages` unless the link is free, gathers and
@@ -103,21 +97,31 @@ def replay(
         schedule,
         duration_s,
         link,
-        _per_boundary("activation_bytes", activation_bytes, schedule, link),
-        _per_boundary("gradient_bytes", gradient_bytes or activation_bytes, schedule, link),
+        (
+            _per_boundary("activation_bytes", activation_bytes, schedule, link),
+            _per_boundary("gradient_bytes", gradient_bytes or activation_bytes, schedule, link),
+        ),
         _checked("setup_s", _per_stage("setup_s", setup_s, schedule)),
         _checked("update_s", _per_stage("update_s", update_s, schedule)),
         early_recompute,
         _per_stage("gathers", gathers, schedule),
         _per_stage("reductions", reductions, schedule),
-        _of_lines(portals, schedule),
     )
-    # The garbage collector would walk through hundreds of thousands of new objects again and again, none of
-    # which is in a cycle; that doubles the time of a large replay.
+    # A collection would walk through hundreds of thousands of new objects again and again, none of which is
+    # in a cycle; that doubles the time of a large replay.
+    with no_collections():
+        return step.run()
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Objects, and the storages of tensors, die with their last reference and not where a garbage collection
+    happens to strike, which would also walk over all of torch's objects.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return step.run()
+        yield
     finally:
         if was_enabled:
             gc.enable()
@@ -152,44 +156,18 @@ def duration_of(action_s: ActionTimes) -> Callable[[Action], float]:
     return duration
 
 
-class _WorkerState:
-    """When a worker is free, and what it has taken."""
-
-    __slots__ = ("events", "free_s", "index", "reduced_s", "running")
-
-    def __init__(self, index: int, free_s: float) -> None:
-        self.index = index
-        self.running = False  # an action has been started, and its end is in the heap
-        self.free_s = free_s
-        self.reduced_s: float = 0  # the end of its last reduction
-        self.events: list[Event] = []
-
-
-class _Messages:
-    """The messages from one stage to another: activations, gradients or those of a line of portals."""
+class _Channel:
+    """The messages from one stage to the next or the one before."""
 
     __slots__ = ("arrivals_s", "link", "queue_s", "takes_s", "target", "worker")
 
     def __init__(
-        self, target: _StageState, link: Link, num_bytes: float, queue_s: list[float] | None
+        self, target: int, worker: int, link: Link, takes_s: float, queue_s: list[float] | None
     ) -> None:
-        self.target, self.worker = target.index, target.worker
-        self.link, self.takes_s = link, link.occupied_s(num_bytes)
+        self.target, self.worker, self.link, self.takes_s = target, worker, link, takes_s
         # When the link is free again, which others share; None where messages are there at once.
         self.queue_s = queue_s
         self.arrivals_s: dict[int, float] = {}  # by micro-batch
-
-
-class _StageState:
-    """When messages come to a stage, and where its own go."""
-
-    __slots__ = ("index", "needs", "sends", "worker")
-
-    def __init__(self, index: int, worker: _WorkerState) -> None:
-        self.index, self.worker = index, worker
-        self.needs: dict[Kind, list[dict[int, float]]] = {kind: [] for kind in Kind}
-        self.sends: dict[Kind, list[_Messages]] = {kind: [] for kind in Kind}
-        self.needs[Kind.I], self.sends[Kind.I] = self.needs[Kind.B], self.sends[Kind.B]
 
 
 class _Simulation:
@@ -200,101 +178,80 @@ class _Simulation:
         schedule: Schedule,
         duration_s: Callable[[Action], float],
         link: Between,
-        activation_bytes: Sequence[float],
-        gradient_bytes: Sequence[float],
+        sizes: Sequence[Sequence[float]],
         setup_s: Sequence[float],
         update_s: Sequence[float],
         early_recompute: bool,
         gathers: Sequence[Sequence[Gather]],
         reductions: Sequence[Sequence[Bucket]],
-        portals: Mapping[Edge, tuple[float, float]],
     ) -> None:
         self.schedule, self.duration_s, self.link = schedule, duration_s, link
         self.setup_s, self.update_s = setup_s, update_s
-        self.workers = [
-            _WorkerState(index, sum(setup_s[stage] for stage in schedule.stages_of(index)) if setup_s else 0)
-            for index in range(schedule.num_workers)
+        workers, stages = range(schedule.num_workers), range(schedule.num_stages)
+        self.free_s: list[float] = [
+            sum(setup_s[stage] for stage in schedule.stages_of(worker)) if setup_s else 0
+            for worker in workers
         ]
-        self.stages = [
-            _StageState(index, self.workers[schedule.worker(index)]) for index in range(schedule.num_stages)
-        ]
+        self.reduced_s: list[float] = [0 for _ in workers]  # the end of a worker's last reduction
+        self.events: list[list[Event]] = [[] for _ in workers]
+        self.running = [False for _ in workers]  # an action has been started, and its end is in the heap
         self.walk = Walk(schedule)
         self.heap: list[tuple[float, int]] = []
         self.messages: list[Span] = []
+        self.collectives: list[Span] = []
         self.links: dict[tuple[int, int], Link] = {}
         self.queues_s: dict[tuple[int, int], list[float]] = {}
-        self._join(activation_bytes, gradient_bytes, early_recompute, portals)
-        self.collectives = self._gathered(gathers)
+        # The messages that an action of a stage waits for, and those that it sends.
+        self.needs: list[dict[Kind, dict[int, float]]] = [{} for _ in stages]
+        self.sends: list[dict[Kind, _Channel]] = [{} for _ in stages]
+        for stage, (ahead_bytes, back_bytes) in enumerate(zip(*sizes, strict=True)):
+            ahead = self.sends[stage][Kind.F] = self._channel(stage, stage + 1, ahead_bytes)
+            self.needs[stage + 1][Kind.F] = ahead.arrivals_s
+            back = self._channel(stage + 1, stage, back_bytes)
+            self.sends[stage + 1] |= {Kind.B: back, Kind.I: back}
+            for kind in (Kind.B, Kind.I) if early_recompute else (Kind.B, Kind.I, Kind.R):
+                self.needs[stage][kind] = back.arrivals_s
         # For the first forward of a stage: the share after which it needs each fetch, and the fetch's end.
         self.fetched: dict[Action, list[tuple[float, float]]] = {}
-        for stage, fetched in enumerate(gathers):
-            first = next((action for action in schedule.row(stage) if action.kind is Kind.F), None)
-            ends = [span.end_s for span in self.collectives if span.stage == stage]
-            if first is not None and fetched:
-                needed = [each.needed for each in fetched]
-                self.fetched[first] = list(zip(needed, ends, strict=True))
+        for worker in workers if gathers else ():
+            end_s: float = 0  # they are fetched from the start of the step on, one after the other
+            for stage in schedule.stages_of(worker):
+                first = next(action for action in schedule.row(stage) if action.kind is Kind.F)
+                for number, gather in enumerate(gathers[stage]):
+                    start_s, end_s = end_s, end_s + gather.takes_s
+                    self.collectives.append(Span(f"gather {number}", stage, start_s, end_s))
+                    self.fetched.setdefault(first, []).append((gather.needed, end_s))
         # The last action of a stage that makes gradients of parameters, and what leaves inside it.
         self.buckets: dict[Action, Sequence[Bucket]] = {
-            action: buckets for stage, buckets in enumerate(reductions) for action in schedule.row(stage)[-1:]
+            schedule.row(stage)[-1]: buckets for stage, buckets in enumerate(reductions)
         }
 
-    def _join(
-        self,
-        activation_bytes: Sequence[float],
-        gradient_bytes: Sequence[float],
-        early_recompute: bool,
-        portals: Mapping[Edge, tuple[float, float]],
-    ) -> None:
-        """The edges between stages: what each action waits for, and what it sends."""
-        stages, pairs = self.stages, [*pairwise(self.stages)]
-        for (stage, behind), size in zip(pairs, activation_bytes, strict=True):
-            edge = self._edge(stage, behind, size)
-            stage.sends[Kind.F].append(edge)
-            behind.needs[Kind.F].append(edge.arrivals_s)
-        for (before, stage), size in zip(pairs, gradient_bytes, strict=True):
-            edge = self._edge(stage, before, size)
-            stage.sends[Kind.B].append(edge)
-            before.needs[Kind.B].append(edge.arrivals_s)
-            if not early_recompute:
-                before.needs[Kind.R].append(edge.arrivals_s)
-        for line, (there, back) in portals.items():  # they leave before the output
-            source, target = stages[line.source], stages[line.target]
-            edge = self._edge(source, target, there)
-            source.sends[Kind.F].insert(-1, edge)
-            target.needs[Kind.F].append(edge.arrivals_s)
-            edge = self._edge(target, source, back)
-            target.sends[Kind.B].insert(0, edge)
-            source.needs[Kind.B].append(edge.arrivals_s)
-
-    def _edge(self, source: _StageState, target: _StageState, num_bytes: float) -> _Messages:
-        ends, link = (source.worker.index, target.worker.index), self.link
+    def _channel(self, source: int, target: int, num_bytes: float) -> _Channel:
+        ends, link = (self.schedule.worker(source), self.schedule.worker(target)), self.link
+        worker = ends[1]
         if not isinstance(link, Link):
             if ends not in self.links:
                 self.links[ends] = FREE if ends[0] == ends[1] else link(*ends)
             link = self.links[ends]
-        if self.link is FREE or ends[0] == ends[1]:
-            return _Messages(target, link, num_bytes, None)
-        if link.shares_directions and ends[0] > ends[1]:
-            ends = (ends[1], ends[0])
-        return _Messages(target, link, num_bytes, self.queues_s.setdefault(ends, [0]))
+        queue_s = None
+        if self.link is not FREE and ends[0] != ends[1]:
+            if link.shares_directions:
+                ends = min(ends), max(ends)
+            queue_s = self.queues_s.setdefault(ends, [0])
+        return _Channel(target, worker, link, link.occupied_s(num_bytes), queue_s)
 
     def run(self) -> Timeline:
         """`ValueError` where an action cannot start or takes no time that can be."""
-        workers, heap = self.workers, self.heap
-        for worker in workers:
+        for worker in range(len(self.events)):
             self._go_on(worker)
-        while heap:
-            worker = workers[heappop(heap)[1]]
-            worker.running = False
-            self._hand_over(worker.events[-1])
+        while self.heap:
+            worker = heappop(self.heap)[1]
+            self.running[worker] = False
+            self._hand_over(worker, self.events[worker][-1])
             self._go_on(worker)
-        stuck = [str(action) for action in self.walk.next if action is not None]
-        if stuck:
-            raise ValueError(
-                f"schedule {self.schedule.name!r} deadlocks: {', '.join(stuck)} wait for work that is never "
-                "done; plan.schedule.validate says what is missing"
-            )
-        events = [event for worker in workers for event in worker.events]
+        if any(self.walk.next):
+            raise self.walk.stopped()
+        events = [event for events in self.events for event in events]
         events.sort(key=attrgetter("start_s"))  # equal starts stay ordered by worker
         links = [self.link] if isinstance(self.link, Link) else [*self.links.values()]
         names = dict.fromkeys(link.name for link in links if link != FREE)
@@ -309,25 +266,24 @@ class _Simulation:
             collectives=tuple(self.collectives),
         )
 
-    def _go_on(self, worker: _WorkerState) -> None:
+    def _go_on(self, worker: int) -> None:
         """Start the worker's next action if all it needs is known; the start may lie ahead."""
-        if worker.running or not self.walk.is_ready(worker.index):
+        if self.running[worker] or not self.walk.is_ready(worker):
             return
-        action = self.walk.next[worker.index]
+        action = self.walk.next[worker]
         assert action is not None, "it is ready"
-        index, kind, microbatch = action
-        stage = self.stages[index]
-        arrival_s: float = 0
-        for arrivals_s in stage.needs[kind]:
-            there_s = arrivals_s.get(microbatch)
-            if there_s is None:
+        stage, kind, microbatch = action
+        start_s = self.free_s[worker]
+        arrivals_s = self.needs[stage].get(kind)
+        if arrivals_s is not None:
+            arrival_s = arrivals_s.get(microbatch)
+            if arrival_s is None:  # of a gradient, for which a recomputation is to wait
                 return
-            if there_s >= arrival_s:
-                arrival_s = there_s
+            if arrival_s > start_s:
+                start_s = arrival_s
         duration_s = self.duration_s(action)
         if not 0 <= duration_s < inf:
             raise ValueError(f"{action} takes {duration_s} s; a duration must be finite and not negative")
-        start_s = worker.free_s if worker.free_s > arrival_s else arrival_s
         end_s = start_s + duration_s
         if action in self.fetched:
             # It waits inside for what it needs at each share of it.
@@ -337,57 +293,40 @@ class _Simulation:
                 if there_s > at_s:
                     late_s += there_s - at_s
             end_s = start_s + late_s + duration_s
-        worker.free_s = end_s
-        worker.events.append(Event(action, start_s, end_s))
-        self.walk.take(worker.index)
-        worker.running = True
-        heappush(self.heap, (end_s, worker.index))
+        self.free_s[worker] = end_s
+        self.events[worker].append(Event(action, start_s, end_s))
+        self.walk.take(worker)
+        self.running[worker] = True
+        heappush(self.heap, (end_s, worker))
 
-    def _hand_over(self, event: Event) -> None:
-        """The action has ended: its messages enter their links as soon as these are free."""
-        action, _, end_s = event
-        index, kind, microbatch = action
-        stage = self.stages[index]
+    def _hand_over(self, worker: int, event: Event) -> None:
+        """The action has ended: its message enters its link as soon as this is free."""
+        action, start_s, end_s = event
         self.walk.finish(action)
-        if action in self.buckets:
-            self._reduce(stage, event)
-        for edge in stage.sends[kind]:
-            queue_s, arrival_s = edge.queue_s, end_s
-            if queue_s is not None:
-                start_s = queue_s[0] if queue_s[0] > end_s else end_s
-                queue_s[0] = start_s + edge.takes_s
-                arrival_s = queue_s[0] + edge.link.latency_s
-                self.messages.append(Span(f"{action}->{edge.target}", index, start_s, arrival_s))
-            edge.arrivals_s[microbatch] = arrival_s
-            self._go_on(edge.worker)
-
-    def _reduce(self, stage: _StageState, event: Event) -> None:
-        """The stage's buckets have left inside its last backward: one by one, as each was there."""
-        worker = stage.worker
-        for number, bucket in enumerate(self.buckets[event.action]):
-            ready_s = event.start_s + bucket.ready * event.duration_s
-            start_s = ready_s if ready_s > worker.reduced_s else worker.reduced_s
-            worker.reduced_s = start_s + bucket.takes_s
-            self.collectives.append(Span(f"reduce {number}", stage.index, start_s, worker.reduced_s))
-
-    def _gathered(self, gathers: Sequence[Sequence[Gather]]) -> list[Span]:
-        """Lays out the stages' parameter fetches from the start of the step, in sequence on each worker."""
-        found = []
-        for worker in self.workers if gathers else ():
-            end_s: float = 0
-            for stage in self.schedule.stages_of(worker.index):
-                for number, gather in enumerate(gathers[stage]):
-                    start_s, end_s = end_s, end_s + gather.takes_s
-                    found.append(Span(f"gather {number}", stage, start_s, end_s))
-        return found
+        # The stage's buckets have left inside its last backward: one by one, as each was there.
+        for number, bucket in enumerate(self.buckets.get(action, ())):
+            leaves_s = max(start_s + bucket.ready * event.duration_s, self.reduced_s[worker])
+            self.reduced_s[worker] = leaves_s + bucket.takes_s
+            self.collectives.append(Span(f"reduce {number}", action.stage, leaves_s, self.reduced_s[worker]))
+        channel = self.sends[action.stage].get(action.kind)
+        if channel is None:
+            return
+        queue_s, arrival_s = channel.queue_s, end_s
+        if queue_s is not None:
+            leaves_s = queue_s[0] if queue_s[0] > end_s else end_s
+            queue_s[0] = leaves_s + channel.takes_s
+            arrival_s = queue_s[0] + channel.link.latency_s
+            self.messages.append(Span(f"{action}->{channel.target}", action.stage, leaves_s, arrival_s))
+        channel.arrivals_s[action.microbatch] = arrival_s
+        self._go_on(channel.worker)
 
     def _work(self) -> tuple[Span, ...]:
         """Set-ups, then updates."""
         found = []
-        for worker in self.workers:
+        for worker in range(len(self.events)):
             before_s: float = 0
-            after_s = worker.free_s if worker.free_s > worker.reduced_s else worker.reduced_s
-            for stage in self.schedule.stages_of(worker.index):
+            after_s = max(self.free_s[worker], self.reduced_s[worker])
+            for stage in self.schedule.stages_of(worker):
                 if self.setup_s:
                     found.append(Span("setup", stage, before_s, before_s + self.setup_s[stage]))
                     before_s = found[-1].end_s
@@ -413,7 +352,7 @@ def _per_boundary(what: str, values: Sequence[float], schedule: Schedule, link: 
     return _checked(what, values)
 
 
-def _per_stage(what: str, values: Sequence[T], schedule: Schedule) -> Sequence[T]:
+def _per_stage(what: str, values: Sequence[Any], schedule: Schedule) -> Sequence[Any]:
     if values and len(values) != schedule.num_stages:
         raise ValueError(
             f"{what} has {len(values)} entries for {schedule.num_stages} stages; give one per stage"
@@ -426,17 +365,3 @@ def _checked(what: str, values: Sequence[float]) -> Sequence[float]:
         if not 0 <= value < inf:
             raise ValueError(f"{what}[{index}] is {value}; it must be finite and not negative")
     return values
-
-
-def _of_lines(
-    portals: Mapping[Edge, tuple[float, float]], schedule: Schedule
-) -> Mapping[Edge, tuple[float, float]]:
-    for line, sizes in portals.items():
-        if not 0 <= line.source < line.target < schedule.num_stages:
-            raise ValueError(
-                f"a line of portals leads from stage {line.source} to stage {line.target}; a schedule of "
-                f"{schedule.num_stages} stages has lines to later stages only"
-            )
-        if len(sizes) != 2 or not all(0 <= size < inf for size in sizes):
-            raise ValueError(f"portals has {sizes} for line {line.number}; give bytes there and back")
-    return portals

@@ -1,19 +1,17 @@
 """What happened when: the common result of running a schedule and of replaying one.
 
 Measured and replayed steps must be comparable action by action, so both end in the same plain data: one event
-per action, in seconds from the start of the step. Makespan, bubble and live activations are read off it, and
-a record can keep it as plain data. Only the standard library is imported.
+per action, in seconds from the start of the step. Makespan and bubble are read off it, and a
+record can keep it as plain data. Only the standard library is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from html import escape
-from itertools import accumulate
 from typing import Any, NamedTuple
 
-from .schedule import Action, Kind, begins_of, ends_of, stages_of
+from .schedule import Action, stages_of
 
 
 class Event(NamedTuple):
@@ -106,10 +104,6 @@ class Timeline:
         mine = set(self.stages_of(worker))
         return tuple(event for event in self.events if event.action.stage in mine)
 
-    def worker_busy_s(self, worker: int) -> float:
-        """Seconds in which the worker is inside an action or other work of its stages."""
-        return sum(map(self.busy_s, self.stages_of(worker)))
-
     def busy_s(self, stage: int) -> float:
         """Seconds in which the stage is inside an action or other work."""
         events_s = sum(event.duration_s for event in self.of_stage(stage))
@@ -128,18 +122,6 @@ class Timeline:
         """
         total_s = self.num_workers * self.makespan_s
         return self.idle_s / total_s if total_s else 0.0
-
-    def live_activations(self, stage: int) -> tuple[tuple[float, int], ...]:
-        """(time in s, micro-batches whose graph is alive from then on) at every change on this stage.
-
-        A graph lives from the start of the action that builds it (F, or R where the micro-batch is
-        recomputed) to the end of the backward.
-        """
-        return _live(self.of_stage(stage))
-
-    def worker_live_activations(self, worker: int) -> tuple[tuple[float, int], ...]:
-        """Same as `live_activations` for all stages of a worker together: each graph counts as one."""
-        return _live(self.of_worker(worker))
 
     def to_data(self) -> dict[str, Any]:
         """The timeline as lists and numbers, for a record; `from_data` reads it back."""
@@ -171,62 +153,28 @@ class Timeline:
         )
 
 
-def _live(events: tuple[Event, ...]) -> tuple[tuple[float, int], ...]:
-    row = tuple([event.action for event in events])
-    begins, ends = set(begins_of(row)), set(ends_of(row))
-    changes = [(event.start_s, 1) for event in events if event.action in begins]
-    changes += [(event.end_s, -1) for event in events if event.action in ends]
-    changes.sort()
-    alive = accumulate(change for _, change in changes)
-    return tuple((time_s, number) for (time_s, _), number in zip(changes, alive, strict=True))
+def draw(timeline: Timeline) -> str:
+    """A timeline in whole slots, such as `replay(schedule, SLOTS)`, as a grid of workers x time slots.
 
+    A slot names kind and micro-batch, a dot is an idle slot; where a worker holds several stages, a slot
+    names the stage too, as in `2F0`::
 
-# A timeline as a picture that a browser opens, without a plotting library: a row for each worker, a box for
-# each action, its width the time that it takes. What is left white is idle.
-
-# Forward light, backward dark, as in the reports.
-COLORS: dict[Kind, str] = {
-    Kind.F: "#9ecae1", Kind.R: "#fdd49e", Kind.B: "#3182bd", Kind.I: "#3182bd", Kind.W: "#756bb1",
-}  # fmt: skip
-_DARK = (Kind.B, Kind.I, Kind.W)
-_ROW, _GAP, _MARGIN, _LEFT = 22, 4, 8, 76  # pixels
-_WIDTH = 1400
-
-
-def svg(timeline: Timeline, title: str) -> str:
-    """The picture as the text of an SVG file; `title` stands above the rows.
-
-    A box names kind and micro-batch, where there is room, and all of it in its tooltip. The second, third ...
-    stage of a worker has a darker frame.
+        stage 0 | F0 F1 .  .  B1 B1 B0 B0
+        stage 1 | .  F0 F1 B1 B1 B0 B0
     """
-    scale = (_WIDTH - _LEFT - _MARGIN) / (timeline.makespan_s or 1)
-    top = 2 * _MARGIN + 14
-    height = top + timeline.num_workers * (_ROW + _GAP) + _MARGIN
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_MARGIN}" y="{_MARGIN + 12}">{escape(title)}</text>',
-    ]
+    several = bool(timeline.placement)
+
+    def short(action: Action) -> str:
+        return str(action) if several else f"{action.kind.value}{action.microbatch}"
+
+    width = max((len(short(event.action)) for event in timeline.events), default=0)
+    margin = len(str(timeline.num_workers - 1))
+    lines = []
     for worker in range(timeline.num_workers):
-        y = top + worker * (_ROW + _GAP)
-        stages = timeline.stages_of(worker)
-        lines.append(f'<text x="{_MARGIN}" y="{y + 15}">{"stage " + ", ".join(map(str, stages))}</text>')
+        slots: list[str] = []
         for event in timeline.of_worker(worker):
-            action = event.action
-            x, width = _LEFT + event.start_s * scale, event.duration_s * scale
-            frame = 0.5 + stages.index(action.stage)
-            label = f"{action.kind.value}{action.microbatch}"
-            lines.append(
-                f'<g><title>{action}: {event.start_s:g} to {event.end_s:g}</title><rect x="{x:.2f}" y="{y}" '
-                f'width="{width:.2f}" height="{_ROW}" fill="{COLORS[action.kind]}" stroke="#222222" '
-                f'stroke-width="{frame}"/>'
-            )
-            if width >= 7 * len(label):
-                ink = "white" if action.kind in _DARK else "black"
-                lines.append(
-                    f'<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="{ink}">'
-                    f"{label}</text>"
-                )
-            lines.append("</g>")
-    return "\n".join([*lines, "</svg>"]) + "\n"
+            slots += ["."] * (round(event.start_s) - len(slots))
+            slots += [short(event.action)] * round(event.duration_s)
+        grid = " ".join(slot.ljust(width) for slot in slots).rstrip()
+        lines.append(f"{'worker' if several else 'stage'} {worker:>{margin}} | {grid}")
+    return "\n".join(lines)

@@ -33,7 +33,8 @@ from torch import distributed as dist
 from .. import devices
 from ..errors import ActionError, PeerError
 from ..plan.edges import Direction, Edge, refuse_other_orders
-from ..plan.schedule import Action, Schedule, channels
+from ..plan.schedule import Action, Schedule
+from ..plan.walk import channels
 from .failure import FailureDetector, Store, backend, bounded, watch_in_thread
 from .launch import machine_id
 from .shared_memory import Neighbour

@@ -29,8 +29,9 @@ from torch import distributed as dist
 from ..clock import Clock, conditions
 from ..errors import ActionError, PeerError, StoreError
 from ..plan.edges import Direction, Edge, chain, rings_of, turns
-from ..plan.schedule import Action, Kind, Schedule, channels, shortened
+from ..plan.schedule import Action, Kind, Schedule, shortened
 from ..plan.timeline import Event, Timeline
+from ..plan.walk import channels
 from ..stage.stage import Gradients
 from ..stage.trees import Message, sizes
 from ..transport import InProcess, StepPlan

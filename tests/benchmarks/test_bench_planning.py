@@ -23,7 +23,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.schedule import transfers
+from gpipe_bench.pipeline.plan.walk import transfers
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 NUM_LAYERS = 1665  # the paper's deepest Transformer

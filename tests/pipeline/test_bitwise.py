@@ -23,7 +23,7 @@ from gpipe_bench import models
 from gpipe_bench.models import set_drop_path
 from gpipe_bench.pipeline import NAMED, InProcess, Pipeline, checkpoint, run_plain
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.stage.layers import mix, stream_key
 
 OPTIONS: dict[str, dict[str, object]] = {

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_bench.pipeline import ActionError, Pipeline
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.stage.trees import split
 
 WIDTH = 6

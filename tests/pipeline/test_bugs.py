@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpipe_bench.pipeline import Action, ActionError, InProcess, Pipeline, Schedule
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 
 mse_loss = nn.functional.mse_loss
 

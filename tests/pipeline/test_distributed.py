@@ -44,7 +44,7 @@ from gpipe_bench.pipeline import (
     VerifyError,
     validate,
 )
-from gpipe_bench.pipeline.plan.files import from_csv
+from gpipe_bench.pipeline.plan.schedule import from_csv
 from gpipe_bench.pipeline.ranks import ends
 from gpipe_bench.pipeline.ranks.wire import Connection
 

@@ -30,6 +30,7 @@ from gpipe_bench.pipeline.plan.edges import (
     turns,
 )
 from gpipe_bench.pipeline.plan.schedule import ends_of
+from gpipe_bench.pipeline.ranks.connect import refuse_edges
 
 
 def test_one_f_one_b_posts_as_buffers_become_free() -> None:
@@ -274,3 +275,9 @@ def test_portals_between_accelerators_in_another_order_are_refused() -> None:
     schedule = Schedule("own", 3, 2, "never", actions, (0, 0, 1))
     with pytest.raises(ValueError, match=r"micro-batches in different orders \(\[0, 1\]\.\.\."):
         refuse_other_orders(schedule, [Edge(2, 0, 2, ("a",))])
+
+
+def test_more_portals_and_micro_batches_than_tags_are_refused() -> None:
+    long = Schedule("long", 2**12, 2**12, "never", ((),) * 2**12)
+    with pytest.raises(ValueError, match="portals between them with 4096 micro-batches"):
+        refuse_edges(long, (), accelerated=False)

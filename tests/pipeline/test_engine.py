@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Action, ActionError, Kind, Pipeline
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import execution_order
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.walk import execution_order
 
 mse_loss = nn.functional.mse_loss
 

@@ -309,27 +309,20 @@ def check(name: str, schedule: Schedule, *, each_action: bool = True) -> None:
     parts = (Boundary.of(split(whole, schedule.num_microbatches)[0]) for whole in (batch, target))
     stages = bytes_of_stages(*profiler().model(model, loss_fn, *parts), pipeline.partition)
     actions, peaks = action_bytes(stages, schedule, "sgd"), peak_bytes(stages, schedule, "sgd")
+    upper = 1.5 if name == "buffers replaced" else 1.01  # which count twice, an upper estimate
     for action, held in actions.items() if each_action else ():
         # Beside the model: a loss value per micro-batch, and the weight that it enters with.
-        most = 1.5 if action.kind is Kind.W else 1.01  # what W holds is an upper estimate
+        most = 1.5 if action.kind is Kind.W else upper  # what W holds is an upper estimate
         assert 0.99 * counted.actions[action] <= held <= most * counted.actions[action], str(action)
-    most = 1.5 if any(action.kind is Kind.W for action in schedule) else 1.01
+    most = 1.5 if any(action.kind is Kind.W for action in schedule) else upper
     for peak, counted_peak in zip(peaks, counted.peaks, strict=True):
         assert 0.99 * counted_peak <= peak <= most * counted_peak
     for row, peak in zip(schedule.actions, peaks, strict=True):
         assert max(actions[action] for action in row) <= peak
 
 
-# Of buffers that are replaced a step without re-materialization holds 3 % less than is modelled.
-WHOLE = [
-    (name, remat)
-    for name in MODELLED
-    for remat in ("always", "never")
-    if (name, remat) != ("buffers replaced", "never")
-]
-
-
-@pytest.mark.parametrize(("name", "remat"), WHOLE)
+@pytest.mark.parametrize("remat", ["always", "never"])
+@pytest.mark.parametrize("name", MODELLED)
 def test_every_action_of_whole_backwards_holds_what_is_modelled(name: str, remat: str) -> None:
     """F without a graph, R, the first B and a later one; F with a graph; of the whole, and between others."""
     each_action = name != "trees"  # of which some actions hold less than is modelled
@@ -403,36 +396,10 @@ def test_under_1f1b_the_peak_lies_between_no_and_one_waiting_message(remat: str)
 
 # Profiles of halves, of trees and of portals
 
-EXAMPLES, LENGTH = 8, 12
-X = EXAMPLES * LENGTH * WIDTH * 4  # bytes of an activation
-
-
-def halves(*layers: nn.Module) -> Any:
-    inputs = Boundary.of(torch.empty(EXAMPLES, LENGTH, WIDTH).requires_grad_())
-    found = stage_bytes(profiler().chain(layers, inputs)).halves
-    assert found is not None
-    return found
-
-
-def test_what_waits_between_the_halves() -> None:
-    one = halves(linear())
-    assert (one.kept_input_bytes, one.saved_bytes) == (X, X)  # the input; the gradient of the output
-    # The gradient that the second leaves for its bias is what the first is given.
-    assert halves(linear(), linear()).saved_bytes == X + X + X
-    # A normalization computes the gradients of its weights at once, and ReLU's result waits for the linear
-    # layer alone.
-    assert halves(nn.LayerNorm(WIDTH)).saved_bytes == 2 * WIDTH * 4
-    assert halves(nn.LayerNorm(WIDTH)).kept_input_bytes == 0
-    assert halves(nn.ReLU(), linear()).saved_bytes == X + X
-    assert halves(linear(), nn.ReLU()).saved_bytes == X  # and not its result
-    both = Call(lambda x, f, g: (f(x), g(x)), linear(), linear())  # what waits for both waits once
-    assert (halves(both).kept_input_bytes, halves(both).saved_bytes) == (X, 2 * X)
-    assert halves(both, Call(lambda v: v[0] + v[1])).saved_bytes == X  # one gradient for both
-
 
 def test_a_layer_that_cannot_be_split_does_it_all_in_I() -> None:  # noqa: N802
     stuck = Call(lambda x, f: checkpoint(f, x, use_reentrant=True), linear())
-    inputs = Boundary.of(torch.empty(EXAMPLES, LENGTH, WIDTH).requires_grad_())
+    inputs = Boundary.of(torch.empty(8, 12, WIDTH).requires_grad_())
     stage, unsplit = (stage_bytes(each.chain([linear(), stuck], inputs)) for each in (profiler(), Profiler()))
     whole, split_up = (
         stage_memory(stage, tuple(map(Action.parse, row.split())), is_first=False)
@@ -459,8 +426,8 @@ class ToDict(nn.Module):
         return {"x": x}
 
 
-def test_portals_beside_a_dict_are_refused() -> None:
-    layers = [Stash("a"), ToDict(), Call(lambda v: v["x"]), Pop("a", Call(lambda v: v[0] + v[1]))]
+def test_portals_pass_beside_a_dict() -> None:
+    layers = [Stash("a"), ToDict(), Call(lambda v: v["x"] + 1), Pop("a", Call(lambda v: v[0] + v[1]))]
     batch = Boundary.of(torch.randn(2, 4))
-    with pytest.raises(ValueError, match="modelled between layers that pass tensors"):
-        Profiler().model(layers, mse_loss, batch, batch)
+    profiles, _ = Profiler().model(layers, mse_loss, batch, batch)
+    assert [each.outputs.num_bytes for each in profiles] == [32, 32, 64, 32]

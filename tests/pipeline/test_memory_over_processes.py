@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
+import re
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
-import growth_cases
 import over_processes_cases as cases
 import pytest
 import torch
@@ -20,7 +23,7 @@ from ranks import Ranks
 from real_steps import OPTIMIZERS
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,6 +41,7 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.memory.tracker import StorageWatch
 from gpipe_bench.pipeline.memory.workers import shared_weights
+from gpipe_bench.pipeline.ranks import ends
 from gpipe_bench.pipeline.stage.trees import split
 
 pytestmark = pytest.mark.processes
@@ -257,7 +261,107 @@ def test_a_tie_between_processes(case: Any, shared: list[tuple[list[int], list[i
         assert each.peak == pytest.approx(of_ties[TIED.index(case)], rel=0.01)
 
 
+# What a process holds does not grow: neither from pipeline to pipeline nor from step to step
+
+
+GROWING = 64  # features
+SCHEDULES = (("gpipe", "always"), ("1f1b", "never"), ("zb-h1", "always"), ("interleaved", "except_last"))
+# Kinds of steps that the ranks remember; with one more they begin anew.
+MOST_AGREEMENTS = 8
+# What may come and go: what is known of these kinds, and resident memory as the allocator likes.
+SLACK = {"objects": 600, "tensors": 40, "resident bytes": 2**23}
+
+
+def resources() -> dict[str, int]:
+    """Numbers of what this process holds, and bytes."""
+    gc.collect()
+    maps = re.findall(r"(\w+)-(\w+) .* /memfd:", Path("/proc/self/maps").read_text(encoding="ascii"))
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "objects": len(gc.get_objects()),
+        "tensors": sum(issubclass(type(each), Tensor) for each in gc.get_objects()),
+        "shared bytes": sum(int(end, 16) - int(start, 16) for start, end in maps),
+        "resident bytes": 1024 * int(re.search(r"RssAnon:\s+(\d+)", status)[1]),
+    }
+
+
+Where = dist.ProcessGroup | DeviceMesh | None
+"""A pipeline of all processes, replicas of one in each, or a pipeline in this process alone."""
+
+
+def pipeline_of(schedule: str, remat: str, where: Where) -> Pipeline:
+    layers = [nn.Sequential(nn.Linear(GROWING, GROWING), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)]
+    if isinstance(where, DeviceMesh):
+        return Pipeline(layers, mesh=where, num_microbatches=2, remat=remat, timeout_s=60.0)
+    return Pipeline(
+        layers, num_stages=4 if schedule == "interleaved" else 2, num_microbatches=2, schedule=schedule,
+        remat=remat, group=where, cost=[1] * 8, timeout_s=60.0,
+    )  # fmt: skip
+
+
+def train(pipeline: Pipeline, batch: Tensor) -> None:
+    pipeline.step(batch, batch, nn.functional.mse_loss)
+    pipeline.zero_grad()
+
+
+def cycles(number: int, where: Where) -> Callable[[int], None]:
+    """One pipeline after the other."""
+
+    def cycle(index: int) -> None:
+        with pipeline_of(*SCHEDULES[index % len(SCHEDULES)], where) as pipeline:
+            train(pipeline, torch.zeros(4, GROWING))
+
+    return cycle
+
+
+def steps(number: int, where: Where) -> Callable[[int], None]:
+    """One step after the other, of ever shorter sequences, so that the largest messages come first."""
+    pipeline = pipeline_of("1f1b", "always", where)
+
+    def one(index: int) -> None:
+        batch = torch.zeros(2 + index % 3, 1 + (number - index) // 3, GROWING)
+        train(pipeline, batch)
+        if index % 5 == 0:
+            pipeline.eval()(batch)
+            pipeline.train()
+
+    return one
+
+
+def growth(one: Callable[[int], None], number: int) -> list[str]:
+    """What has grown in this process, between a quarter of the `number` and the end."""
+    for index in range(number // 4):
+        one(index)
+    before = resources()
+    for index in range(number // 4, number):
+        one(index)
+    after = resources()
+    # Memory that processes share is bounded by what is in flight, whatever sizes the messages have had.
+    allowed = {**SLACK, "shared bytes": before["shared bytes"]}
+    return [
+        f"{name} grew from {before[name]} to {after[name]}"
+        for name in before
+        if after[name] - before[name] > allowed.get(name, 0)
+    ]
+
+
+def grown(num_cycles: int, num_steps: int) -> list[str]:
+    """What has grown in this process, alone and as one of all."""
+    found = []
+    with mock.patch.object(ends, "MOST_AGREEMENTS", MOST_AGREEMENTS):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+        places: tuple[tuple[str, Where], ...]
+        places = ("alone", None), ("of several", dist.group.WORLD), ("on a grid", mesh)
+        for place, where in places:
+            for what, make, number in (("cycles", cycles, num_cycles), ("steps", steps, num_steps)):
+                found += [f"{place}, {what}: {text}" for text in growth(make(number, where), number)]
+    return found
+
+
 def test_what_a_process_holds_does_not_grow() -> None:
-    """The program of `growth_cases`, in small."""
-    outcomes = watched(growth_cases.run, growth_cases.NUM_PROCESSES, 16, 64)
+    """Pipelines one after the other, and steps of ever other shapes; CYCLES and STEPS ask for more."""
+    numbers = (int(os.environ.get("CYCLES", "16")), int(os.environ.get("STEPS", "64")))
+    outcomes = watched(grown, 2, *numbers)
     assert not [text for of_rank in outcomes for text in of_rank]

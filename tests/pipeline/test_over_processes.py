@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
-import own_graphs
 import pytest
 import torch
 from case_runner import Outcomes, assert_passed, outcomes_of
 from odd_layers import Add, tied_model
 from odd_layers import words as few_words
+from own_models import CASES as GRAPHS
 from own_models import FAMILIES
 from random_schedules import HELD_UP, LATE_WEIGHTS
 from ranks import (
@@ -413,7 +413,7 @@ BITS = {
             "1f1b",
             "never",
         )
-        for name, case in own_graphs.CASES.items()
+        for name, case in GRAPHS.items()
     },
 }
 

@@ -11,20 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import own_graphs
 import pytest
 import torch
 import torch.nn.functional as F
 from covering import pairwise
-from own_models import FAMILIES, LENGTH, VOCABULARY, Family, library
+from own_models import CASES, FAMILIES, LENGTH, VOCABULARY, Family, library
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import Pipeline, layers_of, split
 from gpipe_bench.pipeline.model.layers_of import KNOWN
 from gpipe_bench.pipeline.stage.trees import split as microbatches
 
-GRAPHS = own_graphs.CASES
-graphs = pytest.mark.parametrize("name", GRAPHS)
+graphs = pytest.mark.parametrize("name", CASES)
 families = pytest.mark.parametrize("name", FAMILIES)
 WAYS = pairwise((1, 2, 4), ("always", "never"), ("1f1b", "zb-h1"))
 
@@ -38,7 +36,7 @@ def called(model: nn.Module, batch: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 @graphs
 def test_every_gradient_output_and_name_is_the_models(name: str) -> None:
-    case = GRAPHS[name]
+    case = CASES[name]
     plain, (batch, target) = case.model(dropout=0.0), case.data()
     for inputs, wanted in zip(microbatches(batch, 4), microbatches(target, 4), strict=True):
         (case.loss(called(plain, inputs), wanted) / 4).backward()
@@ -60,8 +58,8 @@ def test_every_gradient_output_and_name_is_the_models(name: str) -> None:
 @graphs
 @pytest.mark.parametrize("by_example", [False, True])
 def test_balanced_layers_compute_the_model(name: str, by_example: bool) -> None:
-    model = GRAPHS[name].model().eval()
-    batch, _ = GRAPHS[name].data()
+    model = CASES[name].model().eval()
+    batch, _ = CASES[name].data()
     for num_layers in (1, 3, 5):
         layers = split(model, num_layers=num_layers, example=batch if by_example else None).eval()
         assert len(layers) == num_layers
@@ -73,9 +71,9 @@ def test_balanced_layers_compute_the_model(name: str, by_example: bool) -> None:
 
 
 def test_only_what_is_used_behind_a_cut_crosses_it() -> None:
-    model, value = GRAPHS["u-net"].model(), GRAPHS["u-net"].data()[0]
+    model, value = CASES["u-net"].model(), CASES["u-net"].data()[0]
     shapes = []
-    for part in split(model, GRAPHS["u-net"].at):
+    for part in split(model, CASES["u-net"].at):
         value = part(value)
         shapes.append([tuple(t.shape[1:]) for t in (value if isinstance(value, tuple) else (value,))])
     first, second = (3, 8, 8), (6, 4, 4)
@@ -83,11 +81,11 @@ def test_only_what_is_used_behind_a_cut_crosses_it() -> None:
 
 
 def test_the_model_is_not_changed_by_cutting_it() -> None:
-    model = GRAPHS["residual"].model().train()
+    model = CASES["residual"].model().train()
     model.norm.eval()
     before = {name: (module.training, dict(vars(module))) for name, module in model.named_modules()}
     state = torch.get_rng_state()
-    split(model, GRAPHS["residual"].at)
+    split(model, CASES["residual"].at)
     split(model, num_layers=4)
     assert {name: (module.training, dict(vars(module))) for name, module in model.named_modules()} == before
     assert torch.equal(torch.get_rng_state(), state)
@@ -280,13 +278,13 @@ def trained(layers: nn.Sequential, batch: Any, target: Any, loss: Any, **options
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", [*GRAPHS, "gpt2", "t5", "gpt2, tied"])
+@pytest.mark.parametrize("name", [*CASES, "gpt2", "t5", "gpt2, tied"])
 def test_weights_are_the_same_bits_for_every_number_of_stages(name: str, schedule: str) -> None:
     """Those that are tied, to rounding."""
     found, is_tied = [], "tied" in name
     for num_stages in (1, 2, 4):
         options = {"num_stages": num_stages, "schedule": schedule, "remat": "never"}
-        if (case := GRAPHS.get(name)) is not None:
+        if (case := CASES.get(name)) is not None:
             layers = split(case.model(dtype=torch.float32), case.at)
             found.append(trained(layers, *case.data(torch.float32), case.loss, **options))
         else:

@@ -22,13 +22,11 @@ from gpipe_bench.pipeline import (
     StagePeaks,
     gpipe,
     naive,
-    one_f_one_b,
     partition,
     pipeline_memory,
 )
-from gpipe_bench.pipeline.memory.boundary import TensorSpec
 from gpipe_bench.pipeline.memory.peaks import OPTIMIZERS
-from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile, TensorSpec
 from gpipe_bench.pipeline.plan.partition import (
     Partition,
     can_partition_by,
@@ -249,10 +247,3 @@ def test_equal_layers_in_other_places_are_not_taken_for_one_another() -> None:
     assert layers[1] is layers[2]
     assert peaks.peak(1, 3) == peaks.peak(2, 4)
     assert len({peaks.peak(0, 2), peaks.peak(1, 3), peaks.peak(3, 5)}) == 3
-
-
-def test_one_stage_of_1f1b_can_be_asked_for_its_peaks() -> None:
-    layers, loss = profiled([4] * 4)
-    schedule = one_f_one_b(1, 8, "never")
-    (alone,) = pipeline_memory(layers, loss, [range(3)], schedule)
-    assert StagePeaks(layers, loss, schedule).peak(0, 3) == alone.peak

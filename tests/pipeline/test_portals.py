@@ -25,7 +25,7 @@ from gpipe_bench.pipeline import (
     named,
 )
 from gpipe_bench.pipeline.plan.edges import Edge, messages_of
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 
 SPLIT = "zb-h1"
 UNET = {"num_convs": 1, "num_filters": 4, "depth": 2, "dropout": 0.0, "image_size": 8}

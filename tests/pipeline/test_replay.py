@@ -26,10 +26,9 @@ from gpipe_bench.pipeline import (
     one_f_one_b,
     replay,
 )
-from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
-from gpipe_bench.pipeline.plan.schedule import dependencies, execution_order, transfers
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
+from gpipe_bench.pipeline.plan.walk import dependencies, execution_order, transfers
 
 seconds = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=12)
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 12))
@@ -268,18 +267,11 @@ def test_links_are_checked_and_say_where_they_come_from() -> None:
         assert link.name == name
         assert len(link.source) > 20
     # A gradient of 100 MB takes longer on each slower kind of link.
-    order = [
-        "nvlink5",
-        "nvlink4",
-        "nvlink3",
-        "nvlink2",
-        "infiniband-ndr",
-        "pcie5-host",
-        "infiniband-hdr",
-        "pcie4-host",
-    ]
-    order += ["infiniband-edr", "pcie3-host", "ethernet-25g", "loopback", "ethernet-10g", "ethernet-1g"]
-    takes_s = [LINKS[name].occupied_s(100e6) + LINKS[name].latency_s for name in order]
+    order = (
+        "nvlink5 nvlink4 nvlink3 nvlink2 infiniband-ndr pcie5-host infiniband-hdr pcie4-host infiniband-edr"
+    )
+    order += " pcie3-host ethernet-25g loopback ethernet-10g ethernet-1g"
+    takes_s = [LINKS[name].occupied_s(100e6) + LINKS[name].latency_s for name in order.split()]
     assert takes_s == sorted(takes_s)
     assert LINKS["ethernet-1g"].occupied_s(125e6) == 1
 
@@ -288,29 +280,6 @@ def test_the_largest_pipeline_of_the_paper_can_be_replayed() -> None:
     times = {Kind.F: 0.01, Kind.R: 0.01, Kind.B: 0.02}
     timeline = replay(gpipe(128, 512), times, LINKS["pcie3-host"], activation_bytes=[1e6] * 127)
     assert len(timeline.events) == 128 * 512 * 3
-
-
-# Portals where a schedule is laid out in time and drawn
-
-
-SKIP = Edge(0, 0, 3, ("skip",))
-WIRE = Link("wire", latency_s=1, bandwidth_bytes_per_s=1)
-
-
-def test_a_portal_takes_the_link_between_its_workers_alone() -> None:
-    """By hand, K = 4, M = 1, actions of a second, no other bytes: three hops of a second of latency and four
-    forwards are 7 s; the portal leaves at 1, takes 20 s and a second of latency.
-    """
-    ones = dict.fromkeys("FRBIW", 1)
-    action_s = {kind: ones[kind.value] for kind in SLOTS}
-    free = replay(gpipe(4, 1, "never"), action_s, WIRE, activation_bytes=[0] * 3)
-    step = replay(gpipe(4, 1, "never"), action_s, WIRE, activation_bytes=[0] * 3, portals={SKIP: (20, 30)})
-    starts = {str(event.action): event.start_s for event in step.events}
-    assert {str(event.action): event.start_s for event in free.events}["3F0"] == 6
-    assert starts["3F0"] == 1 + 20 + 1
-    assert starts["2B0"] == starts["3B0"] + 1 + 1  # the gradient of the portal holds up nobody between
-    assert starts["0B0"] == starts["3B0"] + 1 + 30 + 1
-    assert {span.name for span in step.messages} >= {"0F0->3", "3B0->0"}
 
 
 # Timelines: what is read off them, kept of them and drawn

@@ -1,23 +1,36 @@
-"""Schedules are data: what they contain, in which order, what follows from them, what they recompute, and
-what is refused.
+"""Schedules are data: what they contain, in which order, what follows from them, what they recompute, what is
+refused, and how torch's runtime reads and writes them. Workers may hold several stages.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+import warnings
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import random_remat
+from random_schedules import random_placement, random_remat, random_schedule
+from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as of_torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_bench.pipeline import (
+    FREE,
     NAMED,
     SLOTS,
     Action,
     Kind,
+    Link,
     Schedule,
+    Timeline,
     draw,
     from_csv,
     generate,
@@ -29,16 +42,24 @@ from gpipe_bench.pipeline import (
     to_csv,
     validate,
 )
-from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, from_text, of_stages, to_text
-from gpipe_bench.pipeline.plan.schedule import Transfer, execution_order
+from gpipe_bench.pipeline.plan.edges import turns
+from gpipe_bench.pipeline.plan.named import SCHEDULES, loop, vee
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Remat, from_text, of_stages, to_text
+from gpipe_bench.pipeline.plan.walk import Transfer, channels, dependencies, execution_order, transfers
+from gpipe_bench.planner.predict import breakdown
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    make = SCHEDULES[draw(st.sampled_from(sorted(SCHEDULES)))]
-    sizes = draw(st.tuples(st.integers(1, 6), st.integers(1, 8)))
-    return make(*sizes, remat=draw(st.sampled_from(REMAT_MODES)))
+    """Random rows on a random placement, or a named schedule."""
+    if draw(st.booleans()):
+        sizes = draw(st.tuples(st.integers(1, 4), st.integers(1, 8)))
+        remat = draw(st.sampled_from(["never", "always", "except_last"]))
+        return named(draw(st.sampled_from(sorted(NAMED))), *sizes, remat=remat)
+    generator = random.Random(draw(st.integers(0, 2**32)))
+    num_stages = generator.randint(1, 6)
+    placement = random_placement(generator, num_stages)
+    return random_schedule(generator, num_stages, generator.randint(1, 6), placement=placement)
 
 
 def row(schedule: Schedule, stage: int) -> str:
@@ -96,15 +117,13 @@ def test_one_worker_holds_one_recomputed_micro_batch_at_a_time(name: str) -> Non
                 recomputed = None
 
 
-@given(schedules())
-def test_micro_batches_in_flight(schedule: Schedule) -> None:
-    for stage in range(schedule.num_stages):
-        most = {
-            "naive": 1,
-            "gpipe": schedule.num_microbatches,
-            "1f1b": min(schedule.num_microbatches, schedule.num_stages - stage),
-        }
-        assert schedule.in_flight(stage) == most[schedule.name]
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_micro_batches_in_flight(name: str) -> None:
+    for num_stages, number in itertools.product(range(1, 6), range(1, 8)):
+        schedule = SCHEDULES[name](num_stages, number)
+        for stage in range(num_stages):
+            most = {"naive": 1, "gpipe": number, "1f1b": min(number, num_stages - stage)}
+            assert schedule.in_flight(stage) == most[name]
 
 
 def test_text_form_of_an_action() -> None:
@@ -198,3 +217,195 @@ def test_the_same_choice_for_each_stage_is_that_choice_for_all(name: str, remat:
     one = named(name, 2, 3, remat=remat)
     assert named(name, 2, 3, remat=[remat] * one.num_stages) == one
     assert one.remat == remat
+
+
+# Several stages per worker
+
+
+def test_a_schedule_knows_its_workers() -> None:
+    schedule = named("zb-v", 2, 3)
+    assert (schedule.num_workers, schedule.num_stages) == (2, 4)
+    assert [schedule.worker(stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert [schedule.stages_of(worker) for worker in range(2)] == [(0, 3), (1, 2)]
+    row = [action for action in schedule.actions[0] if action.stage == 3]
+    assert list(schedule.row(3)) == row
+    assert str(row[0]) == "3F0"
+    assert schedule.in_flight(0) == 3
+
+
+@given(schedules())
+def test_valid_schedules_run_through(schedule: Schedule) -> None:
+    """In the order of one process and in the replay alike, and what is needed comes before."""
+    validate(schedule)
+    order = execution_order(schedule)
+    position = {action: i for i, action in enumerate(order)}
+    timeline = replay(schedule, SLOTS)
+    event = {e.action: e for e in timeline.events}
+    assert sorted(order) == sorted(schedule) == sorted(event)
+    for action, needs in dependencies(schedule).items():
+        for need in needs:
+            assert position[need] < position[action]
+            assert event[need].end_s <= event[action].start_s
+    for worker, row in enumerate(schedule.actions):
+        mine = schedule.stages_of(worker)
+        assert [action for action in order if action.stage in mine] == list(row)
+        assert [e.action for e in timeline.of_worker(worker)] == list(row)
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(timeline.of_worker(worker)))
+
+
+@given(schedules())
+def test_messages_travel_in_the_order_in_which_they_are_posted(schedule: Schedule) -> None:
+    """Every message is in one channel, or stays on its worker; sends, turns and needs agree."""
+    between = channels(schedule)
+    travelling = [message for messages in between.values() for message in messages]
+    staying = [m for m in transfers(schedule) if m not in set(travelling)]
+    assert len(travelling) + len(staying) == 2 * (schedule.num_stages - 1) * schedule.num_microbatches
+    for message in staying:
+        assert schedule.worker(message.source.stage) == schedule.worker(message.target.stage)
+    place = {action: i for row in schedule.actions for i, action in enumerate(row)}
+    for (source, target, backward), messages in between.items():
+        assert source != target
+        assert [place[m.source] for m in messages] == sorted(place[m.source] for m in messages)
+        assert [place[m.target] for m in messages] == sorted(place[m.target] for m in messages)
+        assert list(turns(schedule, target, source, back=backward)) == [
+            (m.target.stage, m.target.microbatch) for m in messages
+        ]
+
+
+@given(schedules(), st.sampled_from([FREE, Link("slow", 0.5, 3), Link("shared", 0.25, 2, True)]))
+def test_a_breakdown_accounts_for_every_worker(schedule: Schedule, link: Link) -> None:
+    num_bytes = [1.0] * (schedule.num_stages - 1)
+    found = breakdown(schedule, SLOTS, link, activation_bytes=num_bytes, update_s=[0.5] * schedule.num_stages)
+    step = found.timeline
+    total = schedule.num_workers * step.makespan_s
+    assert float(sum(found.seconds.values())) == pytest.approx(total)
+    assert found.seconds["weight update"] == Fraction(schedule.num_stages, 2)
+    assert total - float(step.idle_s) == pytest.approx(
+        sum(step.busy_s(stage) for stage in range(step.num_stages))
+    )
+    again = Timeline.from_data(step.to_data())
+    assert again == step
+    assert again.placement == schedule.placement
+
+
+@given(schedules())
+def test_a_table_says_it_all(schedule: Schedule) -> None:
+    assert from_csv(to_csv(schedule), schedule.name, schedule.remat) == schedule
+
+
+def test_what_a_worker_sends_to_itself_takes_no_time_and_no_link() -> None:
+    """Stages 1 and 2 are on worker 1: a message of 10 s each way to and from worker 0 alone."""
+    schedule = written("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
+    step = replay(schedule, {Kind.F: 1, Kind.B: 2}, Link("slow", latency_s=10))
+    assert [message.name for message in step.messages] == ["0F0->1", "2F0->3", "3B0->2", "1B0->0"]
+    assert step.makespan_s == 4 * 1 + 4 * 2 + 4 * 10
+    assert draw(replay(schedule, SLOTS)).splitlines() == [
+        "worker 0 | 0F0 .   .   3F0 3B0 3B0 .   .   .   .   0B0 0B0",
+        "worker 1 | .   1F0 2F0 .   .   .   2B0 2B0 1B0 1B0",
+    ]
+
+
+def test_any_change_of_a_row_is_refused_or_runs() -> None:
+    """Two actions of a worker swapped: `validate` finds what the replay would stop at, and nothing else."""
+    generator = random.Random(3)
+    refused = 0
+    for _ in range(150):
+        schedule = named(generator.choice(sorted(NAMED)), generator.randint(2, 3), generator.randint(2, 5))
+        worker = generator.randrange(schedule.num_workers)
+        row = list(schedule.actions[worker])
+        a = generator.randrange(len(row) - 1)
+        row[a], row[a + 1] = row[a + 1], row[a]
+        rows = (*schedule.actions[:worker], tuple(row), *schedule.actions[worker + 1 :])
+        changed = dataclasses.replace(schedule, actions=rows)
+        try:
+            validate(changed)
+        except ValueError:
+            refused += 1
+            continue
+        assert len(replay(changed, SLOTS).events) == sum(map(len, rows))
+    assert 10 < refused < 140
+
+
+# Schedule files of torch's pipeline runtime, both ways, without processes
+
+NUM_WORKERS, NUM_MICROBATCHES = 2, 4
+V = ("ZBVZeroBubble", "DualPipeV")
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A process group that sends nothing: torch asks it for rank and size."""
+    dist.init_process_group("fake", rank=0, world_size=NUM_WORKERS, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def theirs(name: str) -> of_torch._PipelineScheduleRuntime:
+    """torch's schedule of that name, as rank 0 has it."""
+    place = vee(NUM_WORKERS) if name in V else loop(NUM_WORKERS, 2)
+    stages = [
+        PipelineStage(torch.nn.Linear(2, 2), stage, len(place), torch.device("cpu"))
+        for stage, worker in enumerate(place)
+        if worker == 0
+    ]
+    make = of_torch.get_schedule_class(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(stages, NUM_MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)  # type: ignore[call-arg, return-value]
+
+
+def dumped(name: str, path: Path, form: str = "compute_only") -> Schedule:
+    theirs(name)._dump_csv(str(path), format=form)  # type: ignore[arg-type]
+    found = from_csv(path.read_text(), name)
+    validate(found)
+    return found
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("Interleaved1F1B", "interleaved"), ("ZBVZeroBubble", "zb-v"), ("DualPipeV", "dualpipe-v"),
+        ("LoopedBFS", "breadth-first"), ("InterleavedZeroBubble", None),
+    ],
+)  # fmt: skip
+def test_torchs_files_are_read_as_the_schedules_of_that_name(
+    name: str, ours: str | None, tmp_path: Path
+) -> None:
+    found = dumped(name, tmp_path / "torch.csv")
+    assert (found.num_workers, found.num_microbatches) == (NUM_WORKERS, NUM_MICROBATCHES)
+    assert found.placement == (vee(NUM_WORKERS) if name in V else loop(NUM_WORKERS, 2))
+    # With the messages and all else that torch adds to it, it says the same.
+    assert dumped(name, tmp_path / "lowered.csv", "compute_comms").placement == found.placement
+    if ours is not None:
+        assert found.actions == named(ours, NUM_WORKERS, NUM_MICROBATCHES).actions
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("ours", [name for name in NAMED if NAMED[name].stages_per_worker != 1])
+def test_our_files_are_read_by_torch(ours: str, tmp_path: Path) -> None:
+    """Its runtime finds the same rows, and messages for all of them."""
+    schedule = named(ours, NUM_WORKERS, NUM_MICROBATCHES)
+    path = tmp_path / "ours.csv"
+    path.write_text(to_csv(schedule))
+    name = "ZBVZeroBubble" if schedule.placement == vee(NUM_WORKERS) else "Interleaved1F1B"
+    runtime = theirs(name)
+    runtime._load_csv(str(path), format="compute_only")
+    rows = {rank: [str(action) for action in row] for rank, row in runtime.pipeline_order.items()}
+    assert rows == {worker: [str(action) for action in row] for worker, row in enumerate(schedule.actions)}
+    lowered = [str(action) for row in runtime.pipeline_order_with_comms.values() for action in row]
+    assert sum("SEND_F" in action for action in lowered) == sum("RECV_F" in action for action in lowered) > 0
+
+
+def test_cells_that_torch_may_write() -> None:
+    text = "0F0,,(0F1;0B0)OVERLAP_F_B, 0B1 ,0SEND_F1,1RECV_B0,0UNSHARD,0RESHARD,0REDUCE_GRAD,0WAIT_RECV_F1"
+    assert from_csv(text).actions == (tuple(map(Action.parse, ("0F0", "0F1", "0B0", "0B1"))),)
+    for wrong in ("0F0xyz", "(0F0;0B0)", "(0F0,0B0)OVERLAP_F_B", "0SEND_F", "SEND_F0", "()OVERLAP_F_B"):
+        with pytest.raises(ValueError, match="is not an action"):
+            from_csv(f'0F1,"{wrong}",0B1')
+
+
+def test_a_recomputation_is_a_cell_of_its_own() -> None:
+    schedule = named("zb-v", 2, 3, remat="except_last")
+    assert "3R1,3I1,3W1" in to_csv(schedule)
+    assert from_csv(to_csv(schedule), "zb-v") == schedule

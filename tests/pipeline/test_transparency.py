@@ -1,7 +1,7 @@
 """A pipeline computes what the plain model computes: every output element, the gradient of every parameter.
 
 Compared one by one in float64, never as a sum: a sum hides permuted and cancelling errors. In one process;
-over several see `test_over_processes`, and `joined_cases` for all options together.
+over several see `test_over_processes`, and `test_joined` for all options together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tree_models import ByKey, Keyed, tree_batch, tree_loss, tree_model
 
 from gpipe_bench.pipeline import NAMED, InProcess, Pipeline, run_plain
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.pipeline.stage.trees import Tree, change
 
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss

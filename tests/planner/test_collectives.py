@@ -25,7 +25,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.plan.links import Bucket, Gather
 from gpipe_bench.pipeline.plan.named import SCHEDULES
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.planner.collectives import (
     all_gather_s,
     all_reduce_s,

@@ -1,7 +1,7 @@
 """Few rows of a large grid in which each two values of different axes still meet.
 
 A mistake that shows in one cell nearly always needs one value or two of its own, and shows in each cell that
-has them. What needs three or more is what random examples of all options together are for (`joined_cases`).
+has them. What needs three or more is what random examples of all options together are for (`test_joined`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from gpipe_bench.pipeline import Action, Kind, Schedule
-from gpipe_bench.pipeline.plan.remat import REMAT_MODES, Remat, of_stages
+from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Remat, of_stages
 
 
 def _of(name: str, num_microbatches: int, *rows: str) -> Schedule:

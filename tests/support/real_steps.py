@@ -22,8 +22,7 @@ from gpipe_bench.pipeline import (
     pipeline_memory,
 )
 from gpipe_bench.pipeline.arguments import schedule_of
-from gpipe_bench.pipeline.memory.boundary import as_tuple
-from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.trace import LayerProfile, as_tuple
 from gpipe_bench.pipeline.memory.tracker import LiveMemory
 from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.pipeline.stage.trees import Tree, split

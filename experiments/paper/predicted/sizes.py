@@ -27,8 +27,7 @@ from torch import nn
 
 from gpipe_bench.experiments.paper.profiles import EXAMPLES, Label, Reading, Relabel, profiled_model
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.pipeline.memory.boundary import Boundary
-from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition

@@ -28,9 +28,9 @@ from gpipe_bench.experiments.paper.predicted.sizes import FullSize
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.unet import Join, Stash
-from gpipe_bench.pipeline.memory.boundary import Boundary
 from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
+from gpipe_bench.pipeline.memory.trace import Boundary
 from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe

@@ -96,7 +96,7 @@ def _on_a_gpu() -> list[Case]:
 def run(case: Case, options: RunOptions) -> Outcome:
     import torch
 
-    from gpipe_bench.pipeline.memory.tracker import no_collections
+    from gpipe_bench.pipeline.plan.simulate import no_collections
 
     torch.set_num_threads(1)
     match case.key["part"]:

@@ -38,10 +38,9 @@ from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, column
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.clock import Clock
-from gpipe_bench.pipeline.memory.boundary import Boundary, TensorSpec
 from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.profile import Profiler
-from gpipe_bench.pipeline.memory.trace import LayerProfile
+from gpipe_bench.pipeline.memory.trace import Boundary, LayerProfile, TensorSpec
 from gpipe_bench.pipeline.memory.tracker import LiveMemory, tensors_behind
 from gpipe_bench.pipeline.memory.workers import pipeline_memory
 from gpipe_bench.pipeline.plan.edges import Edge

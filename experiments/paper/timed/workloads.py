@@ -92,7 +92,7 @@ class Workload:
 
     def profile(self, microbatch_size: int, profiler: Profiler) -> ModelProfile:
         """Profile of the layers and the loss for the memory model; nothing is allocated."""
-        from gpipe_bench.pipeline.memory.boundary import Boundary
+        from gpipe_bench.pipeline.memory.trace import Boundary
 
         inputs, target = (Boundary.of(each) for each in self.example(microbatch_size, "meta"))
         return profiler.model(self.build("meta"), self.loss(), inputs, target)

@@ -1,4 +1,4 @@
-"""The answer to a request: the best few ways to train a model, predicted, and what less memory would cost.
+"""The answer to a request: the best few ways to train a model, predicted.
 
     found = plan(model_of("gpt2", 64), request)
     found.best.step_s, found.best.candidate, found.script()
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from gpipe_bench.planner.accelerators import accelerator
-from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.candidate import Prediction
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
 from gpipe_bench.planner.infeasible import nothing_fits, on_engine, smallest
@@ -30,12 +30,6 @@ from gpipe_bench.planner.search import KEPT, Found, Search
 
 SHOWN = 5
 """Number of ways that are printed."""
-LESS = 0.85
-"""The next point of the frontier must fit into this share of the previous point's peak memory."""
-MOST_POINTS = 8
-"""Largest number of points of the frontier."""
-FEW = 2
-"""Ways kept for each point of the frontier but the first: the best, and one that may be as good."""
 
 Progress = Callable[[str, int, int], None]
 """Callback that gets the name of the current work, how many parts are done, and how many there are."""
@@ -43,12 +37,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to a request: the best ways to train, and the frontier of time and memory.
+    """The answer to a request: the best ways to train.
 
     Args:
         model, request: what was asked
         predictions: the best of each grid and schedule, the fastest first
-        frontier: from little memory to much; nothing that was looked at is faster with as little
         tried, skipped: ways that were looked at, and that could not be among the best
         costs: of the layers
     """
@@ -56,7 +49,6 @@ class Plan:
     model: Model
     request: Request
     predictions: tuple[Prediction, ...]
-    frontier: tuple[Prediction, ...]
     tried: int
     skipped: int
     costs: Costs = field(repr=False, compare=False)
@@ -77,7 +69,7 @@ class Plan:
         halves = [each.gathers_half(candidate.fsdp) for each in (request, self.request)]
         if candidate == self.best.candidate and halves[0] == halves[1]:
             return self.best
-        found = predict(candidate, replace(self.costs, gathered_share=request.gathered_share), request)
+        found = predict(candidate, self.costs, request)
         if found.peak > request.usable_bytes:
             raise ValueError(
                 f"--format {form} runs this plan otherwise ({', '.join(dict.fromkeys(candidate.remat))} "
@@ -127,10 +119,6 @@ class Plan:
             "plans": [
                 each.describe() | {"slower": each.step_s / self.best.step_s - 1} for each in self.predictions
             ],
-            "frontier": [
-                {"peak_bytes": each.peak, "step_s": each.step_s, **each.candidate.describe()}
-                for each in self.frontier
-            ],
             "command": self.command(),
             "cards": request.cards_per_host,
         }
@@ -143,7 +131,6 @@ def plan(
     space: Space | None = None,
     costs: Costs | None = None,
     shown: int = SHOWN,
-    points: int = 1,
     rounds: int = ROUNDS,
     shown_rounds: bool = False,
     progress: Progress = lambda what, done, total: None,
@@ -156,7 +143,6 @@ def plan(
         space: what may be chosen; everything but tensor parallelism if not given.
         costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.
         shown: ways to predict, of which the first is the plan.
-        points: of the frontier at most; each is searched for.
         rounds, shown_rounds: of steps in which layers are timed, where they are; whether each is announced.
         progress: told how far it is.
 
@@ -168,10 +154,15 @@ def plan(
     search = search_for(
         model, request, space=space, costs=costs, rounds=rounds, shown_rounds=shown_rounds, progress=progress
     )
-    predictions, line = frontier(search, max(KEPT, shown), points)
-    if not predictions:
-        raise ValueError(_too_large(model, request, space or Space()))
-    return Plan(model, search.request, predictions[:shown], line, search.tried, search.skipped, search.costs)
+    found = search.run(max(KEPT, shown))
+    if not found:  # the search looks at good cuts alone
+        least = smallest(model, request, search.space, request.usable_bytes)
+        if least is None or least.peak > request.usable_bytes:
+            raise ValueError(_too_large(model, request, space or Space()))
+        step_s = search.step_s(least.way, least.candidate.cut, least.candidate.remat)
+        found = (replace(least, step_s=step_s),)
+    ways = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
+    return Plan(model, search.request, tuple(ways[:shown]), search.tried, search.skipped, search.costs)
 
 
 def search_for(
@@ -193,21 +184,19 @@ def search_for(
     check(request, space, num_layers)
     for ranks in space.tp or (request.accelerators,):
         model.check_divisible(ranks)
-    least = partial(smallest, model, request, space, request.usable_bytes)
     if costs is None:
         # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
-        known = least() if request.device_type == MEASURED else None
-        if known is not None and known.peak > request.usable_bytes:
-            raise ValueError(_too_large(model, request, given))
+        if request.device_type == MEASURED:
+            known = smallest(model, request, space, request.usable_bytes)
+            if known is not None and known.peak > request.usable_bytes:
+                raise ValueError(_too_large(model, request, given))
         sizes = sizes_of(request, space, num_layers)
         progress("layers", 0, len(sizes))
         few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
             raise ValueError(_too_large(model, request, given))
         costs = costs_for(model, request, few, rounds, sharded=space.sharded, shown=shown_rounds)
-    return Search(
-        costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"), least
-    )
+    return Search(costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"))
 
 
 def as_on(model: Model, request: Request) -> Model:
@@ -256,31 +245,6 @@ def _held(found: Found, request: Request) -> str:
     if request.precision == "float32":
         return f"{words} GiB"
     return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
-
-
-def frontier(
-    search: Search, kept: int, most: int = MOST_POINTS
-) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
-    """The best ways, the fastest first, and the fastest under less and less memory.
-
-    Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
-    found with less is looked at with more, too: the search's steps differ a little from these.
-    """
-    known: dict[Candidate, Prediction] = {}
-    caps: list[int] = []
-    cap = None
-    while len(caps) < most and (found := search.run(kept if cap is None else FEW, cap=cap)):
-        known |= {each.candidate: predicted(each, search) for each in found if each.candidate not in known}
-        caps.append(search.cap)
-        cap = int(LESS * found[0].peak)
-    every = sorted(known.values(), key=lambda each: (each.step_s, each.peak))
-    fastest = [next((each for each in every if each.peak <= cap), None) for cap in reversed(caps)]
-    points = {each.candidate: each for each in fastest if each is not None}
-    best: dict[object, Prediction] = {}
-    for each in every:
-        candidate = each.candidate
-        best.setdefault((candidate.grid, candidate.schedule, candidate.stages_per_worker), each)
-    return tuple(best.values()), tuple(points.values())
 
 
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:

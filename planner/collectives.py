@@ -223,7 +223,7 @@ class Collectives:
     ) -> None:
         self.grid, self.near, self.shards, self._split, self._ahead = grid, near, shards, split, ahead
         no: list[tuple[float, ...]] = [()] * costs.num_layers
-        share = costs.gathered_share if grid.fsdp > 1 else 1.0  # and so are their gradients
+        share = near.request.gathered_share if grid.fsdp > 1 else 1.0  # and so are their gradients
         self._gradients = [[share * size for size in layer] for layer in costs.parameter_bytes or no]
         self.layer_bytes = list(map(sum, self._gradients))
         self._parts = [[size / grid.fsdp for size in layer] for layer in self._gradients]

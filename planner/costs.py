@@ -181,7 +181,6 @@ class Costs:
         jitter: of steps that were timed, how single actions differed from their median
         low, high: factors between which all seconds may lie for what is not known
         provenance: by "layers", "links" and others: how it was found, and on what
-        gathered_share: what is gathered of parameters, over their own bytes: half in mixed precision
         profiles: (micro-batch size, and as `Model.profile_of`) -> profiles of what a rank has of the layers
             and of the loss, for the memory model; not part of a file
         variants: (size, tp, sharded) -> costs of a rank of several; None, as where nothing is given, for an
@@ -204,7 +203,6 @@ class Costs:
     low: float = 1.0
     high: float = 1.0
     provenance: Mapping[str, str] = field(default_factory=dict)
-    gathered_share: float = 1.0
     profiles: Any = field(default=None, repr=False, compare=False)
     variants: Any = field(default=None, repr=False, compare=False)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from gpipe_bench.pipeline.memory.counts import Moment, row_moments, steps
@@ -26,13 +26,15 @@ from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed,
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
 from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import recomputes
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
-from gpipe_bench.planner.candidate import WRAPPED, Grid, by_schedule
+from gpipe_bench.planner.candidate import WRAPPED, Grid, Way, by_schedule
+from gpipe_bench.planner.request import Request
 
 Stages = tuple[range, ...]
-Known = dict[tuple[object, ...], StageMemory]
-"""Peaks by worker, recomputation, the numbers of its stages and its ties."""
+LATELY = 64
+"""Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
 
 class Footprints:
@@ -78,31 +80,29 @@ class Footprints:
 
 
 class Room:
-    """Bytes of the workers of one schedule, without recomputation, on one grid. What it has counted is in
-    `known`, for the next room of the same way.
-    """
+    """Bytes of the workers of one schedule, without recomputation, on one grid."""
 
     def __init__(
         self,
         footprints: Footprints,
         rows: Rows,
         grid: Grid,
-        optimizer: str,
+        request: Request,
         ties: tuple[SharedWeight, ...] = (),
-        known: Known | None = None,
-        gathered_share: float = 1.0,
     ) -> None:
-        self._footprints, self._rows, self._grid = footprints, rows, grid
-        self._optimizer, self._rule = optimizer, Optimizer.named(optimizer)
+        self._footprints, self._rows = footprints, rows
+        self._optimizer, self._rule = request.optimizer, Optimizer.named(request.optimizer)
+        self._transport = Transport(request.accelerated)
         self._every_tie = ties
         self.layers, self.schedule = footprints.profile.layers, rows.schedule
         # How many replicas there are does not matter.
         self._sharing = Sharing(
-            min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2, gathered_share=gathered_share
+            min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2, gathered_share=request.gathered_share
         )
-        self._between_steps = footprints.between_steps(self._sharing, optimizer)
+        self._between_steps = footprints.between_steps(self._sharing, request.optimizer)
         self._all_ties = sum(map(self._beside, ties))
-        self._known: Known = {} if known is None else known
+        # Peaks by worker, recomputation, the numbers of its stages and its ties.
+        self._known: dict[tuple[object, ...], StageMemory] = {}
 
     def memory(self, worker: int, stages: Stages, remat: Sequence[str]) -> StageMemory:
         """Returns the peak of a worker with stages of these layers."""
@@ -117,11 +117,9 @@ class Room:
             self._known[key] = found
         return self._known[key]
 
-    def counted(
-        self, stages: Sequence[range], remat: Sequence[str], accelerated: bool
-    ) -> tuple[StageMemory, ...]:
+    def counted(self, stages: Sequence[range], remat: Sequence[str]) -> tuple[StageMemory, ...]:
         """Returns each worker's peak, with its messages."""
-        alone, more = self.alone(stages, remat), self._messages(stages, remat, accelerated)
+        alone, more = self.alone(stages, remat), self._messages(stages, remat)
         return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
 
     def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
@@ -131,7 +129,7 @@ class Room:
             for worker, mine in enumerate(self._rows.homes)
         ]
 
-    def _messages(self, stages: Sequence[range], remat: Sequence[str], accelerated: bool) -> list[int]:
+    def _messages(self, stages: Sequence[range], remat: Sequence[str]) -> list[int]:
         """Returns the bytes that ring buffers and messages on their way add to each worker's peak, beyond
         those that `memory` counts. The number may be negative.
         """
@@ -144,7 +142,7 @@ class Room:
             held |= zip(mine, own, strict=True)
         every, whole = [held[stage] for stage in range(len(stages))], self._rows.recomputed(remat)
         counted, supposed = (
-            self._all_together(every, stages, whole, ahead) for ahead in (Transport(accelerated), 1)
+            self._all_together(every, stages, whole, ahead) for ahead in (self._transport, 1)
         )
         return [more - less for more, less in zip(counted, supposed, strict=True)]
 
@@ -157,16 +155,6 @@ class Room:
     def least_bytes(self) -> int:
         """Lower bound of the fullest worker's bytes between steps, for any cut: an equal share."""
         return (self._between_steps[-1] - self._all_ties) // self.schedule.num_workers
-
-    def floor(self) -> list[int]:
-        """Bytes that each layer adds to any stage: its parameters, their state; a tied one's may be there."""
-        tied = {layer for tie in self._every_tie for layer in tie.layers}
-        return [
-            0
-            if index in tied
-            else (layer.parameter_bytes + self._rule.state * sum(layer.trained_sizes)) // self._grid.fsdp
-            for index, layer in enumerate(self.layers)
-        ]
 
     def _held(self, stages: Stages, remat: Sequence[str]) -> list[HeldStage]:
         numbers = map(self._footprints.number, stages, remat)
@@ -257,6 +245,49 @@ class Room:
                 step, rest = (without(each, size, size in each.trained_sizes) for each in both)
                 found[stage] = replace(held, step=step, rest=rest)
         return found
+
+
+class Rooms:
+    """The rooms of a request's ways: `rooms(way)`. Profiles and rows are made once.
+
+    Args:
+        profiles: of the layers, as `Model.profile_of` gives them for a micro-batch size
+        request: what is asked
+        ties_over: the model's, of one of so many ranks that compute a layer together
+        split: whether some way has I and W, which then all profiles know of
+    """
+
+    def __init__(
+        self,
+        profiles: Callable[..., ModelProfile],
+        request: Request,
+        ties_over: Callable[[int], tuple[SharedWeight, ...]],
+        *,
+        split: bool,
+    ) -> None:
+        self._profiles, self._request, self._ties_over, self._split = profiles, request, ties_over, split
+        self._footprints = cache(self._footprints_of)
+        self._rows = lru_cache(LATELY)(self._rows_of)
+
+    def __call__(self, way: Way) -> Room:
+        sharded, tp = self._request.gathers_half(way.grid.fsdp), way.grid.tp
+        footprints = self._footprints(way.microbatch_size, tp, sharded)
+        return Room(footprints, self.rows(way), way.grid, self._request, self._ties_over(tp))
+
+    def rows(self, way: Way, num_microbatches: int | None = None) -> Rows:
+        """The rows of the way's schedule, also for another number of micro-batches."""
+        count = num_microbatches or way.num_microbatches
+        return self._rows(way.schedule, way.grid.pp, way.stages_per_worker, count)
+
+    def _rows_of(self, name: str, workers: int, per_worker: int, count: int) -> Rows:
+        return Rows(named(name, workers, count, stages_per_worker=per_worker))
+
+    def _footprints_of(self, size: int, tp: int, sharded: bool) -> Footprints:
+        return Footprints(
+            lambda remat: self._profiles(
+                size, split_backward=self._split, tp=tp, remat=remat, sharded=sharded
+            )
+        )
 
 
 class Rows:

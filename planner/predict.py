@@ -201,7 +201,7 @@ def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str
     }  # fmt: skip
     transport, rule = Transport(request.accelerated), request.optimizer
     if candidate.replicas > 1:
-        share = layout.costs.gathered_share if candidate.fsdp > 1 else 1.0
+        share = request.gathered_share if candidate.fsdp > 1 else 1.0
         sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2, gathered_share=share)
         held = [
             held_stage(

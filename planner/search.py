@@ -9,9 +9,8 @@ Step times are those of `steps`; `predict` gives ranges, parts and jitter for th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import pairwise, product
 from math import inf
@@ -24,8 +23,7 @@ from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Schedule
 from gpipe_bench.planner.candidate import REMATS, Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.infeasible import Smallest
-from gpipe_bench.planner.memory import Footprints, Known, Room, Rows
+from gpipe_bench.planner.memory import LATELY, Room, Rooms
 from gpipe_bench.planner.request import Request, Space, Topology, splits_some, ways
 from gpipe_bench.planner.steps import LayerTimes, LongSteps, StageTimes, recomputed, times_on
 
@@ -37,22 +35,44 @@ LOOKS = 60
 """Cuts that are tried for each kept way, beyond the first."""
 CUTS_ANEW = 4
 """Most cuts of a way until its messages fit, too; each cut leaves room for the messages of the last one."""
-_LATELY = 64
-"""Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A way with its cut, the seconds of a step, and the bytes of each worker."""
+    """A way with its cut, the bytes of each worker, and the seconds of a step where they are known."""
 
     way: Way
     candidate: Candidate
-    step_s: float
     memory: tuple[StageMemory, ...]
+    step_s: float = inf
 
     @property
     def peak(self) -> int:
         return max(each.peak for each in self.memory)
+
+    @property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each worker."""
+        rows = self.candidate.rows(1, recomputes=False)
+        return tuple(tuple(rows.stages_of(worker)) for worker in range(len(self.memory)))
+
+    def layers_of(self, worker: int) -> str:
+        """`0-3`, or `0-3 8-11` where the worker has two stages."""
+        spans = [self.candidate.cut[stage] for stage in self.homes[worker]]
+        return " ".join(f"{span.start}-{span.stop - 1}" for span in spans)
+
+    def where(self) -> str:
+        """The stage that is fullest, and when."""
+        worst = max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
+        home = "stage" if len(self.homes[worst]) == 1 else "worker"
+        kinds = set(self.candidate.remat)
+        again = kinds.pop() if len(kinds) == 1 else "some"
+        again = {"always": "everything", "never": "nothing"}.get(again, again)
+        return (
+            f"on {home} {worst} (layers {self.layers_of(worst)}) at {self.memory[worst].when}, with "
+            f"{self.way.grid}, {self.way.schedule}, {self.way.num_microbatches} micro-batches and {again} "
+            "recomputed"
+        )
 
 
 def grid_and_schedule(way: Way) -> Hashable:
@@ -69,7 +89,6 @@ class Search:
         request, space: what is given, what may be chosen
         ties_over: the model's, of one of so many ranks that compute a layer together
         progress: told how many ways are done, of how many
-        least: the cut with the smallest peak, which is taken where no other is found
         tried, skipped: ways that were cut, and those that take about as long as none that is kept
     """
 
@@ -78,42 +97,38 @@ class Search:
     space: Space
     ties_over: Callable[[int], tuple[SharedWeight, ...]] = lambda tp: ()
     progress: Callable[[int, int], None] = lambda done, total: None
-    least: Callable[[], Smallest | None] = lambda: None
     tried: int = 0
     skipped: int = 0
-    _best: dict[tuple[Way, int], Found] = field(default_factory=dict, repr=False)
-    _known: dict[Way, Known] = field(default_factory=lambda: defaultdict(dict), repr=False)
 
     def __post_init__(self) -> None:
         self.cap = self.request.usable_bytes
-        self._halves = splits_some(self.request, self.space)
-        lately = lru_cache(_LATELY)
-        self._rows, self._steps = lately(self._rows_of), lately(self._steps_of)
-        self._footprints, self._times = cache(self._footprints_of), cache(self._times_of)
+        self.room = Rooms(
+            self.costs.profiles,
+            self.request,
+            self.ties_over,
+            split=splits_some(self.request, self.space),
+        )
+        self._steps, self._times = lru_cache(LATELY)(self._steps_of), cache(self._times_of)
         self._boundaries = cache(self._links_of)
 
     def run(
         self,
         kept: int | None = KEPT,
         of_each: Callable[[Way], Hashable] = grid_and_schedule,
-        cap: int | None = None,
     ) -> tuple[Found, ...]:
         """The best of each group of ways, the fastest first, so many of them; none where nothing fits.
 
         Args:
             kept: groups of which the best is wanted; None for every group that has a way that fits
             of_each: the group of a way
-            cap: bytes of an accelerator, those that the request leaves if not given; caps become lower from
-                search to search
         """
-        self.cap = self.request.usable_bytes if cap is None else cap
         every = [
             way
             for way in ways(self.request, self.space, self.costs.num_layers)
             if way.microbatch_size in self.costs.sizes
         ]
         best: dict[Hashable, Found] = {}
-        limit_s, tried = inf, 0
+        limit_s = inf
         for number, (about_s, _, way) in enumerate(
             sorted((self.about_s(way), number, way) for number, way in enumerate(every))
         ):
@@ -125,19 +140,14 @@ class Search:
             if about_s >= below_s:
                 continue
             found = self.best_of(way, below_s=below_s)
-            tried += 1
+            self.tried += 1
             if found is not None and found.step_s < below_s:
                 best[group] = found
                 if kept is not None and len(best) >= kept:
                     limit_s = sorted(each.step_s for each in best.values())[kept - 1]
-        if cap is None:
-            self.tried, self.skipped = tried, len(every) - tried
+        self.skipped = len(every) - self.tried
         leading = sorted(best.values(), key=lambda each: each.step_s)[:kept]
         again = [self.best_of(each.way, LOOKS) or each for each in leading]
-        least = self.least() if cap is None and not again else None
-        if least is not None and least.peak <= self.cap and least.way.microbatch_size in self.costs.sizes:
-            step_s = self.step_s(least.way, least.cut, least.choices)
-            again = [self.found(least.way, Cut(least.cut, least.choices, step_s))]
         return tuple(sorted(again, key=lambda found: found.step_s))
 
     def about_s(self, way: Way) -> float:
@@ -160,9 +170,6 @@ class Search:
         only: where it is too much, the way is cut anew, and every worker has as much less room as the last
         cut's messages take.
         """
-        known = self._best.get((way, looks))
-        if known is not None and known.peak <= self.cap:
-            return known
         if self._weights_bytes(way) > self.cap:
             return None
         room = self.room(way)
@@ -183,7 +190,6 @@ class Search:
                 break
             found = self.found(way, cut, room)
             if found.peak <= self.cap:
-                self._best[way, looks] = found
                 return found
             alone = room.alone(cut.stages, cut.remat)
             more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
@@ -212,8 +218,8 @@ class Search:
 
     def found(self, way: Way, cut: Cut, room: Room | None = None) -> Found:
         """A cut of a way as an answer."""
-        memory = (room or self.room(way)).counted(cut.stages, cut.remat, self.request.accelerated)
-        return Found(way, way.candidate(cut.stages, cut.remat), cut.step_s, memory)
+        memory = (room or self.room(way)).counted(cut.stages, cut.remat)
+        return Found(way, way.candidate(cut.stages, cut.remat), memory, cut.step_s)
 
     def step_s(self, way: Way, stages: Partition, remat: tuple[str, ...]) -> float:
         """Seconds of a step with that cut."""
@@ -224,7 +230,7 @@ class Search:
 
     def schedule(self, way: Way) -> Schedule:
         """Returns the schedule of the way, without recomputation."""
-        return self._rows(*_rows_key(way)).schedule
+        return self.room.rows(way).schedule
 
     def boundaries(self, way: Way) -> tuple[Link, ...]:
         """Returns the links between the way's stages."""
@@ -234,26 +240,11 @@ class Search:
         """Returns the times of the layers in this way."""
         return self._times(way.grid, way.microbatch_size, way.splits)
 
-    def room(self, way: Way) -> Room:
-        """Returns the memory model of the way's workers."""
-        footprints = self._footprints(
-            way.microbatch_size, self._halves, way.grid.tp, self.request.gathers_half(way.grid.fsdp)
-        )
-        return Room(
-            footprints, self._rows(*_rows_key(way)), way.grid, self.request.optimizer,
-            self.ties_over(way.grid.tp), self._known[way], self.costs.gathered_share,
-        )  # fmt: skip
-
-    def _rows_of(self, name: str, workers: int, per_worker: int, count: int) -> Rows:
-        return Rows(named(name, workers, count, stages_per_worker=per_worker))
-
     def _steps_of(self, way: Way) -> LongSteps:
-        name, workers, per_worker, count = _rows_key(way)
+        def rows(count: int) -> Schedule:
+            return self.room.rows(way, count).schedule
 
-        def rows(number: int) -> Schedule:
-            return self._rows(name, workers, per_worker, number).schedule
-
-        return LongSteps(rows, count, self.boundaries(way))
+        return LongSteps(rows, way.num_microbatches, self.boundaries(way))
 
     def _topology(self, grid: Grid) -> Topology:
         return Topology(self.request, grid, self.costs.sums_beside(self.request.link))
@@ -268,24 +259,11 @@ class Search:
         ahead = self.request.accelerated
         return times_on(grid, costs, size, self._topology(grid), split=split, ahead=ahead, shards=shards)
 
-    def _footprints_of(self, size: int, split: bool, tp: int, sharded: bool) -> Footprints:
-        profiles = self.costs.profiles
-        if profiles is None:
-            raise ValueError("these costs have no profiles, so nobody knows what fits: time the layers anew")
-        return Footprints(
-            lambda remat: profiles(size, split_backward=split, tp=tp, remat=remat, sharded=sharded)
-        )
-
 
 def _fits(
     room: Room, left: list[int], worker: int, stages: tuple[range, ...], remat: tuple[str, ...]
 ) -> bool:
     return room.fits(worker, stages, remat, left[worker])
-
-
-def _rows_key(way: Way) -> tuple[str, int, int, int]:
-    """Returns the values on which the rows of the way's schedule depend."""
-    return way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches
 
 
 # The cut of a way under its schedule: each stage takes as many layers as a limit of seconds allows and its
@@ -386,8 +364,8 @@ def best_cut(
     alone = not schedule.placement
     if alone and below_s < inf and not _fill(in_time, num_layers, schedule.num_stages):
         return None
-    first = list(_filled(stage_s, num_layers, schedule.num_stages)) if alone else []
-    first += _even(times, schedule.num_stages)
+    full = filled(stage_s, num_layers, schedule.num_stages) if alone else None
+    first = [full, *_even(times, schedule.num_stages)] if full else [*_even(times, schedule.num_stages)]
     best = min(filter(None, map(look, dict.fromkeys(first))), key=lambda cut: cut.step_s, default=None)
     known, left, changed = set(first), looks, True
     while best is not None and changed:
@@ -434,31 +412,29 @@ def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: i
     return spans(ends) if ends[-1] == num_layers else None
 
 
-def _filled(
-    stage_s: Callable[[int, int, int], float], num_layers: int, num_stages: int
-) -> Iterator[Partition]:
-    """Stages filled up to the least limit; none where they cannot be filled at all. Longer stages take longer
-    and need more, and the later a stage begins the less it needs.
+def filled(
+    cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, narrow: float = NARROW
+) -> Partition | None:
+    """Stages filled up to the least limit of their cost (stage, first layer, end), which is found up to a
+    share `narrow` of it; None where they cannot be filled at all. Longer stages cost more, and the later a
+    stage begins the less it costs.
     """
 
-    def filled(limit_s: float) -> Partition | None:
-        return _fill(
-            lambda stage, start, stop: stage_s(stage, start, stop) <= limit_s, num_layers, num_stages
-        )
+    def within(limit: float) -> Partition | None:
+        return _fill(lambda *stage: cost(*stage) <= limit, num_layers, num_stages)
 
-    best = filled(_LONGEST_S)
+    best = within(_MOST)
     if best is None:
-        return
-    high_s = max(stage_s(stage, span.start, span.stop) for stage, span in enumerate(best))
-    low_s = 0.0
-    while high_s - low_s > NARROW * high_s:
-        middle_s = (low_s + high_s) / 2
-        found = filled(middle_s)
+        return None
+    low, high = 0.0, float(max(cost(stage, span.start, span.stop) for stage, span in enumerate(best)))
+    while high - low > narrow * high:
+        middle = (low + high) / 2
+        found = within(middle)
         if found is None:
-            low_s = middle_s
+            low = middle
         else:
-            best, high_s = found, middle_s
-    yield best
+            best, high = found, middle
+    return best
 
 
-_LONGEST_S = 1e300  # less than what does not fit
+_MOST = 1e300  # less than what does not fit

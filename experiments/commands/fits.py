@@ -10,11 +10,11 @@ from typing import Any
 from gpipe_bench.experiments.commands.output import DONE, tell
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.remat import to_text
 from gpipe_bench.planner.candidate import splits
-from gpipe_bench.planner.infeasible import Smallest, nothing_fits, smallest
+from gpipe_bench.planner.infeasible import nothing_fits, smallest
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request, Space, divisors
+from gpipe_bench.planner.search import Found
 
 GIB = 2**30
 EAGER_BYTES = ", layers compiled (bytes of eager ones, an upper estimate)"
@@ -63,22 +63,24 @@ def _asked(model: Model, arguments: argparse.Namespace) -> tuple[str, str, int |
     return name, remat, number
 
 
-def placed(model: Model, request: Request, schedule: str, remat: str, number: int | None) -> Smallest:
+def placed(model: Model, request: Request, schedule: str, remat: str, number: int | None) -> Found:
     """The model's cut with the smallest peak, with the fewest micro-batches that fit where none are given.
 
     Raises ValueError, naming what would do, where it does not fit.
     """
     given = None if number is None else (number,)
-    space = Space(schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given)
+    space = Space(
+        schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given, remats=(remat,)
+    )
 
-    def least(within: Space) -> Smallest:
-        found = smallest(model, request, within, remat=remat)
+    def least(within: Space) -> Found:
+        found = smallest(model, request, within)
         assert found is not None, "one pipeline of no more stages than layers is a grid"
         return found
 
     most = least(space)
     if most.peak > request.usable_bytes:
-        raise ValueError(nothing_fits(model, request, space, most, remat))
+        raise ValueError(nothing_fits(model, request, space, most, as_one=True))
     for count in () if number is not None else divisors(model.batch_size)[:-1]:
         fewer = least(replace(space, microbatches=(count,)))
         if fewer.peak <= request.usable_bytes:
@@ -86,10 +88,11 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
     return most
 
 
-def text(model: Model, request: Request, found: Smallest) -> str:
+def text(model: Model, request: Request, found: Found) -> str:
     """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
     again = {"always": "every one recomputed", "never": "nothing recomputed"}
-    what = again.get(str(found.remat), f"re-materialization {to_text(found.remat)}")
+    remat = found.candidate.remat[0]  # as all stages recompute
+    what = again.get(remat, f"re-materialization {remat}")
     title = (
         f"{model.name}: {model.num_parameters:,} parameters under {found.way.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
@@ -115,7 +118,7 @@ def text(model: Model, request: Request, found: Smallest) -> str:
     return Grid(title=title, columns=headers, lines=lines, right=numbers(headers) - set(range(first))).text()
 
 
-def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
+def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
     """The same as plain data, in bytes."""
     return {
         "model": model.name,
@@ -126,11 +129,11 @@ def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
         "batch_size": request.batch_size,
         "num_microbatches": found.way.num_microbatches,
         "schedule": found.way.schedule,
-        "remat": to_text(found.remat),
+        "remat": found.candidate.remat[0],
         "optimizer": request.optimizer,
         "precision": request.precision,
         "compiled": request.compiled,
-        "layers_per_stage": [len(stage) for stage in found.cut],
+        "layers_per_stage": [len(stage) for stage in found.candidate.cut],
         "workers": [
             {"stages": list(stages), "peak": memory.peak, **asdict(memory)}
             for stages, memory in zip(found.homes, found.memory, strict=True)

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     import torch
 
-    from gpipe_bench.planner.answer import MOST_POINTS, plan
+    from gpipe_bench.planner.answer import plan
     from gpipe_bench.planner.model import model_of
 
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = plan(
         model, request, space=space, shown=arguments.top,
         rounds=arguments.probe_rounds, shown_rounds=True,
-        points=MOST_POINTS if arguments.full else 1, progress=_Progress(),
+        progress=_Progress(),
     )  # fmt: skip
     facts: dict[str, object] = {}
     written = None
@@ -157,7 +157,7 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
     """
     parts = [_best(plan), _next(plan), _cut(plan.best)]
     if full:
-        parts += [_schedule(plan.best.candidate), _frontier(plan), _notes(plan)]
+        parts += [_schedule(plan.best.candidate), _notes(plan)]
     command = plan.command() if written is None else written.command
     if path is not None:
         beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
@@ -289,19 +289,3 @@ def _schedule(candidate: Candidate) -> str:
     count = min(candidate.num_microbatches, max(MOST_MICROBATCHES, candidate.num_workers))
     less = "" if count == candidate.num_microbatches else f", drawn with {count} micro-batches"
     return f"its schedule in slots{less}\n\n{draw(replay(candidate.rows(count), SLOTS))}"
-
-
-def _frontier(plan: Plan) -> str:
-    if len(plan.frontier) < 2:
-        return ""
-    lines = [
-        [
-            f"{point.peak / GIB:.2f}", seconds(point.step_s), title_of(point.candidate),
-            point.candidate.num_microbatches, remat_of(point.candidate),
-        ]
-        for point in plan.frontier
-    ]  # fmt: skip
-    return Grid(
-        title="with less memory", columns=["GiB", "step", "plan", "M", "recompute"], lines=lines,
-        right=frozenset({0, 3}),
-    ).text()  # fmt: skip

@@ -136,7 +136,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output.add_argument(
         "--full", action="store_true",
-        help="also the schedule, what less memory costs, where each number comes from, and the script",
+        help="also the schedule, where each number comes from, and the script",
     )  # fmt: skip
 
 

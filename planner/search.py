@@ -1,8 +1,10 @@
 """The best ways to train: every grid, schedule and number of micro-batches, each with a good cut for it.
 
-A way takes about as long as its work divided evenly, and a pipeline that has to be filled. Ways are taken in
-the order of that, and the search ends where it is above the last of the steps that are kept. Of each group of
-ways, such as those of one grid and schedule, the best is kept, and its cut improved at the end.
+Of each group of ways, such as those of one grid and schedule, the best is kept, and its cut improved at the
+end. Most ways are never cut, because a bound says that no cut of theirs takes less than the steps that are
+kept: the work divided evenly and what stands around it (`about_s`), and how many of the model's blocks each
+worker has room and time for (`may_beat`). Ways that promise most are taken first, so that there is soon a
+step to beat.
 
 Step times are those of `steps`; `predict` gives ranges, parts and jitter for the few ways that are found.
 """
@@ -14,13 +16,14 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import pairwise, product
 from math import inf
+from typing import NamedTuple
 
 from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
 from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.planner.candidate import REMATS, Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.memory import LATELY, Room, Rooms
@@ -31,6 +34,8 @@ KEPT = 8
 """Number of ways that are kept; fewer are printed."""
 ABOUT = 0.97
 """Share of a way's estimated step time that bounds the step times of all its cuts from below."""
+ROOMY = 1.05
+"""What a block's bytes are taken to be less than, since those of many follow from those of three."""
 LOOKS = 60
 """Cuts that are tried for each kept way, beyond the first."""
 CUTS_ANEW = 4
@@ -75,6 +80,31 @@ class Found:
         )
 
 
+class BlockKind(NamedTuple):
+    """A block with one recomputation: bytes of its worker beside all blocks, of each block, of
+    each for every micro-batch under way, and the seconds of a micro-batch.
+    """
+
+    base_bytes: float
+    held_bytes: float
+    kept_bytes: float
+    takes_s: float
+
+    def most(self, cap: int, live: int) -> float:
+        """Most blocks for which a worker has room with so many micro-batches under way."""
+        return (ROOMY * cap - self.base_bytes) / (self.held_bytes + live * self.kept_bytes)
+
+
+class Block(NamedTuple):
+    """The layers that most of a model are: how many, what one is with each recomputation, and the least
+    seconds in which a micro-batch passes one.
+    """
+
+    number: int
+    kinds: tuple[BlockKind, ...]
+    passed_s: float
+
+
 def grid_and_schedule(way: Way) -> Hashable:
     """Ways that differ in micro-batches alone are one group, or the answer would be one way with many."""
     return way.grid, way.schedule, way.stages_per_worker
@@ -109,7 +139,8 @@ class Search:
             split=splits_some(self.request, self.space),
         )
         self._steps, self._times = lru_cache(LATELY)(self._steps_of), cache(self._times_of)
-        self._boundaries = cache(self._links_of)
+        self._boundaries, self._live = cache(self._links_of), cache(self._live_of)
+        self._blocks, self._block_bytes = cache(self._block_of), cache(self._block_bytes_of)
 
     def run(
         self,
@@ -129,15 +160,11 @@ class Search:
         ]
         best: dict[Hashable, Found] = {}
         limit_s = inf
-        for number, (about_s, _, way) in enumerate(
-            sorted((self.about_s(way), number, way) for number, way in enumerate(every))
-        ):
+        for number, way in enumerate(sorted(every, key=self._promised_s)):
             self.progress(number, len(every))
-            if about_s >= limit_s:
-                break
             group = of_each(way)
             below_s = min(limit_s, best[group].step_s if group in best else inf)
-            if about_s >= below_s:
+            if self.about_s(way) >= below_s or not self.may_beat(way, below_s):
                 continue
             found = self.best_of(way, below_s=below_s)
             self.tried += 1
@@ -153,15 +180,112 @@ class Search:
     def about_s(self, way: Way) -> float:
         """Seconds of a step about, whatever the memory, and rather less.
 
-        A stage begins when a micro-batch has been through all before it, and ends as long before the end, so
-        the k-th stage may take (1 - 1/M)^k of what the first one may: with one stage per worker and whole
-        backwards a step takes all the work of one micro-batch / (1 - (1 - 1/M)^K).
+        A micro-batch goes through all stages and back. All work is done by the workers, the sums of gradients
+        begin with a last backward, and the optimizer follows. A stage begins when a micro-batch has been
+        through all before it, and ends as long before the end, so the k-th stage may take (1 - 1/M)^k of what
+        the first one may: with one stage per worker and whole backwards a step takes all the work of one
+        micro-batch / (1 - (1 - 1/M)^K).
         """
         times, count, workers = self.times(way), way.num_microbatches, way.grid.pp
-        once_s = times.stage(0, times.num_layers).microbatch_s("never") * ABOUT
-        if way.stages_per_worker > 1 or way.splits or count == 1:
-            return once_s * count / workers
-        return max(once_s * count / workers, once_s / (1 - (1 - 1 / count) ** workers))
+        whole = times.stage(0, times.num_layers)
+        once_s = whole.microbatch_s("never")
+        sums_s = sum(bucket.takes_s for bucket in whole.buckets)
+        ends_s = max(0.0, sums_s - max(whole.backward_s, whole.weights_s)) + whole.after_s
+        found_s = max((once_s * count + ends_s) / workers, whole.forward_s + min(once_s, whole.inputs_s))
+        if way.stages_per_worker == 1 and not way.splits and count > 1:
+            found_s = max(found_s, once_s / (1 - (1 - 1 / count) ** workers))
+        return ABOUT * found_s
+
+    def _promised_s(self, way: Way) -> tuple[float, float]:
+        """What a way is taken by: its step with what its blocks have to recompute about."""
+        about_s, block, workers, count = self.about_s(way), self.block(way), way.grid.pp, way.num_microbatches
+        if block is None:
+            return about_s, about_s
+        live = count if way.schedule in ("gpipe", "breadth-first") else min(count, workers)
+        share = block.number / workers
+        takes_s = [each.takes_s for each in block.kinds if each.most(self.cap, live) >= share]
+        filled_s = 1 + (workers - 1) / count
+        return min((share * count * each * filled_s for each in takes_s), default=inf), about_s
+
+    def may_beat(self, way: Way, below_s: float) -> bool:
+        """Whether workers have room and time for all blocks of a model within `below_s`; True where a model
+        has no blocks that are alike. A worker begins when a micro-batch has been through all before it.
+        """
+        block = self.block(way)
+        if block is None:
+            return True
+        waits = way.stages_per_worker == 1
+        done = 0
+        for live in self._live(way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches):
+            left_s = (below_s / ABOUT - waits * done * block.passed_s) / way.num_microbatches
+            most = (min(each.most(self.cap, live), left_s / each.takes_s) for each in block.kinds)
+            done += max(0, int(max(most)))
+        return done >= block.number
+
+    def block(self, way: Way) -> Block | None:
+        """One of the layers that most of the model's are; None where no four in a row are alike."""
+        return self._blocks(way.grid, way.microbatch_size, way.num_microbatches, way.splits)
+
+    def _block_of(self, grid: Grid, size: int, count: int, split: bool) -> Block | None:
+        way = Way(grid, "1f1b", 1, count, size)
+        times = self._times(grid, size, split)
+        bytes_of = self._block_bytes(grid.fsdp, min(grid.dp, 2), grid.fsdp_level, grid.tp)
+        if bytes_of is None:
+            return None
+        first, number, by_remat = bytes_of
+        kinds, longer, shorter = [], range(first, first + 3), range(first, first + 2)
+        for remat in self.remats(way):
+            (all_s, passed_s), (less_s, less_passed_s) = (
+                (
+                    takes.microbatch_s("never") + recomputed(remat, count) / count * takes.again_s,
+                    takes.forward_s + takes.backward_s * (not split),
+                )
+                for takes in (times.stage(span.start, span.stop, remat) for span in (longer, shorter))
+            )
+            base, held, kept = by_remat[remat]
+            kinds.append(BlockKind(base, held, size * kept, max(all_s - less_s, 1e-12)))
+            if remat == "never" or len(kinds) == 1:
+                passed = ABOUT * (passed_s - less_passed_s)
+        return Block(number, tuple(kinds), passed)
+
+    def _block_bytes_of(
+        self, fsdp: int, dp: int, level: int, tp: int
+    ) -> tuple[int, int, dict[str, tuple[float, float, float]]] | None:
+        """Where blocks begin, how many there are, and for each recomputation the bytes of a worker beside
+        them, of each, and of each for every example under way.
+        """
+        grid, size = Grid(1, dp, fsdp, level, tp), min(self.costs.sizes)
+        room = self.room(Way(grid, "gpipe", 1, 1, size))
+        alike = [id(layer) for layer in room.layers]
+        start = next((i for i in range(len(alike) - 3) if len({*alike[i : i + 4]}) == 1), None)
+        if start is None:
+            return None
+        found = {}
+        rooms = [self.room(Way(grid, "gpipe", 1, count, size)) for count in (1, 2)]
+        for remat in REMATS:
+            (few, more), (twice_few, twice) = (
+                [room.memory(0, (range(start, start + number),), (remat,)).peak for number in (2, 3)]
+                for room in rooms
+            )
+            kept = max(0, (twice - twice_few) - (more - few))
+            found[remat] = float(more - 3 * (more - few)), float(more - few - kept), kept / size
+        return start, alike.count(alike[start]), found
+
+    def _live_of(self, name: str, workers: int, per_worker: int, count: int) -> tuple[int, ...]:
+        """Micro-batches of which each worker has all blocks under way at some time; about as many in a long
+        schedule as in a shorter one, unless those were all of them.
+        """
+        few = min(count, 4 * workers)
+        found = []
+        for row in named(name, workers, few, stages_per_worker=per_worker).actions:
+            under_way = dict.fromkeys((action.stage for action in row), 0)
+            most = 0
+            for action in row:
+                if action.kind is not Kind.W:
+                    under_way[action.stage] += 1 if action.kind is Kind.F else -1
+                    most = max(most, min(under_way.values()))
+            found.append(count if most == few else most)
+        return tuple(found)
 
     def best_of(self, way: Way, looks: int = 0, below_s: float = inf) -> Found | None:
         """A good cut of a way that fits, whose step takes less than `below_s`; None where none was found.

@@ -103,8 +103,7 @@ def test_a_tied_weight_takes_what_the_memory_model_says(
 
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3)])
 def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
-    search = search_of(name="tied")
-    search.ties_over = lambda tp: ()
+    search = Search(costs_of(planned("tied")), REQUEST, Space())
     way, cut = Way(grid, "1f1b", 1, 4, 2), (range(4), range(4, 8))
     found = search.found(way, Cut(cut, ("never", "always"), 1.0))
     profile = planned("tied").profile_of(2, "float32", split_backward=False)

@@ -26,9 +26,9 @@ from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.candidate import Candidate, Prediction, splits
-from gpipe_bench.planner.collectives import Collectives
-from gpipe_bench.planner.costs import Costs, inside, kinds_of
-from gpipe_bench.planner.request import Request, Topology
+from gpipe_bench.planner.costs import Costs, kinds_of
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.steps import times_on
 
 DRAWS = 64
 """Number of simulated steps whose median is the prediction, where there is jitter."""
@@ -46,35 +46,24 @@ class Layout:
             raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
         self.schedule = candidate.rows()
         self.size = candidate.microbatch_size(request.batch_size)
-        costs = costs.on(self.size, candidate.tp, sharded=request.gathers_half(candidate.fsdp))
-        self.candidate, self.costs = candidate, costs
-        self.at = costs.at(self.size)
-        self.kinds = kinds_of(self.schedule)
-        self.topology = Topology(request, candidate.grid, costs.sums_beside(request.link))
-        self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
-        split = splits(candidate.schedule)
-        ahead = request.accelerated  # a CPU gathers and computes in turn
-        self._collectives = Collectives(
-            candidate.grid, self.topology, costs, self.size, split=split, ahead=ahead, shards=self._shards
-        )
+        self.candidate, self.costs, split = candidate, costs, splits(candidate.schedule)
+        times = times_on(candidate.grid, costs, self.size, request, split=split)
+        assert times.collectives is not None
+        self.at, self._collectives = times.size, times.collectives
+        self.topology = self._collectives.near
         if split and self._collectives.every_pass:
             raise ValueError(
                 f"schedule {candidate.schedule!r} splits backwards, and its W would find its parameters "
                 "sharded: gather once in a step (ZeRO-2)"
             )
+        kinds = kinds_of(self.schedule)
+        stages = list(zip(candidate.cut, candidate.remat, strict=True))
         known = {
-            (stage, kind): self.at.seconds(inside(kind, candidate.remat[stage]), candidate.cut[stage])
-            + costs.gap_s
-            for stage, kind in {(action.stage, kind) for action, kind in self.kinds.items()}
+            (stage, kind): times.action_s(kind, *stages[stage]) + costs.gap_s
+            for stage, kind in {(action.stage, kind) for action, kind in kinds.items()}
         }
-        update_s = [each / candidate.fsdp for each in costs.update_s]
-        if self._shards is not None:
-            for stage, kind in known:
-                more_s = self._shards.more(kind, candidate.cut[stage])
-                known[stage, kind] = max(0.0, known[stage, kind] + more_s)
-            update_s = list(self._shards.update_s)
-        self.action_s = {action: known[action.stage, kind] for action, kind in self.kinds.items()}
-        self._update_s = [sum(update_s[span.start : span.stop]) for span in candidate.cut]
+        self.action_s = {action: known[action.stage, kind] for action, kind in kinds.items()}
+        self._stages = [times.stage(span.start, span.stop, remat) for span, remat in stages]
         self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
 
     def timeline(
@@ -127,20 +116,19 @@ class Layout:
         ends = [span.stop - 1 for span in candidate.cut[:-1]]
         found: dict[str, Any] = {
             "setup_s": [a * b for a, b in zip(self._setup_s, worker, strict=True)],
-            "update_s": [a * b for a, b in zip(self._update_s, worker, strict=True)],
+            "update_s": [each.after_s * b for each, b in zip(self._stages, worker, strict=True)],
         }
         if self.at.activation_bytes:
             found["activation_bytes"] = [self.at.activation_bytes[end] for end in ends]
         if self.at.gradient_bytes:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
-        stages = candidate.cut
         if candidate.replicas > 1:
-            found["reductions"] = list(map(self._collectives.buckets, stages))
+            found["reductions"] = [each.buckets for each in self._stages]
         if candidate.fsdp_level == 2:
-            found["gathers"] = list(map(self._collectives.gathers, stages))
+            found["gathers"] = [each.gathers for each in self._stages]
         if self._collectives.every_pass or candidate.tp > 1:
             waits_s = found["collective_s"] = dict[tuple[int, Kind], float]()
-            each_s = map(self._collectives.inside_s, stages, candidate.remat)
+            each_s = map(self._collectives.waits_s, candidate.cut, candidate.remat)
             for stage, (ahead_s, back_s) in enumerate(each_s):
                 kinds_s = {Kind.F: ahead_s, Kind.R: ahead_s, Kind.B: back_s, Kind.I: back_s, Kind.W: 0.0}
                 waits_s |= {(stage, kind): seconds for kind, seconds in kinds_s.items()}

@@ -370,18 +370,13 @@ class Search:
 
         return LongSteps(rows, way.num_microbatches, self.boundaries(way))
 
-    def _topology(self, grid: Grid) -> Topology:
-        return Topology(self.request, grid, self.costs.sums_beside(self.request.link))
-
     def _links_of(self, grid: Grid, name: str, per_worker: int) -> tuple[Link, ...]:
         small = named(name, grid.pp, 1, stages_per_worker=per_worker)
-        return self._topology(grid).boundaries([small.worker(stage) for stage in range(small.num_stages)])
+        homes = [small.worker(stage) for stage in range(small.num_stages)]
+        return Topology(self.request, grid).boundaries(homes)
 
     def _times_of(self, grid: Grid, size: int, split: bool) -> LayerTimes:
-        costs = self.costs.on(size, grid.tp, sharded=self.request.gathers_half(grid.fsdp))
-        shards = costs.shards(size, grid.fsdp, grid.fsdp_level, self.request.link)
-        ahead = self.request.accelerated
-        return times_on(grid, costs, size, self._topology(grid), split=split, ahead=ahead, shards=shards)
+        return times_on(grid, self.costs, size, self.request, split=split)
 
 
 def _fits(
@@ -516,7 +511,7 @@ def spans(ends: Sequence[int]) -> Partition:
 def _even(times: LayerTimes, stages: int) -> Iterator[Partition]:
     """Yields two even cuts: by the seconds of the layers, and by their number."""
     layers = range(times.num_layers)
-    yield partition([times.work_s(layer, layer + 1) for layer in layers], stages)
+    yield partition([times.work_s(range(layer, layer + 1)) for layer in layers], stages)
     yield partition([1.0] * len(layers), stages)
 
 

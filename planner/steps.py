@@ -17,19 +17,17 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, execution_order
 from gpipe_bench.planner.candidate import WRAPPED, Grid
 from gpipe_bench.planner.collectives import Collectives, forward_kind
-from gpipe_bench.planner.costs import FIRST, Costs, ShardCosts, inside
-from gpipe_bench.planner.request import Topology
-
-_KINDS = ("F", "R", "B", "I", "W")
+from gpipe_bench.planner.costs import Costs, ShardCosts, SizeCosts, inside
+from gpipe_bench.planner.request import Request, Topology
 
 
 def recomputed(remat: str, num_microbatches: int) -> int:
@@ -58,121 +56,94 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of every layer on one micro-batch, and what lies between the layers.
+    """Seconds of stages of any layers on one micro-batch, and what lies between the layers.
 
     Args:
-        layers_s: by kind, F, R and B, and I and W of schedules that have them; B and I also with what is
-            recomputed inside, as `costs.inside` calls it
-        activation_bytes, gradient_bytes: between layer i and i + 1, of one micro-batch each way
-        update_s: of the optimizer
-        action_s: of an action of a stage whatever its layers, by kind
+        size: costs of the layers
+        update_s: of the optimizer, of each layer; nothing if not given
+        split: whether backwards are I and W, where the layers have them
         collectives: what a grid adds; nothing if not given
-
-    Their lengths match: `Costs` has checked that.
+        shards: what parameters in parts were timed to add
     """
 
-    layers_s: Mapping[str, Sequence[float]]
-    activation_bytes: Sequence[float] = ()
-    gradient_bytes: Sequence[float] = ()
+    size: SizeCosts
     update_s: Sequence[float] = ()
-    action_s: Mapping[str, float] = field(default_factory=dict)
+    split: bool = True
     collectives: Collectives | None = None
+    shards: ShardCosts | None = None
     _stages: dict[tuple[int, int, str], StageTimes] = field(default_factory=dict, repr=False, compare=False)
-    _sums: dict[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        seconds = {**self.layers_s, "update": self.update_s or [0.0] * self.num_layers}
-        self._sums.update({kind: list(accumulate(each, initial=0.0)) for kind, each in seconds.items()})
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers_s["F"])
+        return self.size.num_layers
+
+    def action_s(self, kind: str, span: range, remat: str) -> float:
+        """Seconds of an action of a stage of these layers with this recomputation, its waits left out; `kind`
+        as in `costs.KINDS`, also of a step's first one.
+        """
+        takes_s = self.size.seconds(inside(kind, remat), span)
+        return takes_s if self.shards is None else max(0.0, takes_s + self.shards.more(kind, span))
 
     def stage(self, start: int, stop: int, remat: str = "never") -> StageTimes:
         """Returns the times of a stage of layers start..stop - 1 with this recomputation."""
         key = (start, stop, remat if remat in WRAPPED else "never")
         if key not in self._stages:
-            self._stages[key] = self._stage(*key)
+            self._stages[key] = self._stage(range(start, stop), key[2])
         return self._stages[key]
 
-    def _stage(self, start: int, stop: int, remat: str) -> StageTimes:
-        more, span, takes = self.collectives, range(start, stop), {}
-        for kind in _KINDS:
-            known = inside(kind, remat) if inside(kind, remat) in self._sums else kind
-            takes[kind] = self._of(known, start, stop) + self.action_s.get(kind, 0.0) * (known in self._sums)
-        ahead_s, back_s = more.passes_s(span, remat) if more else (0.0, 0.0)
+    def _stage(self, span: range, remat: str) -> StageTimes:
+        more, known = self.collectives, self.size.layers_s
+        halves = self.split and "I" in known
+        forward, again, *back = (
+            self.action_s(kind, span, remat) if kind in known else 0.0
+            for kind in (forward_kind(known), "R", "B", *("IW" * halves))
+        )  # fmt: skip
+        ahead_s, back_s = more.waits_s(span, remat) if more else (0.0, 0.0)
         return StageTimes(
-            takes["F"] + ahead_s, takes["R"] + ahead_s, takes["B"] + back_s, takes["I"], takes["W"],
-            self._of("update", start, stop),
+            forward + ahead_s, again + ahead_s, back[0] + back_s,
+            *((back[1] + back_s, back[2]) if halves else (0.0, 0.0)),
+            sum(self.update_s[span.start : span.stop]),
             more.buckets(span) if more else (), more.gathers(span) if more else (),
         )  # fmt: skip
 
-    def _of(self, name: str, start: int, stop: int) -> float:
-        sums = self._sums.get(name)
-        return sums[stop] - sums[start] if sums else 0.0
-
-    def work_s(self, start: int, stop: int) -> float:
-        """Least seconds of layers start..stop - 1 on one micro-batch, with a whole or a split backward."""
-        back_s = self._of("B", start, stop)
-        if "I" in self._sums:
-            back_s = min(back_s, self._of("I", start, stop) + self._of("W", start, stop))
-        return self._of("F", start, stop) + back_s
+    def work_s(self, span: range) -> float:
+        """Seconds of layers on one micro-batch without their gathers, with a whole or a split backward."""
+        forward_s, *back_s = (
+            self.size.seconds(kind, span) if kind in self.size.layers_s else inf
+            for kind in (forward_kind(self.size.layers_s), "B", *("IW" * self.split))
+        )
+        return forward_s + min(back_s[0], sum(back_s[1:]) if self.split else inf)
 
     def passed_s(self, boundary: int) -> float:
         """Least seconds of a micro-batch on all layers before `boundary`: forward, and where backwards are
         whole, back.
         """
-        back_s = 0.0 if "I" in self._sums else self._of("B", 0, boundary)
-        return self._of("F", 0, boundary) + back_s
+        known, span = self.size.layers_s, range(boundary)
+        if not boundary:
+            return 0.0
+        back_s = 0.0 if self.split and "I" in known else self.size.seconds("B", span)
+        return self.size.seconds(forward_kind(known), span) + back_s
 
     def message(self, boundary: int) -> tuple[float, float]:
         """Bytes over a cut in front of layer `boundary`, forward and back."""
-        if not self.activation_bytes:
+        if not self.size.activation_bytes:
             return 0.0, 0.0
-        ahead = self.activation_bytes[boundary - 1]
-        return ahead, self.gradient_bytes[boundary - 1] if self.gradient_bytes else ahead
+        ahead, back = self.size.activation_bytes, self.size.gradient_bytes or self.size.activation_bytes
+        return ahead[boundary - 1], back[boundary - 1]
 
 
-def times_on(
-    grid: Grid,
-    costs: Costs,
-    microbatch_size: int,
-    near: Topology,
-    *,
-    split: bool,
-    ahead: bool,
-    shards: ShardCosts | None = None,
-) -> LayerTimes:
-    """The times of the layers on a grid; arguments as of `Collectives`."""
-    size, layers = costs.at(microbatch_size), costs.num_layers
+def times_on(grid: Grid, costs: Costs, microbatch_size: int, request: Request, *, split: bool) -> LayerTimes:
+    """The times of the layers on a grid for such micro-batches; `split` where a schedule has I and W.
+
+    ValueError for a size or a grid that the costs know nothing of.
+    """
+    costs = costs.on(microbatch_size, grid.tp, sharded=request.gathers_half(grid.fsdp))
+    near = Topology(request, grid, costs.sums_beside(request.link))
+    shards = costs.shards(microbatch_size, grid.fsdp, grid.fsdp_level, request.link)
+    ahead = request.accelerated  # a CPU gathers and computes in turn
     collectives = Collectives(grid, near, costs, microbatch_size, split=split, ahead=ahead, shards=shards)
-    rounds = [collectives.rounds_s(layer) for layer in range(layers)]
-    forward = forward_kind(size.layers_s)
-    kinds = {
-        kind: each for kind, each in size.layers_s.items() if kind[0] in "RB" or (split and kind[0] in "IW")
-    }
-    takes_s = {kind: list(each) for kind, each in kinds.items() if not kind.endswith(FIRST)}
-    takes_s |= {"F": list(size.layers_s[forward]), "R": list(size.layers_s.get("R", size.layers_s[forward]))}
-    for kind, seconds in takes_s.items():
-        if kind != "W":
-            ahead, back, again = kind in "FR", kind[0] in "BI", " " in kind
-            takes_s[kind] = [
-                each + (ahead + again) * there_s + back * back_s
-                for each, (there_s, back_s) in zip(seconds, rounds, strict=True)
-            ]
-        if shards is not None:
-            more_s = [shards.more(kind, range(layer, layer + 1)) for layer in range(layers)]
-            takes_s[kind] = [max(0.0, each + more) for each, more in zip(takes_s[kind], more_s, strict=True)]
-    update_s = shards.update_s if shards is not None else [each / grid.fsdp for each in costs.update_s]
-    action_s = {kind: size.action_s.get(kind, 0.0) for kind in "RBIW"}
-    return LayerTimes(
-        takes_s,
-        size.activation_bytes,
-        size.gradient_bytes,
-        update_s,
-        action_s | {"F": size.action_s.get(forward, 0.0)},
-        collectives,
-    )
+    update_s = [each / grid.fsdp for each in costs.update_s] if shards is None else shards.update_s
+    return LayerTimes(costs.at(microbatch_size), update_s, split, collectives, shards)
 
 
 class QuickSteps:

@@ -21,7 +21,6 @@ from gpipe_bench.planner.costs import kinds_of
 from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.probes import Probed, ProbeRun, Step, Taken, run_of
-from gpipe_bench.planner.request import Topology
 from gpipe_bench.planner.steps import times_on
 
 
@@ -146,15 +145,11 @@ def test_parts_take_what_they_took() -> None:
     beside = replace(costs, jitter=(), gap_s=0.0)
     step_s = predict(way, beside, request).step_s
     assert step_s == pytest.approx(0.75 + 2 * 11 + 22 + 26 + (7.75 - 0.75) + (0.0 + 0.5 + 1.0 + 1.5))
-    # The search adds layers up, which here are those of `probed` and not of the whole stage.
     shards = beside.shards(2, 2, 2, request.link)
     assert shards is not None
-    grid = Grid(1, 1, 2, 2)
-    near = Topology(request, grid)
-    times = times_on(grid, beside, 2, near, split=False, ahead=False, shards=shards)
-    assert sum(times.layers_s["F"]) == pytest.approx(10.0 + 2.0)
-    assert sum(times.update_s) == pytest.approx(3.0)
-    assert sum(bucket.takes_s for bucket in times.stage(0, 4).buckets) == pytest.approx(7.0)
+    whole_model = times_on(Grid(1, 1, 2, 2), beside, 2, request, split=False).stage(0, 4)
+    assert (whole_model.forward_s, whole_model.after_s) == pytest.approx((11.0, 3.0))
+    assert sum(bucket.takes_s for bucket in whole_model.buckets) == pytest.approx(7.0)
     # Of four parts three quarters are sent; at a level, or over a link, that was not timed nothing is known.
     four = beside.shards(2, 4, 2, request.link)
     assert four is not None

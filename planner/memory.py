@@ -8,9 +8,9 @@ the same layers are one, wherever they stand. One thing is only known here:
                      each of its uses is counted, which is more than there is; where others have some, for a
                      moment their gradient, too
 
-What a grid adds to the first forward or the last backward alone is counted at every moment of a step. What
-messages take is only known of all stages together: a cut is looked for with one receive ahead (`alone`), then
-`counted` with what the transport holds beyond that, and a cut that fits so fits.
+A cut is looked for with one receive ahead (`alone`), where what a grid adds to the first forward or the last
+backward alone is counted at every moment of a step. What messages take is only known of all stages together:
+then the whole cut is `counted`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_byte
 from gpipe_bench.pipeline.memory.peaks import NOWHERE, Optimizer, Place, Placed, StageMemory, Worker
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without
+from gpipe_bench.pipeline.memory.workers import SharedWeight, Transport, places, summing, without
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.remat import recomputes
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
@@ -118,9 +118,27 @@ class Room:
         return self._known[key]
 
     def counted(self, stages: Sequence[range], remat: Sequence[str]) -> tuple[StageMemory, ...]:
-        """Returns each worker's peak, with its messages."""
-        alone, more = self.alone(stages, remat), self._messages(stages, remat)
-        return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
+        """Returns each worker's peak by the model's own walk over the whole schedule, with its messages."""
+        held: dict[int, HeldStage] = {}
+        for mine in self._rows.homes:
+            spans = tuple(stages[stage] for stage in mine)
+            own = self._once(spans, [remat[stage] for stage in mine], self._ties(spans))
+            held |= zip(mine, own, strict=True)
+        every, whole = [held[stage] for stage in range(len(stages))], self._rows.recomputed(remat)
+        peaks = grid_peak_bytes(every, whole, self._optimizer, receive_ahead=self._transport)
+        where = places([each.rest for each in every], whole, self._transport)
+        found = []
+        alone_of = self.alone(stages, remat)
+        for worker, (alone, peak) in enumerate(zip(alone_of, peaks, strict=True)):
+            mine = self._rows.homes[worker]
+            if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
+                resting = [every[stage] for stage in mine]
+                sums = self._summing(worker, resting, received, [where[stage] for stage in mine])
+                peak = max(peak, sums.peak)
+            more = peak - alone.peak  # messages, less what a grid adds to other moments
+            part = "boundary" if more >= 0 else "transients"
+            found.append(replace(alone, **{part: getattr(alone, part) + more}))
+        return tuple(found)
 
     def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
         """Returns each worker's peak with one receive ahead."""
@@ -128,23 +146,6 @@ class Room:
             self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
             for worker, mine in enumerate(self._rows.homes)
         ]
-
-    def _messages(self, stages: Sequence[range], remat: Sequence[str]) -> list[int]:
-        """Returns the bytes that ring buffers and messages on their way add to each worker's peak, beyond
-        those that `memory` counts. The number may be negative.
-        """
-        if self.schedule.num_workers == 1:
-            return [0]
-        held: dict[int, HeldStage] = {}
-        for mine in self._rows.homes:
-            spans = tuple(stages[stage] for stage in mine)
-            own = self._once(spans, [remat[stage] for stage in mine], self._ties(spans))
-            held |= zip(mine, own, strict=True)
-        every, whole = [held[stage] for stage in range(len(stages))], self._rows.recomputed(remat)
-        counted, supposed = (
-            self._all_together(every, stages, whole, ahead) for ahead in (self._transport, 1)
-        )
-        return [more - less for more, less in zip(counted, supposed, strict=True)]
 
     def fits(self, worker: int, stages: Stages, remat: Sequence[str], cap: int) -> bool:
         """Whether a worker has room for stages of these layers, which recompute so much."""
@@ -186,19 +187,6 @@ class Room:
             stays=self._rows.ahead > 0,
             place=place,
         )
-
-    def _all_together(
-        self, held: Sequence[HeldStage], stages: Sequence[range], whole: Schedule, ahead: Ahead
-    ) -> list[int]:
-        """The peaks of all workers by the model's own walk, with the sums of tied weights."""
-        found = list(grid_peak_bytes(held, whole, self._optimizer, receive_ahead=ahead))
-        where = places([each.rest for each in held], whole, ahead)
-        for worker, mine in enumerate(self._rows.homes):
-            if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
-                resting = [held[stage] for stage in mine]
-                sums = self._summing(worker, resting, received, [where[stage] for stage in mine])
-                found[worker] = max(found[worker], sums.peak)
-        return found
 
     def _summing(
         self, worker: int, held: Sequence[HeldStage], received: int, where: Sequence[Place] | None = None

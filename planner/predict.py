@@ -19,16 +19,19 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.pipeline.plan.links import FREE, Between, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.candidate import Candidate, Prediction, splits
+from gpipe_bench.planner.candidate import Candidate, Prediction, Way, splits
 from gpipe_bench.planner.costs import Costs, kinds_of
 from gpipe_bench.planner.request import Request
 from gpipe_bench.planner.steps import times_on
+
+if TYPE_CHECKING:
+    from gpipe_bench.pipeline.memory.peaks import StageMemory
 
 DRAWS = 64
 """Number of simulated steps whose median is the prediction, where there is jitter."""
@@ -156,57 +159,30 @@ def predict(
     drawn = layout.drawn_s(draws)
     step_s = median(drawn)
     edge = round(0.025 * (len(drawn) - 1))
-    peaks, when = _peaks(layout, request)
+    held = _held(layout, request) if costs.profiles is not None else ()
+    workers = candidate.num_workers
     return Prediction(
         candidate=candidate,
         batch_size=request.batch_size,
         step_s=step_s,
         low_s=drawn[edge] * costs.low,
         high_s=drawn[-1 - edge] * costs.high,
-        peak_bytes=peaks,
-        peak_when=when,
+        peak_bytes=tuple(each.peak for each in held) or (0,) * workers,
+        peak_when=tuple(each.when for each in held) or ("",) * workers,
         parts_s=layout.parts_s(step_s) if parts else {},
         provenance=dict(costs.provenance)
         | ({"grid": layout.topology.describe()} if request.hosts > 1 else {}),
     )
 
 
-def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Bytes of each worker at its fullest, and when, which is not said of what several processes hold."""
-    candidate = layout.candidate
-    unsaid = ("",) * candidate.num_workers
-    if layout.costs.profiles is None:
-        return (0,) * candidate.num_workers, unsaid
-    from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
-    from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory
+def _held(layout: Layout, request: Request) -> tuple[StageMemory, ...]:
+    """The fullest moment of each worker."""
+    from gpipe_bench.planner.memory import Rooms
 
-    profiles = {
-        remat: layout.costs.profiles(
-            layout.size, split_backward=splits(candidate.schedule), tp=candidate.tp, remat=remat,
-            sharded=request.gathers_half(candidate.fsdp),
-        )
-        for remat in dict.fromkeys(candidate.remat)
-    }  # fmt: skip
-    transport, rule = Transport(request.accelerated), request.optimizer
-    if candidate.replicas > 1:
-        share = request.gathered_share if candidate.fsdp > 1 else 1.0
-        sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2, gathered_share=share)
-        held = [
-            held_stage(
-                profiles[remat].layers[span.start : span.stop],
-                profiles[remat].loss if span is candidate.cut[-1] else None, sharing,
-            )
-            for span, remat in zip(candidate.cut, candidate.remat, strict=True)
-        ]  # fmt: skip
-        return grid_peak_bytes(held, layout.schedule, rule, receive_ahead=transport), unsaid
-    layers = [
-        layer
-        for span, remat in zip(candidate.cut, candidate.remat, strict=True)
-        for layer in profiles[remat].layers[span.start : span.stop]
-    ]
-    loss = profiles[candidate.remat[-1]].loss
-    found = pipeline_memory(layers, loss, candidate.cut, layout.schedule, rule, receive_ahead=transport)
-    return tuple(each.peak for each in found), tuple(each.when for each in found)
+    each, costs = layout.candidate, layout.costs
+    way = Way(each.grid, each.schedule, each.stages_per_worker, each.num_microbatches, layout.size)
+    room = Rooms(costs.profiles, request, lambda tp: (), split=way.splits)(way)
+    return room.counted(each.cut, each.remat)
 
 
 # Where the time of a step goes: every device-second of workers x makespan has one reason. Idle time carries

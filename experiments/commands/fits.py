@@ -10,8 +10,8 @@ from typing import Any
 from gpipe_bench.experiments.commands.output import DONE, tell
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.planner.answer import nothing_fits, smallest
 from gpipe_bench.planner.candidate import splits
-from gpipe_bench.planner.infeasible import nothing_fits, smallest
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.request import Request, Space, divisors
 from gpipe_bench.planner.search import Found

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from gpipe_bench.pipeline import FREE, NAMED, Action, Kind, Link, Schedule, named, replay
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.costs import SizeCosts
-from gpipe_bench.planner.search import best_cut
-from gpipe_bench.planner.steps import LayerTimes, LongSteps, QuickSteps, StageTimes
+from gpipe_bench.planner.steps import LayerTimes, LongSteps, QuickSteps, StageTimes, best_cut
 
 SLOW = Link("slow", 0.25, 4.0)
 SECONDS = st.integers(0, 8).map(lambda number: number / 4)

@@ -11,7 +11,7 @@ from planning_models import costs_of, planned
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.pipeline import LINKS, Link
 from gpipe_bench.planner import Request, Space, plan
-from gpipe_bench.planner.infeasible import smallest
+from gpipe_bench.planner.answer import smallest
 from gpipe_bench.planner.model import built
 from gpipe_bench.planner.request import MEASURED, ways
 from gpipe_bench.planner.search import Search

@@ -14,7 +14,8 @@ from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.planner import Request, Space, link_named, link_within, plan
 from gpipe_bench.planner.candidate import Grid, Way
 from gpipe_bench.planner.request import Topology, ways
-from gpipe_bench.planner.search import Cut, Search
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.steps import Cut
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
 TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)

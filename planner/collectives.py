@@ -36,7 +36,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import inf
 
 from gpipe_bench.pipeline.plan.links import Bucket, Gather, Link, bucket_bytes_of
 from gpipe_bench.planner.candidate import WRAPPED, Grid
@@ -45,9 +44,7 @@ from gpipe_bench.planner.request import Topology
 
 
 def all_reduce_s(num_bytes: float, ranks: int, link: Link) -> float:
-    """Seconds until every one of `ranks` has the sum of their tensors of `num_bytes`. Errors as of
-    `all_gather_s`.
-    """
+    """Seconds until every one of `ranks` has the sum of their tensors of `num_bytes`."""
     return 2 * all_gather_s(num_bytes, ranks, link)
 
 
@@ -57,14 +54,7 @@ def all_gather_s(num_bytes: float, ranks: int, link: Link) -> float:
 
     That is once round the ring less one hop. A ring of two goes there and back between the same two ranks, so
     a link whose directions share it carries two pieces at a time.
-
-    Raises:
-        ValueError: no ranks, or bytes that are negative or not finite.
     """
-    if ranks < 1:
-        raise ValueError(f"a collective of {ranks} ranks; give 1 or more")
-    if not 0 <= num_bytes < inf:
-        raise ValueError(f"a collective of {num_bytes} bytes; they must be finite and not negative")
     at_once = 2 if ranks == 2 and link.shares_directions else 1
     return (ranks - 1) * (link.latency_s + at_once * link.occupied_s(num_bytes) / ranks)
 

@@ -62,7 +62,7 @@ def questions(draw: st.DrawFn) -> tuple[str, Request, Space]:
     return draw(st.sampled_from(["plain", "tied"])), request, space
 
 
-@settings(max_examples=8, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(questions())
 def test_an_answer_fits_and_each_remedy_of_a_refusal_is_one(case: tuple[str, Request, Space]) -> None:
     """A plan is the same when asked again, its cut holds all layers, and with more memory it is no slower."""

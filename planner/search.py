@@ -80,8 +80,8 @@ class Found:
 
 
 class BlockKind(NamedTuple):
-    """A block with one recomputation: bytes of its worker beside all blocks, of each block, of
-    each for every micro-batch under way, and the seconds of a micro-batch.
+    """A block with one recomputation: bytes of its worker beside all blocks, of each block, and of each for
+    every micro-batch under way; the seconds of a micro-batch.
     """
 
     base_bytes: float
@@ -91,7 +91,7 @@ class BlockKind(NamedTuple):
 
     def most(self, cap: int, live: int) -> float:
         """Most blocks for which a worker has room with so many micro-batches under way."""
-        return (ROOMY * cap - self.base_bytes) / (self.held_bytes + live * self.kept_bytes)
+        return (ROOMY * cap - self.base_bytes) / max(1.0, self.held_bytes + live * self.kept_bytes)
 
 
 class Block(NamedTuple):
@@ -190,7 +190,8 @@ class Search:
         once_s = whole.microbatch_s("never")
         sums_s = sum(bucket.takes_s for bucket in whole.buckets)
         ends_s = max(0.0, sums_s - max(whole.backward_s, whole.weights_s)) + whole.after_s
-        found_s = max((once_s * count + ends_s) / workers, whole.forward_s + min(once_s, whole.inputs_s))
+        back_s = min(whole.backward_s, whole.inputs_s or inf)
+        found_s = max((once_s * count + ends_s) / workers, whole.forward_s + back_s)
         if way.stages_per_worker == 1 and not way.splits and count > 1:
             found_s = max(found_s, once_s / (1 - (1 - 1 / count) ** workers))
         return ABOUT * found_s
@@ -218,7 +219,7 @@ class Search:
         for live in self._live(way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches):
             left_s = (below_s / ABOUT - waits * done * block.passed_s) / way.num_microbatches
             most = (min(each.most(self.cap, live), left_s / each.takes_s) for each in block.kinds)
-            done += max(0, int(max(most)))
+            done += max(0, int(max(most, default=0.0)))
         return done >= block.number
 
     def block(self, way: Way) -> Block | None:
@@ -226,26 +227,26 @@ class Search:
         return self._blocks(way.grid, way.microbatch_size, way.num_microbatches, way.splits)
 
     def _block_of(self, grid: Grid, size: int, count: int, split: bool) -> Block | None:
-        way = Way(grid, "1f1b", 1, count, size)
-        times = self._times(grid, size, split)
+        way, times = Way(grid, "1f1b", 1, count, size), self._times(grid, size, split)
         bytes_of = self._block_bytes(grid.fsdp, min(grid.dp, 2), grid.fsdp_level, grid.tp)
         if bytes_of is None:
             return None
         first, number, by_remat = bytes_of
-        kinds, longer, shorter = [], range(first, first + 3), range(first, first + 2)
+
+        def takes_s(remat: str, blocks: int) -> tuple[float, float]:
+            """Seconds of a micro-batch on so many blocks, and until it has passed them."""
+            takes = times.stage(first, first + blocks, remat)
+            again_s = takes.again_s * recomputed(remat, count) / count
+            passed_s = takes.forward_s + takes.backward_s * (not split)
+            return takes.microbatch_s("never") + again_s, passed_s
+
+        kinds = []
         for remat in self.remats(way):
-            (all_s, passed_s), (less_s, less_passed_s) = (
-                (
-                    takes.microbatch_s("never") + recomputed(remat, count) / count * takes.again_s,
-                    takes.forward_s + takes.backward_s * (not split),
-                )
-                for takes in (times.stage(span.start, span.stop, remat) for span in (longer, shorter))
-            )
             base, held, kept = by_remat[remat]
-            kinds.append(BlockKind(base, held, size * kept, max(all_s - less_s, 1e-12)))
-            if remat == "never" or len(kinds) == 1:
-                passed = ABOUT * (passed_s - less_passed_s)
-        return Block(number, tuple(kinds), passed)
+            one_s = takes_s(remat, 3)[0] - takes_s(remat, 2)[0]
+            kinds.append(BlockKind(base, held, size * kept, max(one_s, 1e-12)))
+        passed_s = takes_s("never", 3)[1] - takes_s("never", 2)[1]
+        return Block(number, tuple(kinds), ABOUT * passed_s)
 
     def _block_bytes_of(
         self, fsdp: int, dp: int, level: int, tp: int

@@ -1,4 +1,4 @@
-"""The answer to a request: the best few ways to train a model, predicted, and what less memory would cost.
+"""The answer to a request: the best few ways to train a model, predicted.
 
     found = plan(model_of("gpt2", 64), request)
     found.best.step_s, found.best.candidate, found.script()
@@ -11,31 +11,29 @@ The best one is also a script that trains with it, and settings for other engine
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.planner.accelerators import accelerator
-from gpipe_bench.planner.candidate import Candidate, Prediction
+from gpipe_bench.planner.candidate import Prediction, Way
 from gpipe_bench.planner.costs import Costs
 from gpipe_bench.planner.formats import FORMATS, NAME, Written, as_run, command, written
-from gpipe_bench.planner.infeasible import nothing_fits, on_engine, smallest
 from gpipe_bench.planner.measured import ROUNDS, as_measured
+from gpipe_bench.planner.memory import Room, Rooms
 from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
-from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some, ways
 from gpipe_bench.planner.search import KEPT, Found, Search
+from gpipe_bench.planner.steps import filled
 
 SHOWN = 5
 """Number of ways that are printed."""
-LESS = 0.85
-"""The next point of the frontier must fit into this share of the previous point's peak memory."""
-MOST_POINTS = 8
-"""Largest number of points of the frontier."""
-FEW = 2
-"""Ways kept for each point of the frontier but the first: the best, and one that may be as good."""
 
 Progress = Callable[[str, int, int], None]
 """Callback that gets the name of the current work, how many parts are done, and how many there are."""
@@ -43,12 +41,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to a request: the best ways to train, and the frontier of time and memory.
+    """The answer to a request: the best ways to train.
 
     Args:
         model, request: what was asked
         predictions: the best of each grid and schedule, the fastest first
-        frontier: from little memory to much; nothing that was looked at is faster with as little
         tried, skipped: ways that were looked at, and that could not be among the best
         costs: of the layers
     """
@@ -56,7 +53,6 @@ class Plan:
     model: Model
     request: Request
     predictions: tuple[Prediction, ...]
-    frontier: tuple[Prediction, ...]
     tried: int
     skipped: int
     costs: Costs = field(repr=False, compare=False)
@@ -77,7 +73,7 @@ class Plan:
         halves = [each.gathers_half(candidate.fsdp) for each in (request, self.request)]
         if candidate == self.best.candidate and halves[0] == halves[1]:
             return self.best
-        found = predict(candidate, replace(self.costs, gathered_share=request.gathered_share), request)
+        found = predict(candidate, self.costs, request)
         if found.peak > request.usable_bytes:
             raise ValueError(
                 f"--format {form} runs this plan otherwise ({', '.join(dict.fromkeys(candidate.remat))} "
@@ -127,10 +123,6 @@ class Plan:
             "plans": [
                 each.describe() | {"slower": each.step_s / self.best.step_s - 1} for each in self.predictions
             ],
-            "frontier": [
-                {"peak_bytes": each.peak, "step_s": each.step_s, **each.candidate.describe()}
-                for each in self.frontier
-            ],
             "command": self.command(),
             "cards": request.cards_per_host,
         }
@@ -143,7 +135,6 @@ def plan(
     space: Space | None = None,
     costs: Costs | None = None,
     shown: int = SHOWN,
-    points: int = 1,
     rounds: int = ROUNDS,
     shown_rounds: bool = False,
     progress: Progress = lambda what, done, total: None,
@@ -156,7 +147,6 @@ def plan(
         space: what may be chosen; everything but tensor parallelism if not given.
         costs: of the layers; timed here or by a roofline, as the request's device type says, if not given.
         shown: ways to predict, of which the first is the plan.
-        points: of the frontier at most; each is searched for.
         rounds, shown_rounds: of steps in which layers are timed, where they are; whether each is announced.
         progress: told how far it is.
 
@@ -164,50 +154,40 @@ def plan(
         ValueError: nothing fits, or nothing is to be tried; the message says the smallest peak, where it is
             and what would help, or what cannot be divided. An unknown accelerator.
     """
-    model = as_on(model, request)
-    search = search_for(
-        model, request, space=space, costs=costs, rounds=rounds, shown_rounds=shown_rounds, progress=progress
-    )
-    predictions, line = frontier(search, max(KEPT, shown), points)
-    if not predictions:
-        raise ValueError(_too_large(model, request, space or Space()))
-    return Plan(model, search.request, predictions[:shown], line, search.tried, search.skipped, search.costs)
-
-
-def search_for(
-    model: Model,
-    request: Request,
-    *,
-    space: Space | None = None,
-    costs: Costs | None = None,
-    rounds: int = ROUNDS,
-    shown_rounds: bool = False,
-    progress: Progress = lambda what, done, total: None,
-) -> Search:
-    """The search among all that may be chosen, with the costs of every size that may fit; arguments and
-    errors as of `plan`, but that it is not yet known whether a cut fits.
-    """
-    model, space = as_on(model, request), space or Space()
-    given, num_layers = space, len(model.layers)
-    space = on_engine(model, request, space)
-    check(request, space, num_layers)
+    model, given = as_on(model, request), space or Space()
+    space = on_engine(model, request, given)
+    check(request, space, len(model.layers))
     for ranks in space.tp or (request.accelerators,):
         model.check_divisible(ranks)
-    least = partial(smallest, model, request, space, request.usable_bytes)
-    if costs is None:
-        # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
-        known = least() if request.device_type == MEASURED else None
+    # Before layers are timed for minutes. Otherwise the search says whether there is a cut that fits.
+    if costs is None and request.device_type == MEASURED:
+        known = smallest(model, request, space, request.usable_bytes)
         if known is not None and known.peak > request.usable_bytes:
             raise ValueError(_too_large(model, request, given))
-        sizes = sizes_of(request, space, num_layers)
+    if costs is None:
+        sizes = sizes_of(request, space, len(model.layers))
         progress("layers", 0, len(sizes))
         few = sizes[: bisect(sizes, False, key=lambda size: not _may_fit(model, request, space, size))]
         if not few:
             raise ValueError(_too_large(model, request, given))
-        costs = costs_for(model, request, few, rounds, sharded=space.sharded, shown=shown_rounds)
-    return Search(
-        costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"), least
-    )
+        if request.device_type == MEASURED:
+            from gpipe_bench.planner.measured import timed
+
+            costs = timed(model, request, few, rounds, sharded=space.sharded, shown=shown_rounds)
+        else:
+            from gpipe_bench.planner.roofline import by_roofline
+
+            costs = by_roofline(model, request, few)
+    search = Search(costs, as_measured(request, costs), space, model.ties_over, partial(progress, "ways"))
+    found = search.run(max(KEPT, shown))
+    if not found:  # the search looks at good cuts alone
+        least = smallest(model, request, space, request.usable_bytes)
+        if least is None or least.peak > request.usable_bytes:
+            raise ValueError(_too_large(model, request, given))
+        step_s = search.step_s(least.way, least.candidate.cut, least.candidate.remat)
+        found = (replace(least, step_s=step_s),)
+    best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
+    return Plan(model, search.request, tuple(best[:shown]), search.tried, search.skipped, costs)
 
 
 def as_on(model: Model, request: Request) -> Model:
@@ -217,17 +197,6 @@ def as_on(model: Model, request: Request) -> Model:
     if request.device_type == MEASURED:
         return model
     return replace(model, attention=accelerator(request.device_type, request.precision).attention)
-
-
-def costs_for(model: Model, request: Request, sizes: Sequence[int], rounds: int, **timing: bool) -> Costs:
-    """Costs measured on this machine's device, or by a roofline of the requested device."""
-    if request.device_type == MEASURED:
-        from gpipe_bench.planner.measured import timed
-
-        return timed(model, request, sizes, rounds, **timing)
-    from gpipe_bench.planner.roofline import by_roofline
-
-    return by_roofline(model, request, sizes)
 
 
 def predicted(found: Found, search: Search) -> Prediction:
@@ -258,31 +227,6 @@ def _held(found: Found, request: Request) -> str:
     return f"{words} GiB; each graph keeps a copy in {request.precision} of the weights that it multiplies by"
 
 
-def frontier(
-    search: Search, kept: int, most: int = MOST_POINTS
-) -> tuple[tuple[Prediction, ...], tuple[Prediction, ...]]:
-    """The best ways, the fastest first, and the fastest under less and less memory.
-
-    Each point is the fastest of all that the search finds under a cap, as a plan for so much memory. What is
-    found with less is looked at with more, too: the search's steps differ a little from these.
-    """
-    known: dict[Candidate, Prediction] = {}
-    caps: list[int] = []
-    cap = None
-    while len(caps) < most and (found := search.run(kept if cap is None else FEW, cap=cap)):
-        known |= {each.candidate: predicted(each, search) for each in found if each.candidate not in known}
-        caps.append(search.cap)
-        cap = int(LESS * found[0].peak)
-    every = sorted(known.values(), key=lambda each: (each.step_s, each.peak))
-    fastest = [next((each for each in every if each.peak <= cap), None) for cap in reversed(caps)]
-    points = {each.candidate: each for each in fastest if each is not None}
-    best: dict[object, Prediction] = {}
-    for each in every:
-        candidate = each.candidate
-        best.setdefault((candidate.grid, candidate.schedule, candidate.stages_per_worker), each)
-    return tuple(best.values()), tuple(points.values())
-
-
 def _may_fit(model: Model, request: Request, space: Space, size: int) -> bool:
     """Whether no single layer needs more than there is for a micro-batch of that size."""
     ranks = max((n for n in space.tp or (1,) if n == 1 or model.is_divisible(n)), default=1)
@@ -299,3 +243,190 @@ def _too_large(model: Model, request: Request, space: Space) -> str:
     least = smallest(model, request, space)
     assert least is not None  # `check` has found ways
     return nothing_fits(model, request, space, least)
+
+
+# The smallest peak there is, where it is, and what would help where that is still too much. For each grid the
+# cut whose fullest worker is smallest is looked for, at the smallest micro-batches, and the same for other
+# requests. No layer has to be timed for that. `plan --bytes` needs the same cut.
+
+GIB = 2**30
+MOST_LAYERS = 256
+"""Longest model whose cuts are searched by their peaks; longer ones are cut by what their layers hold."""
+LOOKED_AT = 6
+"""Number of ways, those with the smallest peaks when cut evenly, whose cuts are searched further."""
+
+
+def on_engine(model: Model, request: Request, space: Space) -> Space:
+    """Returns the space without what cannot be run: by this engine, if it is to run the plan, else by any.
+    `ValueError` for tensor parallelism that the engine does not have.
+    """
+    if not _is_here(request):
+        return replace(space, sharded_stages=space.sharded_stages and not model.ties)
+    ranks = max(space.tp or (1,))
+    if ranks > 1 and model.by_megatron:
+        raise ValueError(
+            f"--tp {ranks}: this engine divides no layer of {model.name}; leave --tp out, or name an "
+            "accelerator with --device-type and give --format megatron"
+        )
+    return replace(space, sharded=space.sharded and not model.ties)
+
+
+def _is_here(request: Request) -> bool:
+    """Whether this engine is to run the plan: formats of other engines are for named accelerators."""
+    return not request.accelerated or request.autocast
+
+
+def smallest(model: Model, request: Request, space: Space, enough: int = 0) -> Found | None:
+    """The smallest peak of all ways, each with its smallest micro-batches, or the first of at most `enough`
+    bytes; None where there is no way.
+
+    Bytes are those that `plan` counts. Each way is cut evenly, the LOOKED_AT with the smallest peaks then
+    better. Each worker recomputes what needs least of what the space allows.
+    """
+    space = on_engine(model, request, space)
+    profiles = partial(model.profile_of, precision=request.precision)
+    room = Rooms(profiles, request, model.ties_over, split=splits_some(request, space))
+    last = {(w.grid, w.schedule, w.stages_per_worker): w for w in ways(request, space, len(model.layers))}
+    least = {way.grid: room(way).least_bytes() for way in last.values()}
+    evens: list[_Cuts] = []
+    # What holds least between steps comes first, and of its schedules those that need few graphs.
+    order = sorted(last.values(), key=lambda way: (least[way.grid], -way.grid.pp, way.schedule != "1f1b"))
+    for way in order:
+        if evens and least[way.grid] >= min(each.fullest for each in evens):
+            continue
+        evens.append(_Cuts(room(way), way, space.remats))
+        if evens[-1].fullest <= enough and (found := evens[-1].found()).peak <= enough:
+            return found
+    looked_at = sorted(evens, key=lambda each: each.fullest)[:LOOKED_AT]
+    for each in looked_at:
+        each.improve()
+    best: Found | None = None
+    for each in sorted(looked_at, key=lambda each: each.fullest):
+        if best is None or each.fullest < best.peak:
+            best = min(filter(None, (best, each.found())), key=lambda found: found.peak)
+    return best
+
+
+class _Cuts:
+    """The cuts of one way by their peaks: an even one, and better ones. Messages are counted of the last one
+    alone, which takes longer than all the rest.
+    """
+
+    def __init__(self, room: Room, way: Way, remats: tuple[str, ...]) -> None:
+        self.room, self.way, self.remats = room, way, remats
+        self.homes = tuple(room.schedule.stages_of(worker) for worker in range(way.grid.pp))
+        held = [
+            4 * layer.parameter_bytes + layer.first.kept_inside + layer.outputs.num_bytes
+            for layer in room.layers
+        ]
+        self.cut = partition(held, room.schedule.num_stages)
+
+    def remat(self, worker: int, stages: tuple[range, ...]) -> str:
+        """Returns the recomputation with which a worker with these stages holds least."""
+        every = ((each, self.room.memory(worker, stages, (each,) * len(stages)).peak) for each in self.remats)
+        return min(every, key=lambda each: each[1])[0]
+
+    def peak(self, worker: int, stages: tuple[range, ...]) -> int:
+        remat = self.remat(worker, stages)
+        return self.room.memory(worker, stages, (remat,) * len(stages)).peak
+
+    def peaks(self, cut: Partition) -> list[int]:
+        return [self.peak(worker, tuple(cut[s] for s in mine)) for worker, mine in enumerate(self.homes)]
+
+    @property
+    def fullest(self) -> int:
+        return max(self.peaks(self.cut))
+
+    def found(self) -> Found:
+        """The cut, with its messages."""
+        remat = ["never"] * len(self.cut)
+        for worker, mine in enumerate(self.homes):
+            again = self.remat(worker, tuple(self.cut[stage] for stage in mine))
+            for stage in mine:
+                remat[stage] = again
+        memory = self.room.counted(self.cut, remat)
+        return Found(self.way, self.way.candidate(self.cut, tuple(remat)), memory)
+
+    def improve(self) -> None:
+        """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
+        one boundary at a time while the fullest worker gets less full.
+        """
+        layers = len(self.room.layers)
+        if len(self.cut) == layers or layers > MOST_LAYERS:
+            return
+        if self.room.schedule.placement:
+            while (moved := self._moved()) is not None:
+                self.cut = moved
+            return
+        cut = filled(
+            lambda stage, start, stop: self.peak(stage, (range(start, stop),)), layers, len(self.cut), 1e-9
+        )
+        self.cut = min(self.cut, cut or self.cut, key=lambda each: max(self.peaks(each)))
+
+    def _moved(self) -> Partition | None:
+        peaks = self.peaks(self.cut)
+        worst, most = peaks.index(max(peaks)), max(peaks)
+        others = []
+        for boundary, by in [move for stage in self.homes[worst] for move in ((stage, 1), (stage + 1, -1))]:
+            ends = [stage.start for stage in self.cut] + [len(self.room.layers)]
+            if 0 < boundary < len(self.cut) and ends[boundary - 1] < ends[boundary] + by < ends[boundary + 1]:
+                ends[boundary] += by
+                others.append(tuple(range(a, b) for a, b in pairwise(ends)))
+        best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
+        return best if max(self.peaks(best)) < most else None
+
+
+def nothing_fits(model: Model, request: Request, space: Space, least: Found, *, as_one: bool = False) -> str:
+    """One line: the smallest peak, where it is, and what would do. With `as_one` all accelerators are one
+    pipeline, and stay one where there are more of them.
+    """
+    needed = least.peak + request.held_back_bytes
+    helps = [
+        *_remedies(model, request, space, as_one),
+        f"--memory-gib {math.ceil(needed / GIB * 100) / 100:g}",
+    ]
+    there = f"{request.memory_bytes / GIB:g} GiB"
+    if request.held_back_bytes:
+        there += f", {request.held_back_bytes / GIB:g} of them held back (--reserve-gib)"
+    return (
+        f"{model.name} does not fit: the smallest peak is {least.peak / GIB:.2f} GiB, {least.where()}; there "
+        f"are {there}. What would do: " + ", or ".join(helps)
+    )
+
+
+def _remedies(model: Model, request: Request, space: Space, as_one: bool) -> Iterator[str]:
+    """Yields single changes that make the model fit, as command-line options; given options come first."""
+
+    def fits(within: Space = space, **changes: Any) -> bool:
+        changed = replace(request, **changes)
+        least = smallest(model, changed, within, changed.usable_bytes)
+        return least is not None and least.peak <= changed.usable_bytes
+
+    every = Space()
+    given: dict[str, dict[str, Any]] = {"--num-microbatches": {"microbatches": None}}
+    if not as_one:
+        given |= {
+            "--no-fsdp": {"sharded": True},
+            "--pp": {"pp": None},
+            "--schedule": {"schedules": every.schedules},
+            "--tp": {"tp": every.tp},
+        }
+    for option, change in given.items():
+        within = replace(space, **change)
+        if within != space and fits(within):
+            yield f"no {option}"
+    divides = not (_is_here(request) and model.by_megatron)
+    for ranks in (2, 4, 8) if space.tp == every.tp and divides and not as_one else ():
+        if model.is_divisible(ranks) and fits(replace(space, tp=(ranks,))):
+            yield f"--tp {ranks}"
+            break
+    if as_one and "always" not in space.remats and fits(replace(space, remats=("always",))):
+        yield "--remat always"
+    for more in (2 * request.accelerators, 4 * request.accelerators, 8 * request.accelerators):
+        if fits(replace(space, pp=(more,)) if as_one else space, accelerators=more):
+            yield f"--accelerators {more}"
+            break
+    if request.precision == "float32" and fits(precision="bfloat16"):
+        yield "--precision bfloat16"
+    if request.optimizer != "sgd" and fits(optimizer="sgd"):
+        yield "--optimizer sgd"

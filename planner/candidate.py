@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
-from gpipe_bench.pipeline.plan.named import NAMED, named
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule
 
@@ -125,8 +125,7 @@ class Candidate:
         tp: accelerators that compute one stage together
 
     Raises:
-        ValueError: a number below 1, a cut that is none or has another number of stages, an unknown schedule
-            or one with another number of stages per worker, an unknown `remat` or level.
+        ValueError: a cut that is none or has another number of stages, a level that does not go with `fsdp`.
     """
 
     cut: Partition
@@ -141,16 +140,6 @@ class Candidate:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "num_workers", "stages_per_worker", "dp", "fsdp", "tp"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more")
-        if self.schedule not in NAMED:
-            raise ValueError(f"schedule is {self.schedule!r}; choose one of {', '.join(NAMED)}")
-        fixed = NAMED[self.schedule].stages_per_worker
-        if fixed not in (None, self.stages_per_worker):
-            raise ValueError(
-                f"schedule {self.schedule!r} has {fixed} stages per worker, not {self.stages_per_worker}"
-            )
         if len(self.cut) != self.num_stages or len(self.remat) != self.num_stages:
             raise ValueError(
                 f"{self.num_workers} workers with {self.stages_per_worker} stages each need as many "
@@ -159,9 +148,6 @@ class Candidate:
         ends = [0, *(stage.stop for stage in self.cut)]
         if any(a >= b for a, b in pairwise(ends)) or [stage.start for stage in self.cut] != ends[:-1]:
             raise ValueError(f"the cut is {self.cut}; stages hold a layer or more each, in order, no gaps")
-        for each in self.remat:
-            if each not in REMATS:
-                raise ValueError(f"remat is {each!r}; choose one of {', '.join(REMATS)}")
         if self.fsdp_level not in FSDP_LEVELS or (self.fsdp == 1) != (self.fsdp_level == 0):
             raise ValueError(
                 f"fsdp {self.fsdp} with fsdp_level {self.fsdp_level}; give level 0 for one rank, 2 or 3 for "

@@ -25,7 +25,6 @@ from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.planner.candidate import REMATS, WRAPPED
 
-KINDS = ("F", "G", "R", "B", "I", "W")
 FIRST = " first"
 """Suffix of B or W for the first one of a step."""
 ONCE = "once"
@@ -60,7 +59,7 @@ class SizeCosts:
             goes round twice, a gather once; two sums of the activations of every layer if not given
 
     Raises:
-        ValueError: an unknown kind, other numbers of layers, seconds or bytes that are negative or infinite.
+        ValueError: seconds or bytes that are negative or infinite.
     """
 
     layers_s: Mapping[str, Sequence[float]]
@@ -72,24 +71,14 @@ class SizeCosts:
     ring_bytes: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
 
     def __post_init__(self) -> None:
-        numbers = {len(seconds) for seconds in self.layers_s.values()}
-        if len(numbers) != 1 or 0 in numbers:
-            raise ValueError(f"the kinds have seconds of {sorted(numbers)} layers; give all layers of each")
-        for kind in (*self.layers_s, *self.action_s, *self.whole_s):
-            if kind.partition(" ")[0] not in KINDS:
-                raise ValueError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}")
         named = {
             **self.layers_s,
             "action_s": tuple(self.action_s.values()),
             "whole_s": tuple(self.whole_s.values()),
             "shards_s": tuple(value for each in self.shards_s.values() for value in each.values()),
+            "activation_bytes": self.activation_bytes,
+            "gradient_bytes": self.gradient_bytes,
         }
-        for name in ("activation_bytes", "gradient_bytes"):
-            values = named[name] = getattr(self, name)
-            if values and len(values) != self.num_layers - 1:
-                raise ValueError(
-                    f"{name} has {len(values)} entries for {self.num_layers} layers; give one less"
-                )
         for name, values in named.items():
             for index, value in enumerate(values):
                 if not 0 <= value < inf:
@@ -181,14 +170,10 @@ class Costs:
         jitter: of steps that were timed, how single actions differed from their median
         low, high: factors between which all seconds may lie for what is not known
         provenance: by "layers", "links" and others: how it was found, and on what
-        gathered_share: what is gathered of parameters, over their own bytes: half in mixed precision
         profiles: (micro-batch size, and as `Model.profile_of`) -> profiles of what a rank has of the layers
             and of the loss, for the memory model; not part of a file
         variants: (size, tp, sharded) -> costs of a rank of several; None, as where nothing is given, for an
             equal share of the layers'
-
-    Raises:
-        ValueError: no size, sizes of different models, factors that are no range.
     """
 
     sizes: Mapping[int, SizeCosts]
@@ -204,22 +189,8 @@ class Costs:
     low: float = 1.0
     high: float = 1.0
     provenance: Mapping[str, str] = field(default_factory=dict)
-    gathered_share: float = 1.0
     profiles: Any = field(default=None, repr=False, compare=False)
     variants: Any = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        numbers = {each.num_layers for each in self.sizes.values()}
-        if len(numbers) != 1:
-            raise ValueError(f"costs of {sorted(numbers)} layers; give one model at one size or more")
-        for name in ("update_s", "parameter_bytes", "shard_update_s"):
-            if len(values := getattr(self, name)) not in (0, *numbers):
-                raise ValueError(f"{name} has {len(values)} entries for {self.num_layers} layers")
-        if not 0 < self.low <= 1 <= self.high < inf:
-            raise ValueError(f"a range from {self.low} to {self.high}; give factors around 1")
-        for name in ("gap_s", "step_s"):
-            if not 0 <= (value := getattr(self, name)) < inf:
-                raise ValueError(f"{name} is {value}; it must be finite and not negative")
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,7 @@ Where the other engine would train the same, but keep or take a little more than
 the head of what is written (`Written.differs`). Where it would train something else, or not run at all, there
 is a ValueError with what to ask instead.
 
-Read in torch 2.13, torchtitan 0.3.0 and its main of August 2026, Megatron-core 0.16.
+Read in torch 2.13, torchtitan 0.3.0, Megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -425,16 +425,10 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
     if from_file:
         body += ['parallelism.pipeline_parallel_schedule_csv = str(Path(__file__).with_suffix(".csv"))']
     body += [
-        'if hasattr(parallelism, "num_pp_microbatches"):  # after torchtitan 0.3',
-        f"    parallelism.num_pp_microbatches = {count}",
-        f"    training.num_tokens_per_microbatch_per_dp_rank = {size} * {tokens}",
-        f"    training.num_tokens_per_train_step = {request.batch_size} * {tokens}",
-        f"    training.max_context_length = {tokens}",
-        "else:",
-        f"    parallelism.pipeline_parallel_microbatch_size = {size}",
-        f"    training.local_batch_size = {size * count}",
-        f"    training.global_batch_size = {request.batch_size}",
-        f"    training.seq_len = {tokens}",
+        f"parallelism.pipeline_parallel_microbatch_size = {size}",
+        f"training.local_batch_size = {size * count}",
+        f"training.global_batch_size = {request.batch_size}",
+        f"training.seq_len = {tokens}",
         f'training.mixed_precision_param = "{request.precision.removesuffix("-pure")}"',
         f"config.activation_checkpoint = {f'{again}.Config()' if again else None}",
         f"config.compile.enable = {request.compiled}",

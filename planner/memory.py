@@ -8,16 +8,16 @@ the same layers are one, wherever they stand. One thing is only known here:
                      each of its uses is counted, which is more than there is; where others have some, for a
                      moment their gradient, too
 
-What a grid adds to the first forward or the last backward alone is counted at every moment of a step. What
-messages take is only known of all stages together: a cut is looked for with one receive ahead (`alone`), then
-`counted` with what the transport holds beyond that, and a cut that fits so fits.
+A cut is looked for with one receive ahead (`alone`), where what a grid adds to the first forward or the last
+backward alone is counted at every moment of a step. What messages take is only known of all stages together:
+then the whole cut is `counted`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from gpipe_bench.pipeline.memory.grids import HeldStage, Sharing, grid_peak_bytes, shared_stage
@@ -34,13 +34,15 @@ from gpipe_bench.pipeline.memory.peaks import (
 )
 from gpipe_bench.pipeline.memory.profile import ModelProfile
 from gpipe_bench.pipeline.memory.stage_bytes import StageBytes, stage_bytes
-from gpipe_bench.pipeline.memory.workers import Ahead, SharedWeight, Transport, places, summing, without
+from gpipe_bench.pipeline.memory.workers import SharedWeight, Transport, places, summing, without
+from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule, recomputes
-from gpipe_bench.planner.candidate import WRAPPED, Grid, by_schedule
+from gpipe_bench.planner.candidate import WRAPPED, Grid, Way, by_schedule
+from gpipe_bench.planner.request import Request
 
 Stages = tuple[range, ...]
-Known = dict[tuple[object, ...], StageMemory]
-"""Peaks by worker, recomputation, the numbers of its stages and its ties."""
+LATELY = 64
+"""Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
 
 class Footprints:
@@ -86,31 +88,29 @@ class Footprints:
 
 
 class Room:
-    """Bytes of the workers of one schedule, without recomputation, on one grid. What it has counted is in
-    `known`, for the next room of the same way.
-    """
+    """Bytes of the workers of one schedule, without recomputation, on one grid."""
 
     def __init__(
         self,
         footprints: Footprints,
         rows: Rows,
         grid: Grid,
-        optimizer: str,
+        request: Request,
         ties: tuple[SharedWeight, ...] = (),
-        known: Known | None = None,
-        gathered_share: float = 1.0,
     ) -> None:
-        self._footprints, self._rows, self._grid = footprints, rows, grid
-        self._optimizer, self._rule = optimizer, Optimizer.named(optimizer)
+        self._footprints, self._rows = footprints, rows
+        self._optimizer, self._rule = request.optimizer, Optimizer.named(request.optimizer)
+        self._transport = Transport(request.accelerated)
         self._every_tie = ties
         self.layers, self.schedule = footprints.profile.layers, rows.schedule
         # How many replicas there are does not matter.
         self._sharing = Sharing(
-            min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2, gathered_share=gathered_share
+            min(grid.dp, 2), grid.fsdp, grid.fsdp_level or 2, gathered_share=request.gathered_share
         )
-        self._between_steps = footprints.between_steps(self._sharing, optimizer)
+        self._between_steps = footprints.between_steps(self._sharing, request.optimizer)
         self._all_ties = sum(map(self._beside, ties))
-        self._known: Known = {} if known is None else known
+        # Peaks by worker, recomputation, the numbers of its stages and its ties.
+        self._known: dict[tuple[object, ...], StageMemory] = {}
 
     def memory(self, worker: int, stages: Stages, remat: Sequence[str]) -> StageMemory:
         """Returns the peak of a worker with stages of these layers."""
@@ -125,12 +125,28 @@ class Room:
             self._known[key] = found
         return self._known[key]
 
-    def counted(
-        self, stages: Sequence[range], remat: Sequence[str], accelerated: bool
-    ) -> tuple[StageMemory, ...]:
-        """Returns each worker's peak, with its messages."""
-        alone, more = self.alone(stages, remat), self._messages(stages, remat, accelerated)
-        return tuple(replace(e, boundary=e.boundary + m) for e, m in zip(alone, more, strict=True))
+    def counted(self, stages: Sequence[range], remat: Sequence[str]) -> tuple[StageMemory, ...]:
+        """Returns each worker's peak by the model's own walk over the whole schedule, with its messages."""
+        held: dict[int, HeldStage] = {}
+        for mine in self._rows.homes:
+            spans = tuple(stages[stage] for stage in mine)
+            own = self._once(spans, [remat[stage] for stage in mine], self._ties(spans))
+            held |= zip(mine, own, strict=True)
+        every, whole = [held[stage] for stage in range(len(stages))], self._rows.recomputed(remat)
+        peaks = grid_peak_bytes(every, whole, self._optimizer, receive_ahead=self._transport)
+        where = places([each.rest for each in every], whole, self._transport)
+        found = []
+        alone_of = self.alone(stages, remat)
+        for worker, (alone, peak) in enumerate(zip(alone_of, peaks, strict=True)):
+            mine = self._rows.homes[worker]
+            if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
+                resting = [every[stage] for stage in mine]
+                sums = self._summing(worker, resting, received, [where[stage] for stage in mine])
+                peak = max(peak, sums.peak)
+            more = peak - alone.peak  # messages, less what a grid adds to other moments
+            part = "boundary" if more >= 0 else "transients"
+            found.append(replace(alone, **{part: getattr(alone, part) + more}))
+        return tuple(found)
 
     def alone(self, stages: Sequence[range], remat: Sequence[str]) -> list[StageMemory]:
         """Returns each worker's peak with one receive ahead."""
@@ -138,23 +154,6 @@ class Room:
             self.memory(worker, tuple(stages[s] for s in mine), tuple(remat[s] for s in mine))
             for worker, mine in enumerate(self._rows.homes)
         ]
-
-    def _messages(self, stages: Sequence[range], remat: Sequence[str], accelerated: bool) -> list[int]:
-        """Returns the bytes that ring buffers and messages on their way add to each worker's peak, beyond
-        those that `memory` counts. The number may be negative.
-        """
-        if self.schedule.num_workers == 1:
-            return [0]
-        held: dict[int, HeldStage] = {}
-        for mine in self._rows.homes:
-            spans = tuple(stages[stage] for stage in mine)
-            own = self._once(spans, [remat[stage] for stage in mine], self._ties(spans))
-            held |= zip(mine, own, strict=True)
-        every, whole = [held[stage] for stage in range(len(stages))], self._rows.recomputed(remat)
-        counted, supposed = (
-            self._all_together(every, stages, whole, ahead) for ahead in (Transport(accelerated), 1)
-        )
-        return [more - less for more, less in zip(counted, supposed, strict=True)]
 
     def fits(self, worker: int, stages: Stages, remat: Sequence[str], cap: int) -> bool:
         """Whether a worker has room for stages of these layers, which recompute so much."""
@@ -165,16 +164,6 @@ class Room:
     def least_bytes(self) -> int:
         """Lower bound of the fullest worker's bytes between steps, for any cut: an equal share."""
         return (self._between_steps[-1] - self._all_ties) // self.schedule.num_workers
-
-    def floor(self) -> list[int]:
-        """Bytes that each layer adds to any stage: its parameters, their state; a tied one's may be there."""
-        tied = {layer for tie in self._every_tie for layer in tie.layers}
-        return [
-            0
-            if index in tied
-            else (layer.parameter_bytes + self._rule.state * sum(layer.trained_sizes)) // self._grid.fsdp
-            for index, layer in enumerate(self.layers)
-        ]
 
     def _held(self, stages: Stages, remat: Sequence[str]) -> list[HeldStage]:
         numbers = map(self._footprints.number, stages, remat)
@@ -206,19 +195,6 @@ class Room:
             stays=self._rows.ahead > 0,
             place=place,
         )
-
-    def _all_together(
-        self, held: Sequence[HeldStage], stages: Sequence[range], whole: Schedule, ahead: Ahead
-    ) -> list[int]:
-        """The peaks of all workers by the model's own walk, with the sums of tied weights."""
-        found = list(grid_peak_bytes(held, whole, self._optimizer, receive_ahead=ahead))
-        where = places([each.rest for each in held], whole, ahead)
-        for worker, mine in enumerate(self._rows.homes):
-            if received := self._received_bytes(tuple(stages[stage] for stage in mine)):
-                resting = [held[stage] for stage in mine]
-                sums = self._summing(worker, resting, received, [where[stage] for stage in mine])
-                found[worker] = max(found[worker], sums.peak)
-        return found
 
     def _summing(
         self, worker: int, held: Sequence[HeldStage], received: int, where: Sequence[Place] | None = None
@@ -265,6 +241,49 @@ class Room:
                 step, rest = (without(each, size, size in each.trained_sizes) for each in both)
                 found[stage] = replace(held, step=step, rest=rest)
         return found
+
+
+class Rooms:
+    """The rooms of a request's ways: `rooms(way)`. Profiles and rows are made once.
+
+    Args:
+        profiles: of the layers, as `Model.profile_of` gives them for a micro-batch size
+        request: what is asked
+        ties_over: the model's, of one of so many ranks that compute a layer together
+        split: whether some way has I and W, which then all profiles know of
+    """
+
+    def __init__(
+        self,
+        profiles: Callable[..., ModelProfile],
+        request: Request,
+        ties_over: Callable[[int], tuple[SharedWeight, ...]],
+        *,
+        split: bool,
+    ) -> None:
+        self._profiles, self._request, self._ties_over, self._split = profiles, request, ties_over, split
+        self._footprints = cache(self._footprints_of)
+        self._rows = lru_cache(LATELY)(self._rows_of)
+
+    def __call__(self, way: Way) -> Room:
+        sharded, tp = self._request.gathers_half(way.grid.fsdp), way.grid.tp
+        footprints = self._footprints(way.microbatch_size, tp, sharded)
+        return Room(footprints, self.rows(way), way.grid, self._request, self._ties_over(tp))
+
+    def rows(self, way: Way, num_microbatches: int | None = None) -> Rows:
+        """The rows of the way's schedule, also for another number of micro-batches."""
+        count = num_microbatches or way.num_microbatches
+        return self._rows(way.schedule, way.grid.pp, way.stages_per_worker, count)
+
+    def _rows_of(self, name: str, workers: int, per_worker: int, count: int) -> Rows:
+        return Rows(named(name, workers, count, stages_per_worker=per_worker))
+
+    def _footprints_of(self, size: int, tp: int, sharded: bool) -> Footprints:
+        return Footprints(
+            lambda remat: self._profiles(
+                size, split_backward=self._split, tp=tp, remat=remat, sharded=sharded
+            )
+        )
 
 
 class Rows:

@@ -19,16 +19,19 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.pipeline.plan.links import FREE, Between, Link
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import ActionTimes, duration_of, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
-from gpipe_bench.planner.candidate import Candidate, Prediction, splits
-from gpipe_bench.planner.collectives import Collectives
-from gpipe_bench.planner.costs import Costs, inside, kinds_of
-from gpipe_bench.planner.request import Request, Topology
+from gpipe_bench.planner.candidate import Candidate, Prediction, Way, splits
+from gpipe_bench.planner.costs import Costs, kinds_of
+from gpipe_bench.planner.request import Request
+from gpipe_bench.planner.steps import times_on
+
+if TYPE_CHECKING:
+    from gpipe_bench.pipeline.memory.peaks import StageMemory
 
 DRAWS = 64
 """Number of simulated steps whose median is the prediction, where there is jitter."""
@@ -46,35 +49,24 @@ class Layout:
             raise ValueError(f"the cut holds {candidate.cut[-1].stop} layers, the costs {costs.num_layers}")
         self.schedule = candidate.rows()
         self.size = candidate.microbatch_size(request.batch_size)
-        costs = costs.on(self.size, candidate.tp, sharded=request.gathers_half(candidate.fsdp))
-        self.candidate, self.costs = candidate, costs
-        self.at = costs.at(self.size)
-        self.kinds = kinds_of(self.schedule)
-        self.topology = Topology(request, candidate.grid, costs.sums_beside(request.link))
-        self._shards = costs.shards(self.size, candidate.fsdp, candidate.fsdp_level, request.link)
-        split = splits(candidate.schedule)
-        ahead = request.accelerated  # a CPU gathers and computes in turn
-        self._collectives = Collectives(
-            candidate.grid, self.topology, costs, self.size, split=split, ahead=ahead, shards=self._shards
-        )
+        self.candidate, self.costs, split = candidate, costs, splits(candidate.schedule)
+        times = times_on(candidate.grid, costs, self.size, request, split=split)
+        assert times.collectives is not None
+        self.at, self._collectives = times.size, times.collectives
+        self.topology = self._collectives.near
         if split and self._collectives.every_pass:
             raise ValueError(
                 f"schedule {candidate.schedule!r} splits backwards, and its W would find its parameters "
                 "sharded: gather once in a step (ZeRO-2)"
             )
+        kinds = kinds_of(self.schedule)
+        stages = list(zip(candidate.cut, candidate.remat, strict=True))
         known = {
-            (stage, kind): self.at.seconds(inside(kind, candidate.remat[stage]), candidate.cut[stage])
-            + costs.gap_s
-            for stage, kind in {(action.stage, kind) for action, kind in self.kinds.items()}
+            (stage, kind): times.action_s(kind, *stages[stage]) + costs.gap_s
+            for stage, kind in {(action.stage, kind) for action, kind in kinds.items()}
         }
-        update_s = [each / candidate.fsdp for each in costs.update_s]
-        if self._shards is not None:
-            for stage, kind in known:
-                more_s = self._shards.more(kind, candidate.cut[stage])
-                known[stage, kind] = max(0.0, known[stage, kind] + more_s)
-            update_s = list(self._shards.update_s)
-        self.action_s = {action: known[action.stage, kind] for action, kind in self.kinds.items()}
-        self._update_s = [sum(update_s[span.start : span.stop]) for span in candidate.cut]
+        self.action_s = {action: known[action.stage, kind] for action, kind in kinds.items()}
+        self._stages = [times.stage(span.start, span.stop, remat) for span, remat in stages]
         self._setup_s = [costs.step_s] + [0.0] * (candidate.num_stages - 1)
 
     def timeline(
@@ -127,20 +119,19 @@ class Layout:
         ends = [span.stop - 1 for span in candidate.cut[:-1]]
         found: dict[str, Any] = {
             "setup_s": [a * b for a, b in zip(self._setup_s, worker, strict=True)],
-            "update_s": [a * b for a, b in zip(self._update_s, worker, strict=True)],
+            "update_s": [each.after_s * b for each, b in zip(self._stages, worker, strict=True)],
         }
         if self.at.activation_bytes:
             found["activation_bytes"] = [self.at.activation_bytes[end] for end in ends]
         if self.at.gradient_bytes:
             found["gradient_bytes"] = [self.at.gradient_bytes[end] for end in ends]
-        stages = candidate.cut
         if candidate.replicas > 1:
-            found["reductions"] = list(map(self._collectives.buckets, stages))
+            found["reductions"] = [each.buckets for each in self._stages]
         if candidate.fsdp_level == 2:
-            found["gathers"] = list(map(self._collectives.gathers, stages))
+            found["gathers"] = [each.gathers for each in self._stages]
         if self._collectives.every_pass or candidate.tp > 1:
             waits_s = found["collective_s"] = dict[tuple[int, Kind], float]()
-            each_s = map(self._collectives.inside_s, stages, candidate.remat)
+            each_s = map(self._collectives.waits_s, candidate.cut, candidate.remat)
             for stage, (ahead_s, back_s) in enumerate(each_s):
                 kinds_s = {Kind.F: ahead_s, Kind.R: ahead_s, Kind.B: back_s, Kind.I: back_s, Kind.W: 0.0}
                 waits_s |= {(stage, kind): seconds for kind, seconds in kinds_s.items()}
@@ -168,57 +159,30 @@ def predict(
     drawn = layout.drawn_s(draws)
     step_s = median(drawn)
     edge = round(0.025 * (len(drawn) - 1))
-    peaks, when = _peaks(layout, request)
+    held = _held(layout, request) if costs.profiles is not None else ()
+    workers = candidate.num_workers
     return Prediction(
         candidate=candidate,
         batch_size=request.batch_size,
         step_s=step_s,
         low_s=drawn[edge] * costs.low,
         high_s=drawn[-1 - edge] * costs.high,
-        peak_bytes=peaks,
-        peak_when=when,
+        peak_bytes=tuple(each.peak for each in held) or (0,) * workers,
+        peak_when=tuple(each.when for each in held) or ("",) * workers,
         parts_s=layout.parts_s(step_s) if parts else {},
         provenance=dict(costs.provenance)
         | ({"grid": layout.topology.describe()} if request.hosts > 1 else {}),
     )
 
 
-def _peaks(layout: Layout, request: Request) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Bytes of each worker at its fullest, and when, which is not said of what several processes hold."""
-    candidate = layout.candidate
-    unsaid = ("",) * candidate.num_workers
-    if layout.costs.profiles is None:
-        return (0,) * candidate.num_workers, unsaid
-    from gpipe_bench.pipeline.memory.grids import Sharing, grid_peak_bytes, held_stage
-    from gpipe_bench.pipeline.memory.workers import Transport, pipeline_memory
+def _held(layout: Layout, request: Request) -> tuple[StageMemory, ...]:
+    """The fullest moment of each worker."""
+    from gpipe_bench.planner.memory import Rooms
 
-    profiles = {
-        remat: layout.costs.profiles(
-            layout.size, split_backward=splits(candidate.schedule), tp=candidate.tp, remat=remat,
-            sharded=request.gathers_half(candidate.fsdp),
-        )
-        for remat in dict.fromkeys(candidate.remat)
-    }  # fmt: skip
-    transport, rule = Transport(request.accelerated), request.optimizer
-    if candidate.replicas > 1:
-        share = layout.costs.gathered_share if candidate.fsdp > 1 else 1.0
-        sharing = Sharing(candidate.dp, candidate.fsdp, candidate.fsdp_level or 2, gathered_share=share)
-        held = [
-            held_stage(
-                profiles[remat].layers[span.start : span.stop],
-                profiles[remat].loss if span is candidate.cut[-1] else None, sharing,
-            )
-            for span, remat in zip(candidate.cut, candidate.remat, strict=True)
-        ]  # fmt: skip
-        return grid_peak_bytes(held, layout.schedule, rule, receive_ahead=transport), unsaid
-    layers = [
-        layer
-        for span, remat in zip(candidate.cut, candidate.remat, strict=True)
-        for layer in profiles[remat].layers[span.start : span.stop]
-    ]
-    loss = profiles[candidate.remat[-1]].loss
-    found = pipeline_memory(layers, loss, candidate.cut, layout.schedule, rule, receive_ahead=transport)
-    return tuple(each.peak for each in found), tuple(each.when for each in found)
+    each, costs = layout.candidate, layout.costs
+    way = Way(each.grid, each.schedule, each.stages_per_worker, each.num_microbatches, layout.size)
+    room = Rooms(costs.profiles, request, lambda tp: (), split=way.splits)(way)
+    return room.counted(each.cut, each.remat)
 
 
 # Where the time of a step goes: every device-second of workers x makespan has one reason. Idle time carries

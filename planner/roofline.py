@@ -181,7 +181,6 @@ def by_roofline(
             + (f", {request.between.name} between hosts" if request.between else ""),
             "memory": "modelled from profiles of the layers",
         },
-        gathered_share=request.gathered_share,
         profiles=partial(model.profile_of, precision=request.precision),
         variants=variant,
     )

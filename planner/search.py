@@ -1,58 +1,107 @@
 """The best ways to train: every grid, schedule and number of micro-batches, each with a good cut for it.
 
-A way takes about as long as its work divided evenly, and a pipeline that has to be filled. Ways are taken in
-the order of that, and the search ends where it is above the last of the steps that are kept. Of each group of
-ways, such as those of one grid and schedule, the best is kept, and its cut improved at the end.
+Of each group of ways, such as those of one grid and schedule, the best is kept, and its cut improved at the
+end. Most ways are never cut, because a bound says that no cut of theirs takes less than the steps that are
+kept: the work divided evenly and what stands around it (`about_s`), and how many of the model's blocks each
+worker has room and time for (`may_beat`). Ways that promise most are taken first, so that there is soon a
+step to beat.
 
 Step times are those of `steps`; `predict` gives ranges, parts and jitter for the few ways that are found.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import pairwise, product
 from math import inf
+from typing import NamedTuple
 
 from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
 from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
-from gpipe_bench.pipeline.plan.partition import Partition, partition
-from gpipe_bench.pipeline.plan.schedule import Schedule
+from gpipe_bench.pipeline.plan.partition import Partition
+from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.planner.candidate import REMATS, Candidate, Grid, Way
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.infeasible import Smallest
-from gpipe_bench.planner.memory import Footprints, Known, Room, Rows
+from gpipe_bench.planner.memory import LATELY, Room, Rooms
 from gpipe_bench.planner.request import Request, Space, Topology, splits_some, ways
-from gpipe_bench.planner.steps import LayerTimes, LongSteps, StageTimes, recomputed, times_on
+from gpipe_bench.planner.steps import Cut, LayerTimes, LongSteps, best_cut, recomputed, times_on
 
 KEPT = 8
 """Number of ways that are kept; fewer are printed."""
 ABOUT = 0.97
 """Share of a way's estimated step time that bounds the step times of all its cuts from below."""
+ROOMY = 1.05
+"""What a block's bytes are taken to be less than, since those of many follow from those of three."""
 LOOKS = 60
 """Cuts that are tried for each kept way, beyond the first."""
 CUTS_ANEW = 4
 """Most cuts of a way until its messages fit, too; each cut leaves room for the messages of the last one."""
-_LATELY = 64
-"""Number of long schedules whose rows are cached; many ways use them in turn, and all are too many."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A way with its cut, the seconds of a step, and the bytes of each worker."""
+    """A way with its cut, the bytes of each worker, and the seconds of a step where they are known."""
 
     way: Way
     candidate: Candidate
-    step_s: float
     memory: tuple[StageMemory, ...]
+    step_s: float = inf
 
     @property
     def peak(self) -> int:
         return max(each.peak for each in self.memory)
+
+    @property
+    def homes(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each worker."""
+        rows = self.candidate.rows(1, recomputes=False)
+        return tuple(tuple(rows.stages_of(worker)) for worker in range(len(self.memory)))
+
+    def layers_of(self, worker: int) -> str:
+        """`0-3`, or `0-3 8-11` where the worker has two stages."""
+        spans = [self.candidate.cut[stage] for stage in self.homes[worker]]
+        return " ".join(f"{span.start}-{span.stop - 1}" for span in spans)
+
+    def where(self) -> str:
+        """The stage that is fullest, and when."""
+        worst = max(range(len(self.memory)), key=lambda worker: self.memory[worker].peak)
+        home = "stage" if len(self.homes[worst]) == 1 else "worker"
+        kinds = set(self.candidate.remat)
+        again = kinds.pop() if len(kinds) == 1 else "some"
+        again = {"always": "everything", "never": "nothing"}.get(again, again)
+        return (
+            f"on {home} {worst} (layers {self.layers_of(worst)}) at {self.memory[worst].when}, with "
+            f"{self.way.grid}, {self.way.schedule}, {self.way.num_microbatches} micro-batches and {again} "
+            "recomputed"
+        )
+
+
+class BlockKind(NamedTuple):
+    """A block with one recomputation: bytes of its worker beside all blocks, of each block, and of each for
+    every micro-batch under way; the seconds of a micro-batch.
+    """
+
+    base_bytes: float
+    held_bytes: float
+    kept_bytes: float
+    takes_s: float
+
+    def most(self, cap: int, live: int) -> float:
+        """Most blocks for which a worker has room with so many micro-batches under way."""
+        return (ROOMY * cap - self.base_bytes) / max(1.0, self.held_bytes + live * self.kept_bytes)
+
+
+class Block(NamedTuple):
+    """The layers that most of a model are: how many, what one is with each recomputation, and the least
+    seconds in which a micro-batch passes one.
+    """
+
+    number: int
+    kinds: tuple[BlockKind, ...]
+    passed_s: float
 
 
 def grid_and_schedule(way: Way) -> Hashable:
@@ -69,7 +118,6 @@ class Search:
         request, space: what is given, what may be chosen
         ties_over: the model's, of one of so many ranks that compute a layer together
         progress: told how many ways are done, of how many
-        least: the cut with the smallest peak, which is taken where no other is found
         tried, skipped: ways that were cut, and those that take about as long as none that is kept
     """
 
@@ -78,80 +126,166 @@ class Search:
     space: Space
     ties_over: Callable[[int], tuple[SharedWeight, ...]] = lambda tp: ()
     progress: Callable[[int, int], None] = lambda done, total: None
-    least: Callable[[], Smallest | None] = lambda: None
     tried: int = 0
     skipped: int = 0
-    _best: dict[tuple[Way, int], Found] = field(default_factory=dict, repr=False)
-    _known: dict[Way, Known] = field(default_factory=lambda: defaultdict(dict), repr=False)
 
     def __post_init__(self) -> None:
         self.cap = self.request.usable_bytes
-        self._halves = splits_some(self.request, self.space)
-        lately = lru_cache(_LATELY)
-        self._rows, self._steps = lately(self._rows_of), lately(self._steps_of)
-        self._footprints, self._times = cache(self._footprints_of), cache(self._times_of)
-        self._boundaries = cache(self._links_of)
+        self.room = Rooms(
+            self.costs.profiles,
+            self.request,
+            self.ties_over,
+            split=splits_some(self.request, self.space),
+        )
+        self._steps, self._times = lru_cache(LATELY)(self._steps_of), cache(self._times_of)
+        self._boundaries, self._live = cache(self._links_of), cache(self._live_of)
+        self._blocks, self._block_bytes = cache(self._block_of), cache(self._block_bytes_of)
 
     def run(
         self,
         kept: int | None = KEPT,
         of_each: Callable[[Way], Hashable] = grid_and_schedule,
-        cap: int | None = None,
     ) -> tuple[Found, ...]:
         """The best of each group of ways, the fastest first, so many of them; none where nothing fits.
 
         Args:
             kept: groups of which the best is wanted; None for every group that has a way that fits
             of_each: the group of a way
-            cap: bytes of an accelerator, those that the request leaves if not given; caps become lower from
-                search to search
         """
-        self.cap = self.request.usable_bytes if cap is None else cap
         every = [
             way
             for way in ways(self.request, self.space, self.costs.num_layers)
             if way.microbatch_size in self.costs.sizes
         ]
         best: dict[Hashable, Found] = {}
-        limit_s, tried = inf, 0
-        for number, (about_s, _, way) in enumerate(
-            sorted((self.about_s(way), number, way) for number, way in enumerate(every))
-        ):
+        limit_s = inf
+        for number, way in enumerate(sorted(every, key=self._promised_s)):
             self.progress(number, len(every))
-            if about_s >= limit_s:
-                break
             group = of_each(way)
             below_s = min(limit_s, best[group].step_s if group in best else inf)
-            if about_s >= below_s:
+            if self.about_s(way) >= below_s or not self.may_beat(way, below_s):
                 continue
             found = self.best_of(way, below_s=below_s)
-            tried += 1
+            self.tried += 1
             if found is not None and found.step_s < below_s:
                 best[group] = found
                 if kept is not None and len(best) >= kept:
                     limit_s = sorted(each.step_s for each in best.values())[kept - 1]
-        if cap is None:
-            self.tried, self.skipped = tried, len(every) - tried
+        self.skipped = len(every) - self.tried
         leading = sorted(best.values(), key=lambda each: each.step_s)[:kept]
         again = [self.best_of(each.way, LOOKS) or each for each in leading]
-        least = self.least() if cap is None and not again else None
-        if least is not None and least.peak <= self.cap and least.way.microbatch_size in self.costs.sizes:
-            step_s = self.step_s(least.way, least.cut, least.choices)
-            again = [self.found(least.way, Cut(least.cut, least.choices, step_s))]
         return tuple(sorted(again, key=lambda found: found.step_s))
 
     def about_s(self, way: Way) -> float:
         """Seconds of a step about, whatever the memory, and rather less.
 
-        A stage begins when a micro-batch has been through all before it, and ends as long before the end, so
-        the k-th stage may take (1 - 1/M)^k of what the first one may: with one stage per worker and whole
-        backwards a step takes all the work of one micro-batch / (1 - (1 - 1/M)^K).
+        A micro-batch goes through all stages and back. All work is done by the workers, the sums of gradients
+        begin with a last backward, and the optimizer follows. A stage begins when a micro-batch has been
+        through all before it, and ends as long before the end, so the k-th stage may take (1 - 1/M)^k of what
+        the first one may: with one stage per worker and whole backwards a step takes all the work of one
+        micro-batch / (1 - (1 - 1/M)^K).
         """
         times, count, workers = self.times(way), way.num_microbatches, way.grid.pp
-        once_s = times.stage(0, times.num_layers).microbatch_s("never") * ABOUT
-        if way.stages_per_worker > 1 or way.splits or count == 1:
-            return once_s * count / workers
-        return max(once_s * count / workers, once_s / (1 - (1 - 1 / count) ** workers))
+        whole = times.stage(0, times.num_layers)
+        once_s = whole.microbatch_s("never")
+        sums_s = sum(bucket.takes_s for bucket in whole.buckets)
+        ends_s = max(0.0, sums_s - max(whole.backward_s, whole.weights_s)) + whole.after_s
+        back_s = min(whole.backward_s, whole.inputs_s or inf)
+        found_s = max((once_s * count + ends_s) / workers, whole.forward_s + back_s)
+        if way.stages_per_worker == 1 and not way.splits and count > 1:
+            found_s = max(found_s, once_s / (1 - (1 - 1 / count) ** workers))
+        return ABOUT * found_s
+
+    def _promised_s(self, way: Way) -> tuple[float, float]:
+        """What a way is taken by: its step with what its blocks have to recompute about."""
+        about_s, block, workers, count = self.about_s(way), self.block(way), way.grid.pp, way.num_microbatches
+        if block is None:
+            return about_s, about_s
+        live = count if way.schedule in ("gpipe", "breadth-first") else min(count, workers)
+        share = block.number / workers
+        takes_s = [each.takes_s for each in block.kinds if each.most(self.cap, live) >= share]
+        filled_s = 1 + (workers - 1) / count
+        return min((share * count * each * filled_s for each in takes_s), default=inf), about_s
+
+    def may_beat(self, way: Way, below_s: float) -> bool:
+        """Whether workers have room and time for all blocks of a model within `below_s`; True where a model
+        has no blocks that are alike. A worker begins when a micro-batch has been through all before it.
+        """
+        block = self.block(way)
+        if block is None:
+            return True
+        waits = way.stages_per_worker == 1
+        done = 0
+        for live in self._live(way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches):
+            left_s = (below_s / ABOUT - waits * done * block.passed_s) / way.num_microbatches
+            most = (min(each.most(self.cap, live), left_s / each.takes_s) for each in block.kinds)
+            done += max(0, int(max(most, default=0.0)))
+        return done >= block.number
+
+    def block(self, way: Way) -> Block | None:
+        """One of the layers that most of the model's are; None where no four in a row are alike."""
+        return self._blocks(way.grid, way.microbatch_size, way.num_microbatches, way.splits)
+
+    def _block_of(self, grid: Grid, size: int, count: int, split: bool) -> Block | None:
+        way, times = Way(grid, "1f1b", 1, count, size), self._times(grid, size, split)
+        bytes_of = self._block_bytes(grid.fsdp, min(grid.dp, 2), grid.fsdp_level, grid.tp)
+        if bytes_of is None:
+            return None
+        first, number, by_remat = bytes_of
+
+        def takes_s(remat: str, blocks: int) -> tuple[float, float]:
+            """Seconds of a micro-batch on so many blocks, and until it has passed them."""
+            takes = times.stage(first, first + blocks, remat)
+            again_s = takes.again_s * recomputed(remat, count) / count
+            passed_s = takes.forward_s + takes.backward_s * (not split)
+            return takes.microbatch_s("never") + again_s, passed_s
+
+        kinds = []
+        for remat in self.remats(way):
+            base, held, kept = by_remat[remat]
+            one_s = takes_s(remat, 3)[0] - takes_s(remat, 2)[0]
+            kinds.append(BlockKind(base, held, size * kept, max(one_s, 1e-12)))
+        passed_s = takes_s("never", 3)[1] - takes_s("never", 2)[1]
+        return Block(number, tuple(kinds), ABOUT * passed_s)
+
+    def _block_bytes_of(
+        self, fsdp: int, dp: int, level: int, tp: int
+    ) -> tuple[int, int, dict[str, tuple[float, float, float]]] | None:
+        """Where blocks begin, how many there are, and for each recomputation the bytes of a worker beside
+        them, of each, and of each for every example under way.
+        """
+        grid, size = Grid(1, dp, fsdp, level, tp), min(self.costs.sizes)
+        room = self.room(Way(grid, "gpipe", 1, 1, size))
+        alike = [id(layer) for layer in room.layers]
+        start = next((i for i in range(len(alike) - 3) if len({*alike[i : i + 4]}) == 1), None)
+        if start is None:
+            return None
+        found = {}
+        rooms = [self.room(Way(grid, "gpipe", 1, count, size)) for count in (1, 2)]
+        for remat in REMATS:
+            (few, more), (twice_few, twice) = (
+                [room.memory(0, (range(start, start + number),), (remat,)).peak for number in (2, 3)]
+                for room in rooms
+            )
+            kept = max(0, (twice - twice_few) - (more - few))
+            found[remat] = float(more - 3 * (more - few)), float(more - few - kept), kept / size
+        return start, alike.count(alike[start]), found
+
+    def _live_of(self, name: str, workers: int, per_worker: int, count: int) -> tuple[int, ...]:
+        """Micro-batches of which each worker has all blocks under way at some time; about as many in a long
+        schedule as in a shorter one, unless those were all of them.
+        """
+        few = min(count, 4 * workers)
+        found = []
+        for row in named(name, workers, few, stages_per_worker=per_worker).actions:
+            under_way = dict.fromkeys((action.stage for action in row), 0)
+            most = 0
+            for action in row:
+                if action.kind is not Kind.W:
+                    under_way[action.stage] += 1 if action.kind is Kind.F else -1
+                    most = max(most, min(under_way.values()))
+            found.append(count if most == few else most)
+        return tuple(found)
 
     def best_of(self, way: Way, looks: int = 0, below_s: float = inf) -> Found | None:
         """A good cut of a way that fits, whose step takes less than `below_s`; None where none was found.
@@ -160,9 +294,6 @@ class Search:
         only: where it is too much, the way is cut anew, and every worker has as much less room as the last
         cut's messages take.
         """
-        known = self._best.get((way, looks))
-        if known is not None and known.peak <= self.cap:
-            return known
         if self._weights_bytes(way) > self.cap:
             return None
         room = self.room(way)
@@ -183,7 +314,6 @@ class Search:
                 break
             found = self.found(way, cut, room)
             if found.peak <= self.cap:
-                self._best[way, looks] = found
                 return found
             alone = room.alone(cut.stages, cut.remat)
             more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
@@ -212,8 +342,8 @@ class Search:
 
     def found(self, way: Way, cut: Cut, room: Room | None = None) -> Found:
         """A cut of a way as an answer."""
-        memory = (room or self.room(way)).counted(cut.stages, cut.remat, self.request.accelerated)
-        return Found(way, way.candidate(cut.stages, cut.remat), cut.step_s, memory)
+        memory = (room or self.room(way)).counted(cut.stages, cut.remat)
+        return Found(way, way.candidate(cut.stages, cut.remat), memory, cut.step_s)
 
     def step_s(self, way: Way, stages: Partition, remat: tuple[str, ...]) -> float:
         """Seconds of a step with that cut."""
@@ -224,7 +354,7 @@ class Search:
 
     def schedule(self, way: Way) -> Schedule:
         """Returns the schedule of the way, without recomputation."""
-        return self._rows(*_rows_key(way)).schedule
+        return self.room.rows(way).schedule
 
     def boundaries(self, way: Way) -> tuple[Link, ...]:
         """Returns the links between the way's stages."""
@@ -234,231 +364,22 @@ class Search:
         """Returns the times of the layers in this way."""
         return self._times(way.grid, way.microbatch_size, way.splits)
 
-    def room(self, way: Way) -> Room:
-        """Returns the memory model of the way's workers."""
-        footprints = self._footprints(
-            way.microbatch_size, self._halves, way.grid.tp, self.request.gathers_half(way.grid.fsdp)
-        )
-        return Room(
-            footprints, self._rows(*_rows_key(way)), way.grid, self.request.optimizer,
-            self.ties_over(way.grid.tp), self._known[way], self.costs.gathered_share,
-        )  # fmt: skip
-
-    def _rows_of(self, name: str, workers: int, per_worker: int, count: int) -> Rows:
-        return Rows(named(name, workers, count, stages_per_worker=per_worker))
-
     def _steps_of(self, way: Way) -> LongSteps:
-        name, workers, per_worker, count = _rows_key(way)
+        def rows(count: int) -> Schedule:
+            return self.room.rows(way, count).schedule
 
-        def rows(number: int) -> Schedule:
-            return self._rows(name, workers, per_worker, number).schedule
-
-        return LongSteps(rows, count, self.boundaries(way))
-
-    def _topology(self, grid: Grid) -> Topology:
-        return Topology(self.request, grid, self.costs.sums_beside(self.request.link))
+        return LongSteps(rows, way.num_microbatches, self.boundaries(way))
 
     def _links_of(self, grid: Grid, name: str, per_worker: int) -> tuple[Link, ...]:
         small = named(name, grid.pp, 1, stages_per_worker=per_worker)
-        return self._topology(grid).boundaries([small.worker(stage) for stage in range(small.num_stages)])
+        homes = [small.worker(stage) for stage in range(small.num_stages)]
+        return Topology(self.request, grid).boundaries(homes)
 
     def _times_of(self, grid: Grid, size: int, split: bool) -> LayerTimes:
-        costs = self.costs.on(size, grid.tp, sharded=self.request.gathers_half(grid.fsdp))
-        shards = costs.shards(size, grid.fsdp, grid.fsdp_level, self.request.link)
-        ahead = self.request.accelerated
-        return times_on(grid, costs, size, self._topology(grid), split=split, ahead=ahead, shards=shards)
-
-    def _footprints_of(self, size: int, split: bool, tp: int, sharded: bool) -> Footprints:
-        profiles = self.costs.profiles
-        if profiles is None:
-            raise ValueError("these costs have no profiles, so nobody knows what fits: time the layers anew")
-        return Footprints(
-            lambda remat: profiles(size, split_backward=split, tp=tp, remat=remat, sharded=sharded)
-        )
+        return times_on(grid, self.costs, size, self.request, split=split)
 
 
 def _fits(
     room: Room, left: list[int], worker: int, stages: tuple[range, ...], remat: tuple[str, ...]
 ) -> bool:
     return room.fits(worker, stages, remat, left[worker])
-
-
-def _rows_key(way: Way) -> tuple[str, int, int, int]:
-    """Returns the values on which the rows of the way's schedule depend."""
-    return way.schedule, way.grid.pp, way.stages_per_worker, way.num_microbatches
-
-
-# The cut of a way under its schedule: each stage takes as many layers as a limit of seconds allows and its
-# worker has room for, with the least limit that places all of them; then layers move over one boundary at a
-# time while the step gets shorter. Memory is part of the cost and no check afterwards: a cut of even
-# seconds may fit with no recomputation that there is, where another one does. A stage recomputes the least
-# with which it fits; several stages of a worker recompute alike.
-
-NARROW = 2e-3
-"""Relative precision to which the limit of seconds is narrowed down."""
-
-Fits = Callable[[int, tuple[range, ...], tuple[str, ...]], bool]
-"""Whether a worker has room for stages of these layers, in the model's order, that recompute so much."""
-Lasts = Callable[[Sequence[StageTimes], Sequence[str], Sequence[tuple[float, float]]], float]
-"""Seconds of a step, as `QuickSteps.makespan_s`."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Stages, what each recomputes, and the seconds of a step."""
-
-    stages: Partition
-    remat: tuple[str, ...]
-    step_s: float
-
-
-def best_cut(
-    schedule: Schedule,
-    times: LayerTimes,
-    lasts: Lasts,
-    *,
-    fits: Fits | None = None,
-    remats: Sequence[str] = REMATS,
-    looks: int = 0,
-    below_s: float = inf,
-) -> Cut | None:
-    """The cut with the shortest step that was found, None where none fits.
-
-    Args:
-        schedule: without recomputation, whatever its stages and workers.
-        times: of the layers, at the micro-batch's size.
-        lasts: what a step takes.
-        fits: whether a worker has room; any has if not given.
-        remats: what stages may recompute, what takes least first.
-        looks: cuts to look at beyond the first.
-        below_s: what the step must take less than; where no cut can, that is found out before any is tried.
-
-    Raises:
-        ValueError: more stages than layers.
-    """
-    num_layers, homes = times.num_layers, [schedule.stages_of(w) for w in range(schedule.num_workers)]
-    if schedule.num_stages > num_layers:
-        raise ValueError(
-            f"cannot cut {num_layers} layers into {schedule.num_stages} stages: use at most {num_layers}"
-        )
-
-    count = schedule.num_microbatches
-
-    @cache
-    def least_remat(worker: int, stages: tuple[range, ...]) -> str | None:
-        """Returns the least recomputation with which the stages fit."""
-        every = ((each,) * len(stages) for each in remats)
-        return next((each[0] for each in every if fits is None or fits(worker, stages, each)), None)
-
-    def busy_s(span: range, remat: str) -> float:
-        """Seconds that all micro-batches of a step keep a worker busy with a stage."""
-        takes, again = times.stage(span.start, span.stop, remat), recomputed(remat, count)
-        return count * takes.microbatch_s("never") + again * takes.again_s
-
-    def look(stages: Partition) -> Cut | None:
-        if any(sum(busy_s(stages[stage], "never") for stage in mine) >= below_s for mine in homes):
-            return None
-        remat = [""] * len(stages)
-        for worker, mine in enumerate(homes):
-            found = least_remat(worker, tuple(stages[stage] for stage in mine))
-            if found is None or sum(busy_s(stages[stage], found) for stage in mine) >= below_s:
-                return None
-            for stage in mine:
-                remat[stage] = found
-        takes = [times.stage(span.start, span.stop, r) for span, r in zip(stages, remat, strict=True)]
-        step_s = lasts(takes, remat, [times.message(span.start) for span in stages[1:]])
-        return Cut(stages, tuple(remat), step_s)
-
-    def stage_s(stage: int, start: int, stop: int) -> float:
-        """Seconds of one micro-batch on a stage that is alone on its worker."""
-        remat = least_remat(stage, (range(start, stop),))
-        return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
-
-    def in_time(stage: int, start: int, stop: int) -> bool:
-        """Whether a worker, once the first micro-batch has come through the stages before its own, has time
-        for all of them, and for the last one's way back through these.
-        """
-        remat = least_remat(stage, (range(start, stop),))
-        if remat is None:
-            return False
-        return times.passed_s(start) + busy_s(range(start, stop), remat) < below_s
-
-    alone = not schedule.placement
-    if alone and below_s < inf and not _fill(in_time, num_layers, schedule.num_stages):
-        return None
-    first = list(_filled(stage_s, num_layers, schedule.num_stages)) if alone else []
-    first += _even(times, schedule.num_stages)
-    best = min(filter(None, map(look, dict.fromkeys(first))), key=lambda cut: cut.step_s, default=None)
-    known, left, changed = set(first), looks, True
-    while best is not None and changed:
-        changed = False
-        for boundary, by in product(range(1, len(best.stages)), (-1, 1, -2, 2)):
-            ends = [span.start for span in best.stages] + [num_layers]
-            ends[boundary] += by
-            moved = spans(ends) if ends[boundary - 1] < ends[boundary] < ends[boundary + 1] else None
-            if moved is None or moved in known or left <= 0:
-                continue
-            known.add(moved)
-            left -= 1
-            found = look(moved)
-            if found is not None and found.step_s < best.step_s:
-                best, changed = found, True
-    return best
-
-
-def spans(ends: Sequence[int]) -> Partition:
-    """Stages between these layers."""
-    return tuple(range(a, b) for a, b in pairwise(ends))
-
-
-def _even(times: LayerTimes, stages: int) -> Iterator[Partition]:
-    """Yields two even cuts: by the seconds of the layers, and by their number."""
-    layers = range(times.num_layers)
-    yield partition([times.work_s(layer, layer + 1) for layer in layers], stages)
-    yield partition([1.0] * len(layers), stages)
-
-
-def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: int) -> Partition | None:
-    """Stages of as many layers as each one takes, which are fewer the earlier it begins; None where the last
-    takes less than all that are left.
-    """
-    ends = [0]
-    for stage in range(num_stages):
-        low, high = ends[-1], num_layers - (num_stages - stage - 1)
-        while low < high:
-            stop = (low + high + 1) // 2
-            low, high = (stop, high) if takes(stage, ends[-1], stop) else (low, stop - 1)
-        if low == ends[-1]:
-            return None
-        ends.append(low)
-    return spans(ends) if ends[-1] == num_layers else None
-
-
-def _filled(
-    stage_s: Callable[[int, int, int], float], num_layers: int, num_stages: int
-) -> Iterator[Partition]:
-    """Stages filled up to the least limit; none where they cannot be filled at all. Longer stages take longer
-    and need more, and the later a stage begins the less it needs.
-    """
-
-    def filled(limit_s: float) -> Partition | None:
-        return _fill(
-            lambda stage, start, stop: stage_s(stage, start, stop) <= limit_s, num_layers, num_stages
-        )
-
-    best = filled(_LONGEST_S)
-    if best is None:
-        return
-    high_s = max(stage_s(stage, span.start, span.stop) for stage, span in enumerate(best))
-    low_s = 0.0
-    while high_s - low_s > NARROW * high_s:
-        middle_s = (low_s + high_s) / 2
-        found = filled(middle_s)
-        if found is None:
-            low_s = middle_s
-        else:
-            best, high_s = found, middle_s
-    yield best
-
-
-_LONGEST_S = 1e300  # less than what does not fit

@@ -1,4 +1,4 @@
-"""How long a step takes, for many cuts of one model under one schedule.
+"""How long a step takes, for many cuts of one model under one schedule, and which cut takes least.
 
 A search looks at hundreds of thousands of stages, so the seconds of any are a few look-ups (`LayerTimes`) and
 a step is one pass over lists of numbers (`QuickSteps`). A grid adds collectives to them (`Collectives`):
@@ -17,20 +17,21 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cache
+from itertools import pairwise, product
+from math import inf
 from typing import Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.links import FREE, Bucket, Gather, Link
+from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.schedule import Action, Kind, Schedule
 from gpipe_bench.pipeline.plan.walk import execution_order
-from gpipe_bench.planner.candidate import WRAPPED, Grid
+from gpipe_bench.planner.candidate import REMATS, WRAPPED, Grid
 from gpipe_bench.planner.collectives import Collectives, forward_kind
-from gpipe_bench.planner.costs import FIRST, Costs, ShardCosts, inside
-from gpipe_bench.planner.request import Topology
-
-_KINDS = ("F", "R", "B", "I", "W")
+from gpipe_bench.planner.costs import Costs, ShardCosts, SizeCosts, inside
+from gpipe_bench.planner.request import Request, Topology
 
 
 def recomputed(remat: str, num_microbatches: int) -> int:
@@ -59,121 +60,94 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of every layer on one micro-batch, and what lies between the layers.
+    """Seconds of stages of any layers on one micro-batch, and what lies between the layers.
 
     Args:
-        layers_s: by kind, F, R and B, and I and W of schedules that have them; B and I also with what is
-            recomputed inside, as `costs.inside` calls it
-        activation_bytes, gradient_bytes: between layer i and i + 1, of one micro-batch each way
-        update_s: of the optimizer
-        action_s: of an action of a stage whatever its layers, by kind
+        size: costs of the layers
+        update_s: of the optimizer, of each layer; nothing if not given
+        split: whether backwards are I and W, where the layers have them
         collectives: what a grid adds; nothing if not given
-
-    Their lengths match: `Costs` has checked that.
+        shards: what parameters in parts were timed to add
     """
 
-    layers_s: Mapping[str, Sequence[float]]
-    activation_bytes: Sequence[float] = ()
-    gradient_bytes: Sequence[float] = ()
+    size: SizeCosts
     update_s: Sequence[float] = ()
-    action_s: Mapping[str, float] = field(default_factory=dict)
+    split: bool = True
     collectives: Collectives | None = None
+    shards: ShardCosts | None = None
     _stages: dict[tuple[int, int, str], StageTimes] = field(default_factory=dict, repr=False, compare=False)
-    _sums: dict[str, list[float]] = field(default_factory=dict, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        seconds = {**self.layers_s, "update": self.update_s or [0.0] * self.num_layers}
-        self._sums.update({kind: list(accumulate(each, initial=0.0)) for kind, each in seconds.items()})
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers_s["F"])
+        return self.size.num_layers
+
+    def action_s(self, kind: str, span: range, remat: str) -> float:
+        """Seconds of an action of a stage of these layers with this recomputation, its waits left out; `kind`
+        as in `costs.KINDS`, also of a step's first one.
+        """
+        takes_s = self.size.seconds(inside(kind, remat), span)
+        return takes_s if self.shards is None else max(0.0, takes_s + self.shards.more(kind, span))
 
     def stage(self, start: int, stop: int, remat: str = "never") -> StageTimes:
         """Returns the times of a stage of layers start..stop - 1 with this recomputation."""
         key = (start, stop, remat if remat in WRAPPED else "never")
         if key not in self._stages:
-            self._stages[key] = self._stage(*key)
+            self._stages[key] = self._stage(range(start, stop), key[2])
         return self._stages[key]
 
-    def _stage(self, start: int, stop: int, remat: str) -> StageTimes:
-        more, span, takes = self.collectives, range(start, stop), {}
-        for kind in _KINDS:
-            known = inside(kind, remat) if inside(kind, remat) in self._sums else kind
-            takes[kind] = self._of(known, start, stop) + self.action_s.get(kind, 0.0) * (known in self._sums)
-        ahead_s, back_s = more.passes_s(span, remat) if more else (0.0, 0.0)
+    def _stage(self, span: range, remat: str) -> StageTimes:
+        more, known = self.collectives, self.size.layers_s
+        halves = self.split and "I" in known
+        forward, again, *back = (
+            self.action_s(kind, span, remat) if kind in known else 0.0
+            for kind in (forward_kind(known), "R", "B", *("IW" * halves))
+        )  # fmt: skip
+        ahead_s, back_s = more.waits_s(span, remat) if more else (0.0, 0.0)
         return StageTimes(
-            takes["F"] + ahead_s, takes["R"] + ahead_s, takes["B"] + back_s, takes["I"], takes["W"],
-            self._of("update", start, stop),
+            forward + ahead_s, again + ahead_s, back[0] + back_s,
+            *((back[1] + back_s, back[2]) if halves else (0.0, 0.0)),
+            sum(self.update_s[span.start : span.stop]),
             more.buckets(span) if more else (), more.gathers(span) if more else (),
         )  # fmt: skip
 
-    def _of(self, name: str, start: int, stop: int) -> float:
-        sums = self._sums.get(name)
-        return sums[stop] - sums[start] if sums else 0.0
-
-    def work_s(self, start: int, stop: int) -> float:
-        """Least seconds of layers start..stop - 1 on one micro-batch, with a whole or a split backward."""
-        back_s = self._of("B", start, stop)
-        if "I" in self._sums:
-            back_s = min(back_s, self._of("I", start, stop) + self._of("W", start, stop))
-        return self._of("F", start, stop) + back_s
+    def work_s(self, span: range) -> float:
+        """Seconds of layers on one micro-batch without their gathers, with a whole or a split backward."""
+        forward_s, *back_s = (
+            self.size.seconds(kind, span) if kind in self.size.layers_s else inf
+            for kind in (forward_kind(self.size.layers_s), "B", *("IW" * self.split))
+        )
+        return forward_s + min(back_s[0], sum(back_s[1:]) if self.split else inf)
 
     def passed_s(self, boundary: int) -> float:
         """Least seconds of a micro-batch on all layers before `boundary`: forward, and where backwards are
         whole, back.
         """
-        back_s = 0.0 if "I" in self._sums else self._of("B", 0, boundary)
-        return self._of("F", 0, boundary) + back_s
+        known, span = self.size.layers_s, range(boundary)
+        if not boundary:
+            return 0.0
+        back_s = 0.0 if self.split and "I" in known else self.size.seconds("B", span)
+        return self.size.seconds(forward_kind(known), span) + back_s
 
     def message(self, boundary: int) -> tuple[float, float]:
         """Bytes over a cut in front of layer `boundary`, forward and back."""
-        if not self.activation_bytes:
+        if not self.size.activation_bytes:
             return 0.0, 0.0
-        ahead = self.activation_bytes[boundary - 1]
-        return ahead, self.gradient_bytes[boundary - 1] if self.gradient_bytes else ahead
+        ahead, back = self.size.activation_bytes, self.size.gradient_bytes or self.size.activation_bytes
+        return ahead[boundary - 1], back[boundary - 1]
 
 
-def times_on(
-    grid: Grid,
-    costs: Costs,
-    microbatch_size: int,
-    near: Topology,
-    *,
-    split: bool,
-    ahead: bool,
-    shards: ShardCosts | None = None,
-) -> LayerTimes:
-    """The times of the layers on a grid; arguments as of `Collectives`."""
-    size, layers = costs.at(microbatch_size), costs.num_layers
+def times_on(grid: Grid, costs: Costs, microbatch_size: int, request: Request, *, split: bool) -> LayerTimes:
+    """The times of the layers on a grid for such micro-batches; `split` where a schedule has I and W.
+
+    ValueError for a size or a grid that the costs know nothing of.
+    """
+    costs = costs.on(microbatch_size, grid.tp, sharded=request.gathers_half(grid.fsdp))
+    near = Topology(request, grid, costs.sums_beside(request.link))
+    shards = costs.shards(microbatch_size, grid.fsdp, grid.fsdp_level, request.link)
+    ahead = request.accelerated  # a CPU gathers and computes in turn
     collectives = Collectives(grid, near, costs, microbatch_size, split=split, ahead=ahead, shards=shards)
-    rounds = [collectives.rounds_s(layer) for layer in range(layers)]
-    forward = forward_kind(size.layers_s)
-    kinds = {
-        kind: each for kind, each in size.layers_s.items() if kind[0] in "RB" or (split and kind[0] in "IW")
-    }
-    takes_s = {kind: list(each) for kind, each in kinds.items() if not kind.endswith(FIRST)}
-    takes_s |= {"F": list(size.layers_s[forward]), "R": list(size.layers_s.get("R", size.layers_s[forward]))}
-    for kind, seconds in takes_s.items():
-        if kind != "W":
-            ahead, back, again = kind in "FR", kind[0] in "BI", " " in kind
-            takes_s[kind] = [
-                each + (ahead + again) * there_s + back * back_s
-                for each, (there_s, back_s) in zip(seconds, rounds, strict=True)
-            ]
-        if shards is not None:
-            more_s = [shards.more(kind, range(layer, layer + 1)) for layer in range(layers)]
-            takes_s[kind] = [max(0.0, each + more) for each, more in zip(takes_s[kind], more_s, strict=True)]
-    update_s = shards.update_s if shards is not None else [each / grid.fsdp for each in costs.update_s]
-    action_s = {kind: size.action_s.get(kind, 0.0) for kind in "RBIW"}
-    return LayerTimes(
-        takes_s,
-        size.activation_bytes,
-        size.gradient_bytes,
-        update_s,
-        action_s | {"F": size.action_s.get(forward, 0.0)},
-        collectives,
-    )
+    update_s = [each / grid.fsdp for each in costs.update_s] if shards is None else shards.update_s
+    return LayerTimes(costs.at(microbatch_size), update_s, split, collectives, shards)
 
 
 class QuickSteps:
@@ -184,19 +158,11 @@ class QuickSteps:
     same rules are taken to the same numbers as by the replay, but for a link whose two directions wait for
     each other, where each direction is taken for itself: who comes first is not known before the times are.
 
-    `links` has a link for each boundary between stages, or is empty where messages take no time. Raises
-    ValueError for a schedule that recomputes by itself, or another number of links.
+    `links` has a link for each boundary between stages, or is empty where messages take no time.
     """
 
     def __init__(self, schedule: Schedule, links: Sequence[Link] = ()) -> None:
-        if any(action.kind is Kind.R for action in schedule):
-            raise ValueError(
-                f"schedule {schedule.name!r} recomputes already; give it with remat='never', and say with "
-                "each step what is recomputed"
-            )
         boundaries = range(schedule.num_stages - 1)
-        if links and len(links) != len(boundaries):
-            raise ValueError(f"{len(links)} links for {len(boundaries)} boundaries; give one for each")
         self.schedule = schedule
         self.links = tuple(links) or (FREE,) * len(boundaries)
         homes = self._homes = [schedule.worker(stage) for stage in range(schedule.num_stages)]
@@ -337,3 +303,177 @@ _CODES = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 def coded(action: Action) -> tuple[int, int, int]:
     """Kind, stage and micro-batch as numbers."""
     return _CODES[action.kind], action.stage, action.microbatch
+
+
+# The cut of a way under its schedule: each stage takes as many layers as a limit of seconds allows and its
+# worker has room for, with the least limit that places all of them; then layers move over one boundary at a
+# time while the step gets shorter. Memory is part of the cost and no check afterwards: a cut of even
+# seconds may fit with no recomputation that there is, where another one does. A stage recomputes the least
+# with which it fits; several stages of a worker recompute alike.
+
+NARROW = 2e-3
+"""Relative precision to which the limit of seconds is narrowed down."""
+
+Fits = Callable[[int, tuple[range, ...], tuple[str, ...]], bool]
+"""Whether a worker has room for stages of these layers, in the model's order, that recompute so much."""
+Lasts = Callable[[Sequence[StageTimes], Sequence[str], Sequence[tuple[float, float]]], float]
+"""Seconds of a step, as `QuickSteps.makespan_s`."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stages, what each recomputes, and the seconds of a step."""
+
+    stages: Partition
+    remat: tuple[str, ...]
+    step_s: float
+
+
+def best_cut(
+    schedule: Schedule,
+    times: LayerTimes,
+    lasts: Lasts,
+    *,
+    fits: Fits | None = None,
+    remats: Sequence[str] = REMATS,
+    looks: int = 0,
+    below_s: float = inf,
+) -> Cut | None:
+    """The cut with the shortest step that was found, None where none fits.
+
+    Args:
+        schedule: without recomputation, whatever its stages and workers.
+        times: of the layers, at the micro-batch's size.
+        lasts: what a step takes.
+        fits: whether a worker has room; any has if not given.
+        remats: what stages may recompute, what takes least first.
+        looks: cuts to look at beyond the first.
+        below_s: what the step must take less than; where no cut can, that is found out before any is tried.
+
+    Raises:
+        ValueError: more stages than layers.
+    """
+    num_layers, homes = times.num_layers, [schedule.stages_of(w) for w in range(schedule.num_workers)]
+    if schedule.num_stages > num_layers:
+        raise ValueError(
+            f"cannot cut {num_layers} layers into {schedule.num_stages} stages: use at most {num_layers}"
+        )
+
+    count = schedule.num_microbatches
+
+    @cache
+    def least_remat(worker: int, stages: tuple[range, ...]) -> str | None:
+        """Returns the least recomputation with which the stages fit."""
+        every = ((each,) * len(stages) for each in remats)
+        return next((each[0] for each in every if fits is None or fits(worker, stages, each)), None)
+
+    def busy_s(span: range, remat: str) -> float:
+        """Seconds that all micro-batches of a step keep a worker busy with a stage."""
+        takes, again = times.stage(span.start, span.stop, remat), recomputed(remat, count)
+        return count * takes.microbatch_s("never") + again * takes.again_s
+
+    def look(stages: Partition) -> Cut | None:
+        if any(sum(busy_s(stages[stage], "never") for stage in mine) >= below_s for mine in homes):
+            return None
+        remat = [""] * len(stages)
+        for worker, mine in enumerate(homes):
+            found = least_remat(worker, tuple(stages[stage] for stage in mine))
+            if found is None or sum(busy_s(stages[stage], found) for stage in mine) >= below_s:
+                return None
+            for stage in mine:
+                remat[stage] = found
+        takes = [times.stage(span.start, span.stop, r) for span, r in zip(stages, remat, strict=True)]
+        step_s = lasts(takes, remat, [times.message(span.start) for span in stages[1:]])
+        return Cut(stages, tuple(remat), step_s)
+
+    def stage_s(stage: int, start: int, stop: int) -> float:
+        """Seconds of one micro-batch on a stage that is alone on its worker."""
+        remat = least_remat(stage, (range(start, stop),))
+        return inf if remat is None else times.stage(start, stop, remat).microbatch_s(remat)
+
+    def in_time(stage: int, start: int, stop: int) -> bool:
+        """Whether a worker, once the first micro-batch has come through the stages before its own, has time
+        for all of them, and for the last one's way back through these.
+        """
+        remat = least_remat(stage, (range(start, stop),))
+        if remat is None:
+            return False
+        return times.passed_s(start) + busy_s(range(start, stop), remat) < below_s
+
+    alone = not schedule.placement
+    if alone and below_s < inf and not _fill(in_time, num_layers, schedule.num_stages):
+        return None
+    full = filled(stage_s, num_layers, schedule.num_stages) if alone else None
+    first = [full, *_even(times, schedule.num_stages)] if full else [*_even(times, schedule.num_stages)]
+    best = min(filter(None, map(look, dict.fromkeys(first))), key=lambda cut: cut.step_s, default=None)
+    known, left, changed = set(first), looks, True
+    while best is not None and changed:
+        changed = False
+        for boundary, by in product(range(1, len(best.stages)), (-1, 1, -2, 2)):
+            ends = [span.start for span in best.stages] + [num_layers]
+            ends[boundary] += by
+            moved = spans(ends) if ends[boundary - 1] < ends[boundary] < ends[boundary + 1] else None
+            if moved is None or moved in known or left <= 0:
+                continue
+            known.add(moved)
+            left -= 1
+            found = look(moved)
+            if found is not None and found.step_s < best.step_s:
+                best, changed = found, True
+    return best
+
+
+def spans(ends: Sequence[int]) -> Partition:
+    """Stages between these layers."""
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def _even(times: LayerTimes, stages: int) -> Iterator[Partition]:
+    """Yields two even cuts: by the seconds of the layers, and by their number."""
+    layers = range(times.num_layers)
+    yield partition([times.work_s(range(layer, layer + 1)) for layer in layers], stages)
+    yield partition([1.0] * len(layers), stages)
+
+
+def _fill(takes: Callable[[int, int, int], bool], num_layers: int, num_stages: int) -> Partition | None:
+    """Stages of as many layers as each one takes, which are fewer the earlier it begins; None where the last
+    takes less than all that are left.
+    """
+    ends = [0]
+    for stage in range(num_stages):
+        low, high = ends[-1], num_layers - (num_stages - stage - 1)
+        while low < high:
+            stop = (low + high + 1) // 2
+            low, high = (stop, high) if takes(stage, ends[-1], stop) else (low, stop - 1)
+        if low == ends[-1]:
+            return None
+        ends.append(low)
+    return spans(ends) if ends[-1] == num_layers else None
+
+
+def filled(
+    cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, narrow: float = NARROW
+) -> Partition | None:
+    """Stages filled up to the least limit of their cost (stage, first layer, end), which is found up to a
+    share `narrow` of it; None where they cannot be filled at all. Longer stages cost more, and the later a
+    stage begins the less it costs.
+    """
+
+    def within(limit: float) -> Partition | None:
+        return _fill(lambda *stage: cost(*stage) <= limit, num_layers, num_stages)
+
+    best = within(_MOST)
+    if best is None:
+        return None
+    low, high = 0.0, float(max(cost(stage, span.start, span.stop) for stage, span in enumerate(best)))
+    while high - low > narrow * high:
+        middle = (low + high) / 2
+        found = within(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best
+
+
+_MOST = 1e300  # less than what does not fit

@@ -18,7 +18,6 @@ from gpipe_bench.experiments.commands.plan_options import options as options
 from gpipe_bench.experiments.commands.plan_options import request_of
 from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
-from gpipe_bench.pipeline.plan.schedule import to_text
 from gpipe_bench.planner.candidate import REMATS, splits
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
 from gpipe_bench.planner.request import MEASURED, Request, Space, divisors
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
     from gpipe_bench.planner.candidate import Candidate, Prediction
     from gpipe_bench.planner.formats import Written
-    from gpipe_bench.planner.infeasible import Smallest
     from gpipe_bench.planner.model import Model
+    from gpipe_bench.planner.search import Found
 
 GIB = 2**30
 WIDTH = 100
@@ -69,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
         remats=tuple(arguments.remat) or (known.remats if is_written else REMATS),
         sharded=not arguments.no_fsdp,
     )
-    from gpipe_bench.planner.answer import MOST_POINTS, plan
+    from gpipe_bench.planner.answer import plan
 
     found = plan(
         _model(arguments), request, space=space, shown=arguments.top,
         rounds=arguments.probe_rounds, shown_rounds=True,
-        points=MOST_POINTS if arguments.full else 1, progress=_Progress(),
+        progress=_Progress(),
     )  # fmt: skip
     facts: dict[str, object] = {}
     written = None
@@ -152,7 +151,7 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
     """
     parts = [_best(plan), _next(plan), _cut(plan.best)]
     if full:
-        parts += [_frontier(plan), _notes(plan)]
+        parts += [_notes(plan)]
     command = plan.command() if written is None else written.command
     if path is not None:
         beside = f", with {path.with_suffix('.csv').name} beside it," * bool(written and written.rows)
@@ -277,22 +276,6 @@ def _cut(best: Prediction) -> str:
     ).text()
 
 
-def _frontier(plan: Plan) -> str:
-    if len(plan.frontier) < 2:
-        return ""
-    lines = [
-        [
-            f"{point.peak / GIB:.2f}", seconds(point.step_s), title_of(point.candidate),
-            point.candidate.num_microbatches, remat_of(point.candidate),
-        ]
-        for point in plan.frontier
-    ]  # fmt: skip
-    return Grid(
-        title="with less memory", columns=["GiB", "step", "plan", "M", "recompute"], lines=lines,
-        right=frozenset({0, 3}),
-    ).text()  # fmt: skip
-
-
 # Bytes alone
 
 EAGER_BYTES = ", layers compiled (bytes of eager ones, an upper estimate)"
@@ -334,24 +317,26 @@ def _one_pipeline(model: Model, arguments: argparse.Namespace) -> tuple[str, str
     return name, remat, number
 
 
-def placed(model: Model, request: Request, schedule: str, remat: str, number: int | None) -> Smallest:
+def placed(model: Model, request: Request, schedule: str, remat: str, number: int | None) -> Found:
     """The model's cut with the smallest peak, with the fewest micro-batches that fit where none are given.
 
     Raises ValueError, naming what would do, where it does not fit.
     """
-    from gpipe_bench.planner.infeasible import nothing_fits, smallest
+    from gpipe_bench.planner.answer import nothing_fits, smallest
 
     given = None if number is None else (number,)
-    space = Space(schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given)
+    space = Space(
+        schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given, remats=(remat,)
+    )
 
-    def least(within: Space) -> Smallest:
-        found = smallest(model, request, within, remat=remat)
+    def least(within: Space) -> Found:
+        found = smallest(model, request, within)
         assert found is not None, "one pipeline of no more stages than layers is a grid"
         return found
 
     most = least(space)
     if most.peak > request.usable_bytes:
-        raise ValueError(nothing_fits(model, request, space, most, remat))
+        raise ValueError(nothing_fits(model, request, space, most, as_one=True))
     for count in () if number is not None else divisors(model.batch_size)[:-1]:
         fewer = least(replace(space, microbatches=(count,)))
         if fewer.peak <= request.usable_bytes:
@@ -359,10 +344,11 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
     return most
 
 
-def text_of_bytes(model: Model, request: Request, found: Smallest) -> str:
+def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     """Table of the workers: their stages and layers, and the parts of their fullest moment in GiB."""
     again = {"always": "every one recomputed", "never": "nothing recomputed"}
-    what = again.get(str(found.remat), f"re-materialization {to_text(found.remat)}")
+    remat = found.candidate.remat[0]  # as all stages recompute
+    what = again.get(remat, f"re-materialization {remat}")
     title = (
         f"{model.name}: {model.num_parameters:,} parameters under {found.way.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
@@ -388,7 +374,7 @@ def text_of_bytes(model: Model, request: Request, found: Smallest) -> str:
     return Grid(title=title, columns=headers, lines=lines, right=numbers(headers) - set(range(first))).text()
 
 
-def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
+def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
     """The same as plain data, in bytes."""
     return {
         "model": model.name,
@@ -399,11 +385,11 @@ def facts(model: Model, request: Request, found: Smallest) -> dict[str, Any]:
         "batch_size": request.batch_size,
         "num_microbatches": found.way.num_microbatches,
         "schedule": found.way.schedule,
-        "remat": to_text(found.remat),
+        "remat": found.candidate.remat[0],
         "optimizer": request.optimizer,
         "precision": request.precision,
         "compiled": request.compiled,
-        "layers_per_stage": [len(stage) for stage in found.cut],
+        "layers_per_stage": [len(stage) for stage in found.candidate.cut],
         "workers": [
             {"stages": list(stages), "peak": memory.peak, **asdict(memory)}
             for stages, memory in zip(found.homes, found.memory, strict=True)

@@ -123,7 +123,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--full", action="store_true",
-        help="also what less memory costs, where each number comes from, and the script",
+        help="also where each number comes from, and the script",
     )  # fmt: skip
 
 

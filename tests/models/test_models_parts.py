@@ -164,49 +164,37 @@ def test_the_size_of_the_model_stays_where_no_layer_gets_a_stride_that_had_none(
     assert counts["last normal cell"] > counts[None]
 
 
-# SAME padding, pools and the factorized reduction against plain loops over pixels
+# SAME padding, pools and the factorized reduction against torch's own on a map that is padded beforehand
 
 SIZES = st.integers(1, 12)
 
 
-def windows(shape, kernel, stride):
-    """(row, column, [(pixel, tap), ...]) of each SAME window; pixels outside the map are left out.
-
-    Straight from TensorFlow's definition: ceil(size / stride) outputs, the padding they need split with
-    the smaller half first.
-    """
-    outputs = [-(-size // stride_) for size, stride_ in zip(shape, stride, strict=True)]
-    first = [
-        max((out - 1) * stride_ + kernel_ - size, 0) // 2
-        for out, stride_, kernel_, size in zip(outputs, stride, kernel, shape, strict=True)
-    ]
-    for i in range(outputs[0]):
-        for j in range(outputs[1]):
-            inside = []
-            for di in range(kernel[0]):
-                for dj in range(kernel[1]):
-                    row, column = i * stride[0] + di - first[0], j * stride[1] + dj - first[1]
-                    if 0 <= row < shape[0] and 0 <= column < shape[1]:
-                        inside.append(((row, column), (di, dj)))
-            yield i, j, inside
+def padded(x, kernel, stride, value):
+    """A map with TensorFlow's SAME padding: what ceil(size / stride) outputs need, the smaller half first."""
+    sides = []
+    for size, kernel_, stride_ in zip(x.shape[2:], kernel, stride, strict=True):
+        more = max((-(-size // stride_) - 1) * stride_ + kernel_ - size, 0)
+        sides = [more // 2, more - more // 2, *sides]
+    return nn.functional.pad(torch.as_tensor(x), sides, value=value)
 
 
 def pooled(x, kind, kernel, stride):
-    n, c, h, w = x.shape
-    out = np.zeros((n, c, -(-h // stride), -(-w // stride)))
-    for i, j, inside in windows((h, w), (kernel, kernel), (stride, stride)):
-        values = np.stack([x[:, :, row, column] for (row, column), _ in inside])
-        out[:, :, i, j] = values.max(0) if kind == "max" else values.sum(0) / len(inside)
-    return out
+    """Pixels outside the map take no part, in a mean neither."""
+    if kind == "max":
+        return nn.functional.max_pool2d(
+            padded(x, [kernel] * 2, [stride] * 2, -np.inf), kernel, stride
+        ).numpy()
+    total, inside = (
+        nn.functional.avg_pool2d(padded(each, [kernel] * 2, [stride] * 2, 0.0), kernel, stride)
+        for each in (x, np.ones_like(x))
+    )
+    return (total / inside).numpy()
 
 
 def convolved(x, weight, stride):
-    n, _, h, w = x.shape
-    out = np.zeros((n, weight.shape[0], -(-h // stride[0]), -(-w // stride[1])))
-    for i, j, inside in windows((h, w), weight.shape[2:], stride):
-        for (row, column), (di, dj) in inside:
-            out[:, :, i, j] += x[:, :, row, column] @ weight[:, :, di, dj].T
-    return out
+    return nn.functional.conv2d(
+        padded(x, weight.shape[2:], stride, 0.0), torch.as_tensor(weight), stride=stride
+    ).numpy()
 
 
 def image(h, w, channels=2, seed=0):
@@ -216,7 +204,7 @@ def image(h, w, channels=2, seed=0):
 
 @settings(max_examples=60)
 @given(SIZES, SIZES, st.sampled_from(["max", "avg"]), st.sampled_from([(3, 1), (3, 2), (2, 2)]))
-def test_pools_equal_the_loops(h, w, kind, window):
+def test_pools_equal_torchs_on_a_padded_map(h, w, kind, window):
     kernel, stride = window
     x = image(h, w)
     ours = SamePool2d(kind, kernel, stride)(x).numpy()
@@ -227,7 +215,7 @@ def test_pools_equal_the_loops(h, w, kind, window):
 @given(
     SIZES, SIZES, st.sampled_from([(1, 1), (3, 3), (1, 7), (7, 1), (5, 5), (7, 7)]), st.sampled_from([1, 2])
 )
-def test_convolutions_equal_the_loops(h, w, kernel, step):
+def test_convolutions_equal_torchs_on_a_padded_map(h, w, kernel, step):
     stride = (1 if kernel == (7, 1) else step, 1 if kernel == (7, 1) else step)
     x = image(h, w)
     layer = SameConv2d(2, 3, kernel, stride, bias=False).double()

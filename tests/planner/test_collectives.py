@@ -26,14 +26,12 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.plan.links import Bucket, Gather
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
-from gpipe_bench.planner.collectives import (
-    all_gather_s,
-    all_reduce_s,
-    fetched,
-    pass_s,
-    sharded,
-)
+from gpipe_bench.planner import Costs, Request
+from gpipe_bench.planner.candidate import Grid
+from gpipe_bench.planner.collectives import all_gather_s, all_reduce_s, pass_s
+from gpipe_bench.planner.costs import SizeCosts
 from gpipe_bench.planner.predict import COLLECTIVES, PARTS, Breakdown, breakdown
+from gpipe_bench.planner.steps import StageTimes, times_on
 
 LINK = Link("test", latency_s=Fraction(1, 10), bandwidth_bytes_per_s=Fraction(100))  # type: ignore[arg-type]
 RANKS = st.integers(1, 64)
@@ -56,9 +54,17 @@ def test_two_ranks_on_a_link_whose_directions_share_it_send_one_after_the_other(
     assert all_gather_s(400, 3, both_ways) == pytest.approx(2 * 400 / 3 / 100)  # each link is used one way
 
 
+def stage_on(grid: Grid, sizes: list[list[int]], seconds: list[float], **links: Any) -> StageTimes:
+    """A stage of layers with such parameters, whose forward and backward take such seconds."""
+    layers = SizeCosts(layers_s={"F": seconds, "R": seconds, "B": seconds})
+    request = Request(accelerators=grid.accelerators, memory_bytes=1, batch_size=8, **links)
+    costs = Costs(sizes={1: layers}, parameter_bytes=sizes)
+    return times_on(grid, costs, 1, request, split=False).stage(0, len(seconds))
+
+
 def test_shards_are_scattered_layer_by_layer_and_then_summed_over_replicas() -> None:
-    link, slow = Link("link", 0, 1), Link("slow", 0, Fraction(1, 10))  # type: ignore[arg-type]
-    found = sharded([[8.0, 8.0], [], [32.0]], 4, link, replicas=2, replica_link=slow, backward_s=[2, 1, 1])
+    slow = {"link": Link("link", 0, 1), "between": Link("slow", 0, 0.1), "hosts": 2, "cards": 4}
+    found = stage_on(Grid(1, 2, 4, 2), [[8, 8], [], [32]], [2, 1, 1], **slow).buckets
     # 3 hops of 8 bytes, then a shard of 8 bytes over 2 replicas: 2 hops of 4 bytes at a tenth of the rate.
     assert [(bucket.ready, bucket.takes_s) for bucket in found] == [(1 / 4, 24 + 80), (1, 12 + 40)]
 
@@ -72,7 +78,7 @@ def test_gathering_ahead_hides_behind_the_layer_before() -> None:
 
 
 def test_parameters_are_fetched_layer_by_layer_and_needed_as_the_forward_goes() -> None:
-    found = fetched([4.0, 0.0, 8.0], 2, Link("link", 0, 1), forward_s=[1, 2, 1])
+    found = stage_on(Grid(1, 1, 2, 2), [[4], [], [8]], [1, 2, 1], link=Link("link", 0, 1)).gathers
     assert found == (Gather(0, 2), Gather(0.75, 4))
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from gpipe_bench.pipeline import FREE, NAMED, Action, Kind, Link, Schedule, named, replay
 from gpipe_bench.pipeline.plan.partition import Partition
-from gpipe_bench.planner.search import best_cut
-from gpipe_bench.planner.steps import LayerTimes, LongSteps, QuickSteps, StageTimes
+from gpipe_bench.planner.costs import SizeCosts
+from gpipe_bench.planner.steps import LayerTimes, LongSteps, QuickSteps, StageTimes, best_cut
 
 SLOW = Link("slow", 0.25, 4.0)
 SECONDS = st.integers(0, 8).map(lambda number: number / 4)
@@ -83,10 +83,11 @@ def cases(draw: st.DrawFn, names: list[str], per_worker: int) -> tuple[Schedule,
     kinds |= {"B blocks": [b + f for b, f in zip(kinds["B"], kinds["F"], strict=True)]}
     if split:
         kinds |= {"I blocks": [b + f for b, f in zip(kinds["I"], kinds["F"], strict=True)]}
-    times = LayerTimes(
-        kinds, each(layers - 1), each(layers - 1), each(layers),
-        draw(st.sampled_from([{}, {"F": 0.5, "B": 0.25, "R": 1.0, "I": 0.5, "W": 0.25}])),
+    size = SizeCosts(
+        layers_s=kinds, activation_bytes=each(layers - 1), gradient_bytes=each(layers - 1),
+        action_s=draw(st.sampled_from([{}, {"F": 0.5, "B": 0.25, "R": 1.0, "I": 0.5, "W": 0.25}])),
     )  # fmt: skip
+    times = LayerTimes(size, each(layers))
     bytes_of = draw(st.lists(st.integers(1, 4), min_size=layers, max_size=layers))
     cap = draw(st.integers(2, 3 * sum(bytes_of)))
 
@@ -132,7 +133,8 @@ def test_a_cut_fits_and_takes_what_the_replay_says(case: tuple[Schedule, LayerTi
 def test_sixty_four_stages_of_a_thousand_layers_are_better_than_even_ones() -> None:
     forward = [0.2, *(1.0 + 0.5 * (layer % 3) for layer in range(998)), 9.0]
     kinds = {"F": forward, "R": forward, "B": [2 * each for each in forward]}
-    times, links = LayerTimes(kinds, activation_bytes=[1.0] * 999), [Link("link", 0.01, 10.0)] * 63
+    times = LayerTimes(SizeCosts(layers_s=kinds, activation_bytes=[1.0] * 999))
+    links = [Link("link", 0.01, 10.0)] * 63
     steps = LongSteps(lambda number: named("1f1b", 64, number), 64, links)
     found = best_cut(named("1f1b", 64, 64), times, steps.makespan_s)
     assert found is not None
@@ -155,7 +157,7 @@ def test_long_steps_are_what_two_shorter_ones_say(name: str) -> None:
 
 def test_only_what_must_is_recomputed() -> None:
     """Under 1F1B the first stage keeps three graphs and the last one: room for two each."""
-    times = LayerTimes({"F": [1.0] * 6, "R": [1.5] * 6, "B": [2.0] * 6})
+    times = LayerTimes(SizeCosts(layers_s={"F": [1.0] * 6, "R": [1.5] * 6, "B": [2.0] * 6}))
     lasts = QuickSteps(named("1f1b", 3, 6)).makespan_s
 
     def fits(worker: int, stages: tuple[range, ...], remat: tuple[str, ...]) -> bool:

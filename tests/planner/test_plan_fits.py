@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planning_models import costs_of, planned
 
 from gpipe_bench.experiments.commands.cli import main
 from gpipe_bench.pipeline import LINKS, Link
-from gpipe_bench.planner import Request, Space, plan
-from gpipe_bench.planner.infeasible import smallest
+from gpipe_bench.planner import Plan, Request, Space, plan
+from gpipe_bench.planner.answer import smallest
 from gpipe_bench.planner.model import built
 from gpipe_bench.planner.request import MEASURED, ways
 from gpipe_bench.planner.search import Search
@@ -43,31 +44,53 @@ def test_the_smallest_peak_is_not_above_any_cut_that_the_search_finds() -> None:
             assert found is None, (name, way, found.peak, least.peak)
 
 
-def test_every_remedy_taken_literally_is_a_plan() -> None:
-    model, said = planned("plain", 4), set[str]()
-    few = ("gpipe", "1f1b")
-    for space, gives in product(
-        (
-            Space(schedules=few, pp=(1,), sharded=False), Space(schedules=few, pp=(1,)),
-            Space(schedules=few, sharded=False), Space(schedules=("gpipe",), pp=(4,), microbatches=(1,)),
-        ),
-        (6_000, 10_000, 16_000),
-    ):  # fmt: skip
-        request = replace(REQUEST, memory_bytes=gives, batch_size=4, optimizer="adam")
-        try:
-            plan(model, request, space=space, costs=costs_of(model))
-            continue
-        except ValueError as error:
-            message = str(error)
-        assert "does not fit" in message
-        for option in message.split("What would do: ")[1].split(", or "):
-            asked, within = with_remedy(request, space, option)
-            said.add(option.rstrip("0123456789 .e-"))
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[str, Request, Space]:
+    """A model, machines that are about large enough for it, and what may be chosen."""
+    hosts, each = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3, 4]))
+    request = Request(
+        accelerators=hosts * each, hosts=hosts, link=NEAR, between=Link("far", 1e-3, 1e5),
+        memory_bytes=draw(st.integers(6_000, 40_000)), batch_size=draw(st.sampled_from([4, 6, 8])),
+        optimizer=draw(st.sampled_from(["sgd", "adam"])), cards=draw(st.sampled_from([1, 2])),
+    )  # fmt: skip
+    space = Space(
+        schedules=draw(st.sampled_from([("gpipe", "1f1b"), ("1f1b", "zb-h1"), ("interleaved", "zb-v")])),
+        pp=draw(st.sampled_from([None, (1,), (2,)])),
+        microbatches=draw(st.sampled_from([None, (1,), (2,)])),
+        sharded=draw(st.booleans()),
+    )
+    return draw(st.sampled_from(["plain", "tied"])), request, space
+
+
+@settings(max_examples=6, derandomize=True)
+@given(questions())
+def test_an_answer_fits_and_each_remedy_of_a_refusal_is_one(case: tuple[str, Request, Space]) -> None:
+    """A plan is the same when asked again, its cut holds all layers, and with more memory it is no slower."""
+    name, request, space = case
+    model = planned(name, request.batch_size)
+
+    def asked(request: Request, space: Space) -> Plan:
+        return plan(model, request, space=space, costs=costs_of(model, (1, 2, 3, 4, 6, 8)))
+
+    try:
+        found = asked(request, space)
+    except ValueError as error:
+        said = str(error)
+        assert "does not fit" in said or ": " in said, "a refusal has a remedy"
+        for option in said.split("What would do: ")[1].split(", or ") if "What would do: " in said else ():
+            changed, within = with_remedy(request, space, option)
             if option.startswith("--memory-gib"):  # two digits of a GiB are more than all of it
-                asked = replace(request, memory_bytes=2**30)
-            found = plan(model, asked, space=within, costs=costs_of(model))
-            assert found.best.peak <= asked.memory_bytes
-    assert {"no --pp", "no --no-fsdp", "--accelerators", "--memory-gib"} <= said
+                changed = replace(request, memory_bytes=2**30)
+            assert asked(changed, within).best.peak <= changed.memory_bytes, option
+        return
+    assert [*map(str, asked(request, space).predictions)] == [*map(str, found.predictions)]
+    for each in found.predictions:
+        assert [layer for stage in each.candidate.cut for layer in stage] == list(range(len(model.layers)))
+        assert each.peak <= request.memory_bytes
+        assert each.candidate.accelerators <= request.accelerators
+        assert each.candidate.microbatch_size(request.batch_size) >= 1
+    more = asked(replace(request, memory_bytes=2 * request.memory_bytes), space)
+    assert more.best.step_s <= found.best.step_s * (1 + 1e-9)
 
 
 def with_remedy(request: Request, space: Space, option: str) -> tuple[Request, Space]:

@@ -14,7 +14,8 @@ from gpipe_bench.pipeline.memory.workers import shared_weights
 from gpipe_bench.planner import Request, Space, link_named, link_within, plan
 from gpipe_bench.planner.candidate import Grid, Way
 from gpipe_bench.planner.request import Topology, ways
-from gpipe_bench.planner.search import Cut, Search
+from gpipe_bench.planner.search import Search
+from gpipe_bench.planner.steps import Cut
 
 NEAR, FAR = Link("near", 1e-4, 1e6), Link("far", 1e-3, 1e5)
 TWO = Request(accelerators=2, memory_bytes=2**40, batch_size=16, link=NEAR)
@@ -37,7 +38,7 @@ def test_what_is_found_fits_and_is_close_to_the_best_of_all(cap: int, names: tup
         for inner in combinations(range(1, 6), way.num_stages - 1):
             cut = tuple(range(a, b) for a, b in pairwise((0, *inner, 6)))
             for remat in product(("never", "always"), repeat=len(cut)):
-                if max(each.peak for each in room.counted(cut, remat, False)) <= cap:
+                if max(each.peak for each in room.counted(cut, remat)) <= cap:
                     best_s = min(best_s, search.step_s(way, cut, remat))
     assert bool(found) == (best_s < float("inf")), homes
     if found:
@@ -103,8 +104,7 @@ def test_a_tied_weight_takes_what_the_memory_model_says(
 
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1, 2, 2), Grid(2, 1, 2, 3)])
 def test_on_a_grid_what_fits_fits_and_little_is_given_away(grid: Grid) -> None:
-    search = search_of(name="tied")
-    search.ties_over = lambda tp: ()
+    search = Search(costs_of(planned("tied")), REQUEST, Space())
     way, cut = Way(grid, "1f1b", 1, 4, 2), (range(4), range(4, 8))
     found = search.found(way, Cut(cut, ("never", "always"), 1.0))
     profile = planned("tied").profile_of(2, "float32", split_backward=False)
@@ -190,22 +190,3 @@ def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> No
     named_one = plan(model, replace(asked, link=other), space=both, costs=costs)
     assert named_one.request.link == other
     assert named_one.best.candidate.dp == 2
-
-
-@pytest.mark.parametrize(("batch_size", "optimizer"), [(4, "sgd"), (8, "adam")])
-def test_every_point_of_the_frontier_is_what_is_found_with_as_much_memory(
-    batch_size: int, optimizer: str
-) -> None:
-    """Also where the first few ways would need more of it than others."""
-    model, space = planned("tied", batch_size), Space(schedules=("gpipe", "1f1b", "zb-v"))
-    request = replace(REQUEST, batch_size=batch_size, optimizer=optimizer)
-    whole = plan(model, request, space=space, costs=costs_of(model), points=8)
-    assert len(whole.frontier) > 2
-    assert whole.frontier[-1] == whole.best
-    peaks, steps = zip(*((each.peak, each.step_s) for each in whole.frontier), strict=True)
-    assert list(peaks) == sorted(set(peaks))
-    assert list(steps) == sorted(set(steps), reverse=True)
-    for point in whole.frontier:
-        asked = replace(request, memory_bytes=point.peak)
-        again = plan(model, asked, space=space, costs=costs_of(model))
-        assert again.best.step_s == pytest.approx(point.step_s, rel=1e-9)

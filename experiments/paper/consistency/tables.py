@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.experiments.paper.consistency.judging import (
+    ANSWERS,
     METRICS,
     Baseline,
     Finding,
+    apart,
     baseline,
     exact,
     learned,
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
-ANSWERS = {"reproduced": "agrees", "undecided": "no test", "above": "differs"}
-"""Answers, by the protocol's word."""
 FEWEST = 6
 """Runs for which an interval carries a per cent; of fewer stand the smallest and the largest."""
 WHY = {
@@ -90,12 +90,11 @@ def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
     found, protocol = baseline(records, model), load_protocol()
     if found is None or len(found.scores) < FEWEST:
         return []
-    reach = protocol.margin * found.deviation
-    each = {k: statistical(records, model, k).scores for k in protocol.plans[model].stages}
     return [
         k
-        for k, scores in each.items()
-        if len(scores) >= FEWEST and max(map(abs, welch(scores, found.scores)[1:])) > reach
+        for k in protocol.plans[model].stages
+        if len(statistical(records, model, k).scores) >= FEWEST
+        and apart(records, model, k)[2] > protocol.margin
     ]
 
 
@@ -129,7 +128,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     )
     several = select(records, "same seed", model)
     same = bool(several) and all(exact(record) == "identical" for record in several)
-    apart = "difference [95 %, Welch]" if plan.runs >= FEWEST else "difference, least to most"
+    difference = "difference [95 %, Welch]" if plan.runs >= FEWEST else "difference, least to most"
     reasons = dict.fromkeys(finding.reason for finding in own.values() if finding.reason)
     rule = (
         f"Protocol {protocol.digest}, frozen before the runs: the distance of each K's mean in standard "
@@ -138,7 +137,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     )
     return _table(
         f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}",
-        f"|runs|{METRICS[model]}|sd|{apart}|distance, sd [90 %]|",
+        f"|runs|{METRICS[model]}|sd|{difference}|distance, sd [90 %]|",
         lines,
         requirement,
         f"No test: {'; '.join(reasons)}." if reasons else "",
@@ -161,8 +160,8 @@ def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -
         if len(scores) >= FEWEST:
             difference = "{} [{}, {}]".format(*_points(model, *welch(scores, found.scores)))
         else:
-            apart = [score - found.mean for score in (min(scores), max(scores))]
-            difference = "{} to {}".format(*_points(model, *apart))
+            ends = [score - found.mean for score in (min(scores), max(scores))]
+            difference = "{} to {}".format(*_points(model, *ends))
     distance = "{:.2f} [{:.2f}, {:.2f}]".format(*finding.distance) if finding.distance else ""
     word = ANSWERS.get(finding.word, "no test" if finding.word == "not comparable" else finding.word)
     name = f"(a) K = {num_stages}, seeds of its own"

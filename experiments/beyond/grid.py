@@ -100,7 +100,7 @@ def shape(name: str, options: Mapping[str, Any]) -> Shape:
     """The model's shape; nothing of its size is allocated. Whatever computes the attention, its operations
     are those of the written one.
     """
-    from gpipe_bench.experiments.paper.predicted.sizes import FullSize
+    from gpipe_bench.experiments.paper.full_size import FullSize
 
     written_out = {"attention": "explicit"} if name.startswith("transformer") else {}
     full = FullSize(name, {**options, **written_out})

@@ -14,7 +14,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize
+from gpipe_bench.experiments.paper.full_size import FullSize
 from gpipe_bench.experiments.paper.timed.replay import (
     SAME_SHARE,
     TimedActions,

@@ -15,8 +15,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from gpipe_bench.experiments.paper.computed import stride
+from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.largest import largest_size
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 from gpipe_bench.experiments.paper.stages import (
     BYTES_PER_PARAMETER,

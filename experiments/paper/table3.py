@@ -66,8 +66,8 @@ def run(case: Case, options: RunOptions) -> Outcome:
         from gpipe_bench.experiments.paper import reproduction
 
         return reproduction.run("table3", case)
+    from gpipe_bench.experiments.paper.full_size import FullSize
     from gpipe_bench.experiments.paper.links import replayed
-    from gpipe_bench.experiments.paper.predicted.sizes import FullSize
     from gpipe_bench.experiments.paper.timed.steps import measure, run_real
 
     sizes = TABLE3[str(case.key["model"])]

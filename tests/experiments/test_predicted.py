@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_bench.experiments.paper import computed
 from gpipe_bench.experiments.paper.computed import Computed, cells, outcome
-from gpipe_bench.experiments.paper.predicted.sizes import (
+from gpipe_bench.experiments.paper.full_size import (
     FullSize,
     num_bytes,
     product_flops,
 )
-from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
 from gpipe_bench.experiments.paper.predictions import COLUMNS, EXPERIMENT, SCRIPTS
+from gpipe_bench.experiments.paper.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.record import Record
 from gpipe_bench.models import MODELS, example_batch, loss_fn

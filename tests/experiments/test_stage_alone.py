@@ -10,10 +10,9 @@ import torch
 from records import record
 
 from gpipe_bench.experiments.paper.largest import Placement, Setting
-from gpipe_bench.experiments.paper.table1 import real_steps
-from gpipe_bench.experiments.paper.table1.experiment import EXPERIMENT
-from gpipe_bench.experiments.paper.table1.real_steps import verify
-from gpipe_bench.experiments.paper.table1.shown import LARGEST
+from gpipe_bench.experiments.paper.real_steps import verify
+from gpipe_bench.experiments.paper.table1 import EXPERIMENT, real_steps
+from gpipe_bench.experiments.paper.table1_shown import LARGEST
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import decode, encode
 from gpipe_bench.models import MODELS, example_batch, loss_fn

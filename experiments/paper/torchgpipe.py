@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize
+from gpipe_bench.experiments.paper.full_size import FullSize
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.unet import Join, Stash

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.paper.table1.cells import cells
-from gpipe_bench.experiments.paper.table1.shown import LARGEST, figures, tables
+from gpipe_bench.experiments.paper.table1_cells import cells
+from gpipe_bench.experiments.paper.table1_shown import LARGEST, figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report import reproduced
@@ -169,7 +169,7 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
 
 def _run_verify(key: dict[str, Any]) -> Outcome:
     """Real training steps of a scaled-down model on this machine, counted storage by storage."""
-    from gpipe_bench.experiments.paper.table1.real_steps import verify
+    from gpipe_bench.experiments.paper.real_steps import verify
 
     found = verify(key["model"], key["num_stages"], key["remat"], key["num_microbatches"])
     fullest = max(range(key["num_stages"]), key=lambda stage: found.tracked[stage])
@@ -197,7 +197,7 @@ def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
     """Stages by themselves on a real GPU, under the paper's cap: of the paper's model, or of the largest."""
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.paper.table1.real_steps import run_column, run_largest
+    from gpipe_bench.experiments.paper.real_steps import run_column, run_largest
 
     if key["part"] == LARGEST:
         return run_largest(key["half"], key["column"])

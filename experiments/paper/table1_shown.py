@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import paper_style, without_frame
-from gpipe_bench.experiments.paper.table1.cells import JUDGED_ATTENTION, cells
+from gpipe_bench.experiments.paper.table1_cells import JUDGED_ATTENTION, cells
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
 from gpipe_bench.harness.record import Record, find, frame, of_case

@@ -152,17 +152,6 @@ def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microb
     return placement
 
 
-def place_best(setting: Setting, num_layers: int, num_filters: int) -> Placement:
-    """The same at the number of micro-batches that needs the least memory, the fewest if several do."""
-    *fewer, most = setting.microbatch_counts()
-    best = place_anyhow(setting, num_layers, num_filters, most)
-    for count in reversed(fewer):
-        # Only a placement that needs no more than the best so far is of interest.
-        found = place(setting, num_layers, num_filters, count, best.peak_bytes)
-        best = found if found is not None else best
-    return best
-
-
 class Size(NamedTuple):
     """Size of a model; `num_filters` is 0 for the Transformer."""
 

@@ -5,9 +5,9 @@ models: the engine, RMSProp with momentum, every stage owning its boundary tenso
 
 K accelerators are not needed to see what one of them must hold. A stage alone gets made-up boundary tensors
 of the right shape where its neighbours would send theirs, and drops what it would send. Every distinct stage
-of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU, and
-so does the largest model that fits. What a stage would receive is made when it is used, where the memory
-model has a receive posted ahead. On a CPU the same code counts storages instead (used by tests).
+of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU. What
+a stage would receive is made when it is used, where the memory model has a receive posted ahead. On a CPU the
+same code counts storages instead (used by tests).
 """
 
 from __future__ import annotations
@@ -22,17 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.largest import (
-    FILTERS_STEP,
-    Placement,
-    Setting,
-    largest,
-    place_anyhow,
-)
+from gpipe_bench.experiments.paper.largest import Placement, Setting, place_anyhow
 from gpipe_bench.experiments.paper.profiles import meta_model
 from gpipe_bench.experiments.paper.timed.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.record import Metric, Provenance
+from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, column
@@ -51,7 +45,6 @@ from gpipe_bench.pipeline.stage.trees import Message, split
 from gpipe_bench.pipeline.step import prepare, run
 from gpipe_bench.pipeline.transport import InProcess
 
-MOST_SMALLER = 2  # sizes below the modelled largest that are tried
 ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
 NUM_STEPS = 2  # the optimizer's state exists from the second step on
 
@@ -243,46 +236,11 @@ def run_column(half: str, name: str, precision: str = "float32") -> Outcome:
     return Outcome(_peaks_of(found["stages"]), found)
 
 
-def run_largest(half: str, name: str) -> Outcome:
-    """The largest model of a column's family that fits on this GPU under the paper's cap.
-
-    The modelled largest should fit, and one that is a layer deeper (AmoebaNet: a step wider) should not.
-    What is larger is tried first. ValueError where no model fits by the memory model.
-    """
-    setting = Setting.of(half, name, "float32", ATTENTION[half])
-    modelled, microbatches = largest(setting), setting.microbatch_counts()[-1]
-    # A layer less leaves the fullest of several stages as it is; one less in each does not.
-    less = setting.num_stages if half == "transformer" else 1
-    tried: list[dict[str, Any]] = []
-    for more in (1, 0, *(-less * number for number in range(1, MOST_SMALLER + 1))):
-        layers, filters = modelled.num_layers, modelled.num_filters
-        if half == "transformer":
-            layers += more
-        else:
-            filters += more * FILTERS_STEP
-        placement = place_anyhow(setting, layers, filters, microbatches)
-        tried.append({"more": more, **under_cap(setting, placement, until_full=True)})
-        if tried[-1]["fits"]:
-            break
-    last = tried[-1]
-    counts: dict[Provenance, int | None] = {
-        "measured": last["num_parameters"] if last["fits"] else None, "modelled": modelled.num_parameters,
-    }  # fmt: skip
-    metrics = [
-        Metric(
-            name=f"{how} parameters", value=count, unit="parameters", provenance=how,
-            note="" if count is not None else f"not even {MOST_SMALLER} sizes below the modelled largest",
-        )
-        for how, count in counts.items()
-    ]  # fmt: skip
-    return Outcome((*metrics, *_peaks_of(last["stages"])), {**last, "tried": tried})
-
-
-def under_cap(setting: Setting, placement: Placement, *, until_full: bool = False) -> dict[str, Any]:
+def under_cap(setting: Setting, placement: Placement) -> dict[str, Any]:
     """Each distinct stage of a placement by itself on this GPU, under the setting's cap: for a record.
 
     The cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
-    stage by the memory model comes first; with `until_full` it ends with the first stage that finds no room.
+    stage by the memory model comes first.
     """
     data = HALVES[setting.half]
     schedule = setting.schedule(placement.num_microbatches)
@@ -320,8 +278,6 @@ def under_cap(setting: Setting, placement: Placement, *, until_full: bool = Fals
             del model
             gc.collect()
             devices.empty_cache(device)
-            if ran_out and until_full:
-                break
     finally:
         limit(1.0, device)
     return {

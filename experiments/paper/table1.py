@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_bench.experiments.paper.table1_cells import cells
-from gpipe_bench.experiments.paper.table1_shown import LARGEST, figures, tables
+from gpipe_bench.experiments.paper.table1_shown import cells, figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report import reproduced
@@ -82,14 +81,9 @@ def _on_a_gpu() -> list[Case]:
     of_one = [(half, each) for half, each in every if each.num_stages == 1]
     runs = [(half, each, precision) for precision in PRECISIONS for half, each in of_one]
     runs += [(half, each, "float32") for half, each in every if each.num_stages > 1]
-    columns = [
+    return [
         Case({"part": "device", "half": half, "column": each.name, "precision": precision}, 30.0)
         for half, each, precision in runs
-    ]
-    return columns + [
-        Case({"part": LARGEST, "half": half, "column": each.name}, 60.0)
-        for half, each in every
-        if not each.is_naive
     ]
 
 
@@ -104,7 +98,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
             with no_collections():  # profiles and footprints by the thousand, and no garbage among them
                 if case.key["part"] == "largest":
                     return _run_largest(case.key)
-                return _run_paper(case.key, is_smoke=options.profile == "smoke")
+                return _run_paper(case.key)
         case reproduced.PART:
             from gpipe_bench.experiments.paper import reproduction
 
@@ -114,15 +108,14 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return _run_device(case.key, options)
 
 
-def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
-    """The paper's own configuration, at the micro-batches the texts give and at the best number of them."""
-    from gpipe_bench.experiments.paper.largest import Setting, place_anyhow, place_best
+def _run_paper(key: dict[str, Any]) -> Outcome:
+    """The paper's own configuration, at the micro-batches the texts give."""
+    from gpipe_bench.experiments.paper.largest import Setting, place_anyhow
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
     setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
     given = 1 if size.is_naive else half.num_microbatches
     placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
-    best = placed if is_smoke else place_best(setting, size.num_layers, size.num_filters)
     return Outcome(
         (
             _modelled("parameters", placed.num_parameters, "parameters"),
@@ -136,10 +129,8 @@ def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
             _modelled("gradients", sum(stage.gradients for stage in placed.stages), "bytes"),
             _modelled("peak per accelerator", placed.peak_bytes, "bytes"),
             _modelled("num_microbatches", given, "micro-batches"),
-            _modelled("best num_microbatches", best.num_microbatches, "micro-batches"),
-            _modelled("best peak per accelerator", best.peak_bytes, "bytes"),
         ),
-        {"cap_gib": half.cap_gib, "placement": placed.describe(), "best": best.describe()},
+        {"cap_gib": half.cap_gib, "placement": placed.describe()},
     )
 
 
@@ -194,13 +185,11 @@ def _run_verify(key: dict[str, Any]) -> Outcome:
 
 
 def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
-    """Stages by themselves on a real GPU, under the paper's cap: of the paper's model, or of the largest."""
+    """Stages of the paper's model by themselves on a real GPU, under its cap."""
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.paper.real_steps import run_column, run_largest
+    from gpipe_bench.experiments.paper.real_steps import run_column
 
-    if key["part"] == LARGEST:
-        return run_largest(key["half"], key["column"])
     return run_column(key["half"], key["column"], key["precision"])
 
 

@@ -19,7 +19,6 @@ from gpipe_bench.experiments.paper.timed.replay import (
     SAME_SHARE,
     TimedActions,
     balanced,
-    hidden_from,
     lay_out,
     same_share,
 )
@@ -49,9 +48,8 @@ def replayed(
     plan: Sequence[Configuration], found: Sequence[Found], paper: FullSize, batch_size: int
 ) -> tuple[list[Metric], dict[str, Any]]:
     """Actions of this machine over PCIe as it is, over PCIe slowed down as much as they are, and over a free
-    link: throughput, relative to the first K where there are such steps, how much of what even stages would
-    give a step over the slowed link reaches, and how fast a link must be. `batch_size` is the mini-batch
-    of the paper's model.
+    link: throughput, relative to the first K where there are such steps, and how much of what even stages
+    would give a step over the slowed link reaches. `batch_size` is the mini-batch of the paper's model.
     """
     examples = batch_size // NUM_MICROBATCHES
     rounds = {
@@ -85,13 +83,6 @@ def replayed(
         reached = [bound_s / step_s for bound_s, step_s in zip(even_s, steps_s[k], strict=True)]
         metrics.append(of("share of the balanced step", reached))
         whole = joined(several)
-        least = hidden_from(whole)
-        metrics.append(
-            Metric(
-                "hidden from", None if least is None else least / 1e9, "GB/s", "replayed", key={"K": k},
-                note="least bandwidth per direction with a step at most 5 % longer than over a free link",
-            )
-        )  # fmt: skip
         forward_s = mean([whole.medians_s()[stage, Kind.F] for stage in range(k)])
         stages[f"K={k}"] = {
             "num_stages": k, "actions": whole.to_data(), "spread": whole.spread(),

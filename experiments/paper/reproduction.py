@@ -21,7 +21,6 @@ from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 from gpipe_bench.experiments.paper.stages import (
     BYTES_PER_PARAMETER,
     bare,
-    counted,
     num_parameters,
     stages_of,
 )
@@ -247,14 +246,16 @@ def table1(half: str, **given: Value) -> Numbers:
     """
     table = HALVES[half].table
     declared = Declared(table, **given)
-    names = ("activation_format", "partition_cost", "partition_rule", "gradient_copies", "boundary_tensors")
+    if (declared["gradient_copies"], declared["boundary_tensors"]) != (0, "inputs"):
+        raise ValueError("no gradients, and boundary tensors as inputs alone, are all that is counted here")
+    names = ("activation_format", "partition_cost", "partition_rule")
     own = ("num_classes", "auxiliary_head") if half == "amoebanet" else ()
     settings = {name: declared[name] for name in (*names, "num_microbatches", *own)}
     values: Numbers = {}
     for column in COLUMNS[half]:
         stages = stages_of(half, column, settings)
         values[table, "peak activation memory", column.name] = (
-            math.nan if stages is None else float(sum(counted(stage, settings) for stage in stages))
+            math.nan if stages is None else float(sum(stage.held for stage in stages))
         )
     return values if given else values | _capacities(half, declared, settings)
 
@@ -289,7 +290,7 @@ def _column_fits(
     half: str, settings: dict[str, Any], cap: int, column: Column, num_layers: int, num_filters: int
 ) -> bool:
     stages = stages_of(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
-    return stages is None or all(stage.fixed + stage.held[0] <= cap for stage in stages)
+    return stages is None or all(stage.fixed + stage.held <= cap for stage in stages)
 
 
 TORCHGPIPE = {

@@ -101,8 +101,8 @@ def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
     """Configurations that are run, and facts for the record."""
-    from gpipe_bench.experiments.paper.timed.fitted import fitted
     from gpipe_bench.experiments.paper.timed.steps import num_devices
+    from gpipe_bench.experiments.paper.timed.workloads import fitted
 
     cells = [(k, m) for k in STAGES[options.profile] for m in MICROBATCHES[options.profile]]
     if batch == "fitted":

@@ -124,13 +124,6 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 }
 """Configurations by model and script; ratios are relative to the first of each."""
 
-TITLES = {
-    "amoebanet": "AmoebaNet-D (18, 256) on P40s",
-    "resnet101": "ResNet-101 on P40s",
-    "resnet101-accuracy": "ResNet-101 on P40s, reading ImageNet",
-    "unet": "U-Net (5, 64) on P40s",
-}
-
 _RESNET = {"num_classes": 1000, "image_size": 224}
 SIZES = {
     "amoebanet": FullSize(

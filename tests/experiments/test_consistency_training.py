@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_bench.experiments.paper.consistency.asynchronous import train_asynchronously
 from gpipe_bench.experiments.paper.consistency.recipes import (
     DAWNBENCH,
     DIGITS,
@@ -32,6 +31,7 @@ from gpipe_bench.experiments.paper.consistency.training import (
     Trained,
     is_statistic,
     train,
+    train_asynchronously,
 )
 
 TEXT = replace(

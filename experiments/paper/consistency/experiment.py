@@ -154,8 +154,8 @@ def _reference(subject: Subject, setting: Setting) -> Trained:
 
 
 def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.paper.consistency.asynchronous import train_asynchronously
     from gpipe_bench.experiments.paper.consistency.tasks import task_of
+    from gpipe_bench.experiments.paper.consistency.training import train_asynchronously
 
     subject = subject_of(key["model"], options)
     task = task_of(subject)

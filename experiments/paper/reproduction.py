@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ from gpipe_bench.experiments.paper.largest import largest_size
 from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 from gpipe_bench.experiments.paper.stages import (
     BYTES_PER_PARAMETER,
-    bare,
+    held_bytes,
     num_parameters,
     stages_of,
 )
@@ -31,11 +31,7 @@ from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS
 from gpipe_bench.harness.reproduction import Value, load_reproduction
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
-from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P100_16, TPUS
 
@@ -104,19 +100,6 @@ def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
         <= declared["memory_cap_bytes"]
         for number, span in enumerate(cut)
     )  # fmt: skip
-
-
-@cache
-def held_bytes(
-    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
-) -> int:
-    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
-    stage = replace(
-        stage_bytes(tuple(map(bare, layers)), loss),
-        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
-    )  # fmt: skip
-    schedule = gpipe(k, m, remat)
-    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
 
 
 def table2(model: str, **given: Value) -> Numbers:

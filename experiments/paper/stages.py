@@ -32,7 +32,7 @@ from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory
-from gpipe_bench.pipeline.plan.named import gpipe, naive
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
 Combination = Mapping[str, Value]
@@ -90,15 +90,24 @@ def _stage(
     is_naive: bool,
 ) -> Stage:
     """Equal stages are walked once."""
-    schedule = naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
-    ahead = 1 if num_stages > 1 else 0
-    alone = stage_bytes(tuple(map(bare, layers)), loss)
-    alone = replace(alone, parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0)
-    moment = stage_memory(alone, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=ahead)
+    remat = "never" if is_naive else "always"
     return Stage(
-        held=moment.peak,
+        held=held_bytes(layers, loss, num_stages, num_microbatches, is_first, remat),
         fixed=sum(BYTES_PER_PARAMETER * layer.num_parameters + layer.buffer_bytes for layer in layers),
     )
+
+
+@cache
+def held_bytes(
+    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
+) -> int:
+    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
+    stage = replace(
+        stage_bytes(tuple(map(bare, layers)), loss),
+        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
+    )  # fmt: skip
+    schedule = gpipe(k, m, remat)
+    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
 
 
 @cache

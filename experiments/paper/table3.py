@@ -91,8 +91,6 @@ def cells(records: Sequence[Record]) -> list[Result]:
         note = (
             f"Run here: {scale}; cut by measured seconds, over PCIe slowed down as much as the computation."
         )
-        low, high = record.details["share_of_peak"].get("K=8", (1.0, 1.0))
-        note += f" What a P100 may reach of its peak moves K = 8 by x{low:.2f} to x{high:.2f}."
         for k in stage_counts(record):
             metric = record.metric("normalised throughput", link=record.details["judged"], K=k)
             if metric is not None:  # else nothing to be relative to: the steps of K = 2 found no room

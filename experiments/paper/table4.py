@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from gpipe_bench.experiments.drawing import gantt_plot, picture
+from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
     PROFILES,
@@ -94,7 +94,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
         whole = take_apart(joined(turns), link, NUM_MICROBATCHES)
         facts["shares"] = {part: float(share) for part, share in whole.shares.items()}
         facts["exact sum"] = str(sum(whole.shares.values()))
-        facts["timeline"] = whole.timeline.to_data()
         for part in whole.shares:
             key, percent = {"part": part, **facts["key"]}, [100 * float(each[part]) for each in shares]
             metrics.append(from_samples(SHARE, percent, "%", key=key, provenance="replayed"))
@@ -105,9 +104,7 @@ Number = Callable[[int, Mapping[str, float]], float]
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """v1 took ResNet-101 apart. v5's pie names no model, but its load imbalance, 3.2 %, is what v1 gives for
-    ResNet-101 on two partitions, so it is held against that.
-    """
+    """v1 took ResNet-101 apart; v5's pie names no model, but has v1's load imbalance of K = 2, 3.2 %."""
     record = claims.by_model(claims.of_steps(records), [JUDGED]).get(JUDGED)
     if record is None:
         return reproduced.answers(records)
@@ -199,7 +196,7 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Stacked bars, and the Gantt charts of the steps behind them."""
+    """Stacked bars."""
     bars = picture(
         name="table4-breakdown",
         caption="Where the time of a step goes, by model and number of stages",
@@ -209,17 +206,7 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         ),
         draw=partial(_bars, records),
     )
-    charts = [
-        gantt_plot(
-            f"table4-{record.case['model']}-{facts['num_stages']}", f"{record.details['title']}, {name}",
-            facts["timeline"],
-        )
-        for record in claims.of_steps(records)
-        if record.status == "done"
-        for name, facts in record.details["cells"].items()
-        if "shares" in facts
-    ]  # fmt: skip
-    return [bars, *charts] if charts else []
+    return [bars] if not _taken_apart(records).empty else []
 
 
 def _bars(records: Sequence[Record]) -> Figure:

@@ -169,7 +169,6 @@ def test_even_stages_take_the_slots_of_the_schedule(num_stages, num_microbatches
     even = timed(num_stages, num_microbatches, remat="except_last")
     assert lay_out(even).makespan_s == pytest.approx(slots * 0.01)
     assert balanced(even).makespan_s == pytest.approx(slots * 0.01)
-    assert even.spread() == 0
 
 
 def test_a_slow_stage_costs_and_the_balanced_step_has_the_same_work():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.experiments.paper.consistency.judging import (
@@ -255,7 +255,7 @@ def _beside_each_other(records: Sequence[Record], model: str) -> Iterator[tuple[
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Final scores against the sequential runs, and learning curves; nothing without records."""
+    """Final scores against the sequential runs; nothing without records."""
     models = [m for m in TITLES if (found := baseline(records, m)) is not None and len(found.scores) > 1]
     if not models:
         return []
@@ -263,13 +263,11 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         Plot(
             name="consistency",
             caption=(
-                "Above, final scores of runs with seeds of their own beside the sequential runs' and their "
-                "margin; below, GPipe's training and asynchronous ones from one seed"
+                "Final scores of runs with seeds of their own beside the sequential runs' and their margin"
             ),
             alt=(
-                "Above, a dot for each run: the sequential ones, then those of 1, 2, 4 and 8 stages, over a "
-                "band of two standard deviations around the sequential mean. Below, errors over the steps: "
-                "GPipe's training beside asynchronous pipelines."
+                "A dot for each run: the sequential ones, then those of 1, 2, 4 and 8 stages, over a band of "
+                "two standard deviations around the sequential mean."
             ),
             draw=partial(_draw, records, models),
             style=partial(paper_style, 1.1),
@@ -281,13 +279,9 @@ def _draw(records: Sequence[Record], models: Sequence[str]) -> Figure:
     """A column for each model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * len(models), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(models), squeeze=False)
-    for place, model in enumerate(models):
-        _draw_scores(axes[0][place], records, model)
-        _draw_curves(axes[1][place], records, model)
-    handles, labels = axes[1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    figure = Figure(figsize=(5.2 * len(models), 3.2), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        _draw_scores(axes, records, model)
     without_frame(figure)
     return figure
 
@@ -314,43 +308,3 @@ def _draw_scores(axes: Axes, records: Sequence[Record], model: str) -> None:
         axes.hlines(scale * statistics.fmean(scores), place - 0.3, place + 0.3, color="black", linewidth=1.5)
     unit = " (%)" if model == "images" else ""
     axes.set(title=TITLES[model], ylabel=f"final {METRICS[model]}{unit}", xlabel="")
-
-
-def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
-    """Draws the curves of GPipe's training and of asynchronous ones. Of accuracies it draws the share that is
-    wrong, so that what is nearly right can be told apart.
-    """
-    import seaborn
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    found = sorted(
-        _beside_each_other(records, model), key=lambda each: each[0]
-    )  # in every panel the same colours
-    details = next(run for run in select(records, "baseline", model) if run.status == "done").details
-    top = 100 if model == "images" else details["recipe"]["vocab_size"]  # what knows nothing has about that
-
-    def shown(score: float) -> float:
-        return 100 * (1 - score) if model == "images" else score
-
-    outside = []
-    for (name, record), color in zip(found, seaborn.color_palette("deep", len(found)), strict=True):
-        points = [(point[0], shown(point[2])) for point in record.details["curve"] if point[2] is not None]
-        axes.plot(*zip(*points, strict=True), ".-", color=color, linewidth=1.2, label=name)
-        outside += [name] if all(value > top for _, value in points) else []
-    axes.axhline(shown(details["required"]), color="0.4", linestyle=":", linewidth=1)
-    said: dict[str, Any] = {
-        "x": 0.02,
-        "transform": axes.get_yaxis_transform(),
-        "size": "small",
-        "color": "0.3",
-    }
-    axes.text(y=shown(details["required"]), s="required", va="bottom", **said)
-    if outside:
-        above = "".join(f"\n{name}" for name in outside)
-        axes.text(0.02, 0.04, f"far above:{above}", transform=axes.transAxes, size="small", color="0.3")
-    axes.set(xlabel="step", ylabel="held-out error (%)" if model == "images" else METRICS[model])
-    axes.set_yscale("log")
-    axes.set_ylim(top=top)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -99,9 +99,13 @@ def least(
     of: Mapping[str, Record],
     pairs: Iterable[tuple[str, str, str]],
     speed: Callable[[Record, str], Metric | None],
-    quotient: Callable[[float, float], float],
+    divisor: float,
 ) -> tuple[str, Metric] | None:
-    """The model of the pair of configurations with the least quotient of speeds, and the quotient."""
+    """The model of the pair of configurations with the least quotient of speeds, and it over `divisor`."""
+
+    def quotient(one: float, other: float) -> float:
+        return one / other / divisor
+
     found = [
         (model, metric)
         for model, *names in pairs

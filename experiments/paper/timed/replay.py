@@ -6,7 +6,7 @@ right micro-batch, one thread per stage) and keep their samples. No torch is nee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -46,10 +46,6 @@ class TimedActions:
 
     def medians_s(self) -> dict[tuple[int, Kind], float]:
         return {key: median(samples) for key, samples in self.samples_s.items()}
-
-    def spread(self) -> float:
-        """Median over (stage, kind) of the interquartile range, relative to the median."""
-        return median([_interquartile(samples) for samples in self.samples_s.values()])
 
     def program(self, num_microbatches: int | None = None) -> Schedule:
         """The schedule of a step, of as many micro-batches as were timed if not said otherwise."""
@@ -130,13 +126,6 @@ def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = N
 def shares_of(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> dict[str, float]:
     """The same as plain numbers."""
     return {part: float(share) for part, share in take_apart(timed, link, num_microbatches).shares.items()}
-
-
-def _interquartile(samples: Sequence[float]) -> float:
-    ordered = sorted(samples)
-    middle = median(ordered)
-    low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4 - (len(ordered) % 4 == 0)]
-    return (high - low) / middle if middle else 0.0
 
 
 SAME_SHARE = "PCIe, same share"

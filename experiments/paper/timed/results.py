@@ -27,7 +27,6 @@ from gpipe_bench.pipeline.plan.timeline import Timeline
 
 GPU_LINK = "nvlink4"
 SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it
-MOST_DRAWN = 300  # actions of a timeline that is kept in the record
 
 Rates = Sequence[tuple[Mapping[str, Scalar], Sequence[float]]]
 """Examples per second of each turn, by the key of what is timed."""
@@ -43,7 +42,6 @@ class Steps:
     turns: list[TimedActions] = field(default_factory=list)  # two per round, there and back
     in_process_s: list[float] = field(default_factory=list)  # whole steps with all stages in this process
     real_s: list[float] = field(default_factory=list)  # with one stage here, the optimizer's step included
-    real_timeline: Timeline | None = None  # of this process's stage, of the last such step
     counts: dict[str, int] = field(default_factory=dict)  # actions of a step by kind
     why: str = ""
     out_of_memory: str = ""  # the error, where a device had no room for a step; then it has no numbers
@@ -102,12 +100,10 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
                 throughput.append((key, [examples / s for s in laid_out_s]))
                 bound.append((key, [examples / s for s in even_s]))
                 whole = joined(timed)
-                step, program = lay_out(whole, link, count), whole.program(count)
+                program = whole.program(count)
                 facts |= {
                     "actions": whole.to_data(),
-                    "spread": whole.spread(),
                     "even_speed_up": count * program.num_stages / replay(program, SLOTS).makespan_s,
-                    "timeline": step.to_data() if len(step.events) <= MOST_DRAWN else None,
                     "as_timed": {"shares": shares_of(whole, link, count)},
                 }
                 shares = [even / laid_out for even, laid_out in zip(even_s, laid_out_s, strict=True)]
@@ -126,9 +122,6 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
                 metrics.append(from_samples("real step", [1e3 * s for s in real_s], "ms", key=key))
                 if timed:
                     metrics.append(replay_error(laid_out_s, real_s, key))
-                facts["real_busy_share"] = [
-                    _busy(each.real_timeline) for each in steps if each.real_timeline is not None
-                ]
             cells[name] = facts
     base = next(iter(cells.values()))["key"]
     metrics += normalised("throughput", throughput, _of(throughput, base), "replayed")
@@ -190,12 +183,6 @@ def normalised(name: str, rates: Rates, base: Sequence[float] | None, provenance
 
 def _of(rates: Rates, wanted: Mapping[str, Scalar]) -> Sequence[float] | None:
     return next((samples for key, samples in rates if key == wanted), None)
-
-
-def _busy(timeline: Timeline) -> float:
-    """The share of a stage's own span that its actions filled."""
-    busy_s = sum(event.duration_s for event in timeline.events)
-    return busy_s / timeline.makespan_s if timeline.makespan_s else 0.0
 
 
 def samples_of(timelines: Sequence[Timeline]) -> Samples:

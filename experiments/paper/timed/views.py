@@ -78,8 +78,7 @@ def _numbers(
     table, row, column = place
     for source in ("paper", "torchgpipe"):
         if (cell := published(table).get((source, row, column))) is not None:
-            text = cell.printed + ("" if cell.comparable else " *")
-            yield {"metric": source, "value": cell.value, "provenance": "published", "text": text}
+            yield {"metric": source, "value": cell.value, "provenance": "published", "text": cell.printed}
 
 
 def interval(metric: Metric | None, why: str = "") -> str:

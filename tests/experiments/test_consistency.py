@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -441,37 +442,21 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class Product:
+def product() -> Any:
     """y = a b x with the loss y^2 / 2: everything can be followed by hand."""
 
-    metric, unit, higher_is_better = "loss", "number", False
-    batch_size, num_steps, evaluate_every, num_microbatches = 1, 6, 6, 1
-    average_decay = None
-    required, requirement = 0.0, ""
-
-    def build(self) -> nn.Sequential:
-        return nn.Sequential(Scale(0.9), Scale(1.1))
-
-    def loss(self, output: Any, target: Tensor) -> Tensor:
-        return output.square().mean() / 2
-
-    def optimizer(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for _, p in named], lr=0.0)
-
-    def learning_rate(self, step: int) -> float:
-        return 0.1
-
-    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+    def batch(step: int, seed: int) -> tuple[Tensor, Tensor]:
         return torch.tensor([1.0 + step / 10], dtype=torch.float64), torch.zeros(1)
 
-    def held_out(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.batch(0, 0)]
-
-    def count(self, output: Any, target: Tensor) -> tuple[float, float]:
-        return float(output.sum()), 1.0
-
-    def score(self, total: float, number: float) -> float:
-        return total / number
+    return SimpleNamespace(
+        num_steps=6, evaluate_every=6, average_decay=None, batch=batch,
+        build=lambda: nn.Sequential(Scale(0.9), Scale(1.1)),
+        loss=lambda output, target: output.square().mean() / 2,
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.0),
+        learning_rate=lambda step: 0.1, held_out=lambda: [batch(0, 0)],
+        count=lambda output, target: (float(output.sum()), 1.0),
+        score=lambda total, number: total / number,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("stash", [True, False])
@@ -479,7 +464,7 @@ def test_two_asynchronous_stages_by_hand(stash: bool) -> None:
     """Stage 0 (a) runs one forward ahead. Of its gradient, d loss / d a = x b (a b x), b and the product are
     those of the forward at stage 1; with stashing or without, `a` does not enter its own gradient again, but
     it does enter the one that a third stage would get."""
-    found = train_asynchronously(Product(), 2, 0, stash=stash)
+    found = train_asynchronously(product(), 2, 0, stash=stash)
     a, b = 0.9, 1.1
     hidden = {0: a * 1.0, 1: a * 1.1}  # forwards of stage 0, one ahead
     for step in range(6):

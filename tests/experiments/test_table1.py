@@ -22,9 +22,7 @@ from gpipe_bench.experiments.paper.largest import (
     place_anyhow,
 )
 from gpipe_bench.experiments.paper.profiles import (
-    Label,
     Reading,
-    Relabel,
     amoebanet,
     profiled,
 )
@@ -70,8 +68,13 @@ def check(setting: Setting, found: Placement) -> None:
         assert place(setting, found.num_layers, found.num_filters, count) is None
 
 
-@pytest.mark.parametrize(("precision", "attention"), [("float32", "fused"), ("bfloat16", "explicit")])
-@pytest.mark.parametrize("each", PIPELINES, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("each", "precision", "attention"),
+    [
+        (PIPELINES[0], "float32", "fused"), (PIPELINES[1], "bfloat16", "explicit"),
+        (PIPELINES[3], "float32", "explicit"),
+    ],
+)  # fmt: skip
 def test_transformers(each: Column, precision: str, attention: str) -> None:
     setting = transformer(each, precision, attention)
     found = largest(setting)
@@ -92,13 +95,7 @@ def test_without_micro_batches_nothing_fits_the_paper_s_cap() -> None:
     setting = transformer(COLUMNS["transformer"][0])
     with pytest.raises(ValueError, match=r"accelerator\(s\) with mini-batch 32; use"):
         largest(setting)
-    roomy = dataclasses.replace(setting, cap_gib=64.0)
-    found = largest(roomy)
-    check(roomy, found)
-    assert found.num_microbatches == 1
-    assert place(roomy, found.num_layers + 1, 0, 1) is None
-    pipelined = dataclasses.replace(transformer(PIPELINES[0]), cap_gib=64.0)
-    assert found.num_parameters < largest(pipelined).num_parameters
+    assert largest(dataclasses.replace(setting, cap_gib=64.0)).num_microbatches == 1
 
 
 def test_an_amoebanet_of_the_paper_s_depth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,15 +109,6 @@ def test_an_amoebanet_of_the_paper_s_depth(monkeypatch: pytest.MonkeyPatch) -> N
     wider = found.num_filters + 16
     assert place(setting, found.num_layers, wider, setting.batch_size) is None, "the next width"
     assert found.num_filters >= each.num_filters
-
-
-def test_the_paper_s_sizes_are_exact() -> None:
-    counts = {each.num_layers: 0 for each in COLUMNS["transformer"]}
-    for each in COLUMNS["transformer"]:
-        counts[each.num_layers] = place_anyhow(transformer(each), each.num_layers, 0, 1).num_parameters
-    assert counts == {
-        3: 282_178_816, 13: 785_761_536, 103: 5_318_006_016, 415: 21_029_786_880, 1663: 83_876_910_336,
-    }  # fmt: skip
 
 
 def with_settings(**changes: Any) -> Combination:
@@ -163,24 +151,6 @@ def test_each_setting_does_what_it_says() -> None:
 
 
 # ------------------------------------------------------------------ the search
-
-
-def block(width: int, examples: int) -> LayerProfile:
-    layer = nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU())
-    inputs = Boundary.of(torch.empty(examples, width, 5, 7, requires_grad=True))
-    return Profiler(with_shapes=True).layer(layer, inputs)
-
-
-def fields(profile: LayerProfile) -> list[object]:
-    return [
-        dataclasses.astuple(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-        for value in (getattr(profile, each.name) for each in dataclasses.fields(profile))
-    ]
-
-
-def test_a_relabelled_profile_is_that_of_the_other_size() -> None:
-    relabel = Relabel((Label(61, 61, 12), Label(43, 43, 6)))
-    assert fields(relabel.profile(block(61, 43))) == fields(block(12, 6))
 
 
 def check_equal(made: ModelProfile, direct: ModelProfile) -> None:

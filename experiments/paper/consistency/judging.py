@@ -41,7 +41,7 @@ def cells(records: Sequence[Record]) -> list[Result]:
         intervals = {k: apart(records, "images", k) for k in findings}
         value, low, high = map(max, zip(*intervals.values(), strict=True))
         over = ", ".join(
-            f"K={k}: {ANSWERS[word_of(*ends, protocol.margin)]}" for k, (_, *ends) in intervals.items()
+            f"K={k}: {ANSWERS[word_of(a, b, protocol.margin)]}" for k, (_, a, b) in intervals.items()
         )
         metric = Metric(
             row, value, "standard deviations", "measured", low=low, high=high, key={"over": over},

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,15 +108,6 @@ def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
     return list(found.values())
 
 
-class Peak(NamedTuple):
-    """Bytes of a stage at its fullest moment, and what the device's libraries keep for themselves beside
-    it.
-    """
-
-    num_bytes: int
-    workspace_bytes: int
-
-
 class Storages:
     """Counter on a CPU: the storages of tensors, from their birth to their death.
 
@@ -133,8 +124,8 @@ class Storages:
     def reset(self) -> None:
         self._memory.reset_peaks()
 
-    def peak(self) -> Peak:
-        return Peak(self._memory.peak_bytes[""], 0)
+    def peak(self) -> int:
+        return self._memory.peak_bytes[""]
 
 
 class Allocator:
@@ -146,10 +137,10 @@ class Allocator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        before = self._now()
         warm_up(device)
-        self._baseline = self._now()
-        self.workspace_bytes = self._baseline - before
+        gc.collect()
+        devices.reset_peak(device)
+        self._baseline = devices.peak_bytes(device)
 
     def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
         return nullcontext()
@@ -157,14 +148,9 @@ class Allocator:
     def reset(self) -> None:
         devices.reset_peak(self._device)
 
-    def peak(self) -> Peak:
+    def peak(self) -> int:
         devices.synchronize(self._device)
-        return Peak(devices.peak_bytes(self._device) - self._baseline, self.workspace_bytes)
-
-    def _now(self) -> int:
-        gc.collect()
-        devices.reset_peak(self._device)
-        return devices.peak_bytes(self._device)
+        return devices.peak_bytes(self._device) - self._baseline
 
 
 def warm_up(device: torch.device) -> None:
@@ -178,7 +164,7 @@ def warm_up(device: torch.device) -> None:
 def measure(
     part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
     device: torch.device, counter: Storages | Allocator | None = None, precision: str = "float32",
-) -> Peak:  # fmt: skip
+) -> int:  # fmt: skip
     """A steady training step of one stage with RMSProp, one parameter updated at a time. In bfloat16 the
     activations are, by autocast.
     """
@@ -268,8 +254,7 @@ def under_cap(setting: Setting, placement: Placement) -> dict[str, Any]:
             stages.append(
                 {
                     "stage": part.index,
-                    "measured": None if found is None else found.num_bytes,
-                    "workspace": None if found is None else found.workspace_bytes,
+                    "measured": found,
                     "modelled": part.memory.peak,
                     "at_most": devices.peak_bytes(device),
                     "ran_out": ran_out,
@@ -298,10 +283,6 @@ def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Metric, ...]:
     out = "; ".join(f"stage {stage['stage']}: {stage['ran_out']}" for stage in stages if stage["ran_out"])
     return (
         Metric(name="measured peak", value=most("measured"), unit="bytes", provenance="measured", note=out),
-        Metric(
-            name="workspace", value=most("workspace"), unit="bytes", provenance="measured",
-            note="taken by the device's libraries at their first use; not part of the measured peak",
-        ),
         Metric(name="modelled peak", value=most("modelled"), unit="bytes", provenance="modelled"),
     )  # fmt: skip
 

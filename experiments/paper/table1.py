@@ -14,23 +14,19 @@ Nothing is timed, so cases run beside each other on all cores.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-from gpipe_bench.experiments.paper.table1_shown import cells, figures, tables
+from gpipe_bench.experiments.paper.table1_shown import JUDGED_ATTENTION, cells, figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.models.paper import COLUMNS, HALVES, column
 
 PRECISIONS = ("float32", "bfloat16")
-ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}
-"""How attention is computed: its softmax in memory, as in 2019, or by torch's fused kernels."""
-
 SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
-FIRST_PARTS = (("paper", "float32"), ("largest", "bfloat16"))
-"""The first cases of a precision, in which its layers are profiled ..."""
 FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
-"""... and how long that takes."""
+"""Seconds of the first case of a half, in which its layers are profiled."""
 
 VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
 VERIFIED_STAGES = (1, 2, 4)
@@ -41,33 +37,22 @@ VERIFIED_MICROBATCHES = (1, 4, 8)
 def cases(options: RunOptions) -> list[Case]:
     """Cases of one group are about the same layers, which are profiled once."""
     smoke = options.profile == "smoke"
-    found = []
-    for part, precisions in (("paper", PRECISIONS[:1]), ("largest", PRECISIONS[:1] if smoke else PRECISIONS)):
-        for precision in precisions:
-            for half, columns in COLUMNS.items():
-                if smoke and (part, half) == ("largest", "amoebanet"):
-                    continue
-                for attention in ATTENTIONS[half]:
-                    group = f"{half} {attention} {precision}"
-                    profiling_s = FIRST_S[half] if (part, precision) in FIRST_PARTS else 0.0
-                    for each in columns:
-                        if smoke and each.name not in SMOKE_COLUMNS[half]:
-                            continue
-                        key = {"half": half, "column": each.name, "attention": attention}
-                        estimate_s = profiling_s + (0.5 if half == "amoebanet" else 0.2)
-                        found.append(Case({"part": part, **key, "precision": precision}, estimate_s, group))
-                        profiling_s = 0.0
+    found, profiling_s = [], dict(FIRST_S)
+    for part, (half, columns) in product(("paper", "largest"), COLUMNS.items()):
+        attention = JUDGED_ATTENTION[half]
+        for each in columns:
+            if smoke and (each.name not in SMOKE_COLUMNS[half] or (part, half) == ("largest", "amoebanet")):
+                continue
+            key = {"part": part, "half": half, "column": each.name, "attention": attention}
+            estimate_s = profiling_s.pop(half, 0.0) + (0.5 if half == "amoebanet" else 0.2)
+            found.append(Case({**key, "precision": "float32"}, estimate_s, f"{half} {attention}"))
     found += reproduced.cases("table1", options)
+    steps = (VERIFIED_STAGES, VERIFIED_REMAT, VERIFIED_MICROBATCHES)
     for model in VERIFIED_MODELS:
-        for num_stages in VERIFIED_STAGES[1:2] if smoke else VERIFIED_STAGES:
-            for remat in VERIFIED_REMAT[1:] if smoke else VERIFIED_REMAT:
-                for count in VERIFIED_MICROBATCHES[1:2] if smoke else VERIFIED_MICROBATCHES:
-                    step: dict[str, Any] = {"model": model, "num_stages": num_stages, "remat": remat}
-                    estimate_s = 0.8 if model.startswith("amoeba") else 0.2
-                    group = f"{model} in {count} micro-batches"
-                    found.append(
-                        Case({"part": "verify", **step, "num_microbatches": count}, estimate_s, group)
-                    )
+        for k, remat, m in [(2, "always", 4)] if smoke else product(*steps):
+            step = {"part": "verify", "model": model, "num_stages": k, "remat": remat, "num_microbatches": m}
+            estimate_s = 0.8 if model.startswith("amoeba") else 0.2
+            found.append(Case(step, estimate_s, f"{model} in {m} micro-batches"))
     if options.profile == "full":
         found += _on_a_gpu()
     return found

@@ -44,14 +44,9 @@ def tables(records: Sequence[Record]) -> str:
     """Tables that the paper does not print: what fills the accelerators, the largest models, what ran."""
     parts: list[str] = []
     for half in HALVES:
-        attentions = dict.fromkeys(r.case["attention"] for r in records if r.case.get("half") == half
-                                   and "attention" in r.case)  # fmt: skip
-        for attention in map(str, attentions):
-            of = of_case(records, half=half, attention=attention)
-            said = "" if attention == "none" else f", {attention} attention"
-            data = HALVES[half]
-            heading = f"{data.model}{said}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
-            parts += [_memory_table(of, half, heading), _largest_table(of, half, heading)]
+        of, data = of_case(records, half=half, attention=JUDGED_ATTENTION[half]), HALVES[half]
+        heading = f"{data.model}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
+        parts += [_memory_table(of, half, heading), _largest_table(of, half, heading)]
     parts += [_verification(of_case(records, "done", part="verify")), _devices(records)]
     return "\n\n".join(filter(None, parts))
 
@@ -100,24 +95,23 @@ def _largest_table(records: Sequence[Record], half: str, heading: str) -> str:
         return ""
     paper = [_value(find(records, part="paper", column=each.name), "parameters") for each in columns]
     lines = [["paper", *(_size(each.num_layers, each.num_filters) for each in columns)]]
-    for precision in dict.fromkeys(str(record.case["precision"]) for record in every):
-        found = [find(every, column=each.name, precision=precision) for each in columns]
-        counts = [_value(record, "parameters") for record in found]
-        naive = _value(find(every, column="naive-1", precision=precision), "parameters")
-        lines += [
-            [precision, *map(_largest_size, found)],
-            ["  parameters", *(_said(each, "parameters", lambda n: show(n, "parameters")) for each in found)],
-            ["  times the paper's model", *map(_ratio, counts, paper)],
-            ["  times our naive-1", *(_ratio(count, naive) for count in counts)],
-            ["  micro-batches needed", *(_said(record, "num_microbatches") for record in found)],
-            ["  fullest accelerator", *(_said(record, "peak per accelerator", _gib) for record in found)],
-        ]
+    found = [find(every, column=each.name) for each in columns]
+    counts = [_value(record, "parameters") for record in found]
+    naive = _value(find(every, column="naive-1"), "parameters")
+    lines += [
+        ["this engine", *map(_largest_size, found)],
+        ["  parameters", *(_said(each, "parameters", lambda n: show(n, "parameters")) for each in found)],
+        ["  times the paper's model", *map(_ratio, counts, paper)],
+        ["  times our naive-1", *(_ratio(count, naive) for count in counts)],
+        ["  micro-batches needed", *(_said(record, "num_microbatches") for record in found)],
+        ["  fullest accelerator", *(_said(record, "peak per accelerator", _gib) for record in found)],
+    ]
     notes = [
-        f"Nothing fits in {record.case['column']}, {record.case['precision']}: {parameters.note}"
+        f"Nothing fits in {record.case['column']}: {parameters.note}"
         for record in every
         if (parameters := record.metric("parameters")) is not None and parameters.value is None
     ]
-    title = f"The largest models that fit: {heading} (modelled)"
+    title = f"The largest models that fit, float32: {heading} (modelled)"
     names = ["", *(each.name for each in columns)]
     return Grid(title=title, columns=names, lines=lines, notes=notes).text()
 

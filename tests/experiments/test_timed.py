@@ -200,7 +200,6 @@ def test_ratios_and_errors_come_from_the_action_times():
     assert value(metrics, "normalised throughput", K=2, M=4) == pytest.approx(first / second)
     assert value(metrics, "real step", K=2, M=1) == pytest.approx(75)  # the slower process, median
     assert value(metrics, "replay error", K=2, M=4) == pytest.approx(second / 200 - 1)
-    assert value(metrics, "share of the balanced step", K=2, M=4) == pytest.approx(1, rel=0.01)
     provenances = {metric.name: metric.provenance for metric in metrics}
     assert (provenances["step"], provenances["real step"]) == ("replayed", "measured")
     assert json.loads(json.dumps(details))["cells"]["K=2 M=4"]["counts"] == {"F": 8}

@@ -15,14 +15,13 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.replay import Samples, TimedActions, balanced, lay_out, shares_of
+from gpipe_bench.experiments.paper.timed.replay import Samples, TimedActions, lay_out, shares_of
 from gpipe_bench.experiments.paper.timed.workloads import Job
 from gpipe_bench.harness.record import Metric, Provenance, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, used_by_others
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 GPU_LINK = "nvlink4"
@@ -70,7 +69,7 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
     the median lies between them, and the interval says how far they are from each other.
     """
     link = link_of(found, job.device)
-    throughput, bound, real = [], [], []
+    throughput, real = [], []
     metrics: list[Metric] = []
     cells: dict[str, Any] = {}
     for index, configuration in enumerate(job.configurations):
@@ -96,23 +95,14 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
             }
             laid_out_s = [lay_out(each, link, count).makespan_s for each in timed]
             if timed:
-                even_s = [balanced(each, count).makespan_s for each in timed]
                 throughput.append((key, [examples / s for s in laid_out_s]))
-                bound.append((key, [examples / s for s in even_s]))
                 whole = joined(timed)
-                program = whole.program(count)
                 facts |= {
                     "actions": whole.to_data(),
-                    "even_speed_up": count * program.num_stages / replay(program, SLOTS).makespan_s,
                     "as_timed": {"shares": shares_of(whole, link, count)},
                 }
-                shares = [even / laid_out for even, laid_out in zip(even_s, laid_out_s, strict=True)]
-                metrics += [
-                    from_samples("step", [1e3 * s for s in laid_out_s], "ms", key=key, provenance="replayed"),
-                    from_samples(
-                        "share of the balanced step", shares, "ratio", key=key, provenance="replayed"
-                    ),
-                ]
+                step_ms = [1e3 * s for s in laid_out_s]
+                metrics.append(from_samples("step", step_ms, "ms", key=key, provenance="replayed"))
             if steps[0].real_s and ran:
                 real_s = [
                     max(samples)
@@ -125,7 +115,6 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
             cells[name] = facts
     base = next(iter(cells.values()))["key"]
     metrics += normalised("throughput", throughput, _of(throughput, base), "replayed")
-    metrics += normalised("bound throughput", bound, _of(throughput, base), "replayed")
     metrics += normalised("real throughput", real, _of(real, base), "measured")
     return metrics, {
         **job.facts(),

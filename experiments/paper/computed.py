@@ -45,8 +45,13 @@ def cells(records: Sequence[Record]) -> list[Result]:
     found = []
     for record in of_case(records, "done", part="trained"):
         for metric in record.metrics:
-            place = {"table": SENTENCES, "row": metric.name, "column": str(metric.key["column"])}
-            found.append(Result(**place, metric=metric, record=record, note=metric.note))
+            column = str(metric.key["column"])
+            found.append(
+                Result(
+                    table=SENTENCES, row=metric.name, column=column, metric=metric, record=record,
+                    note=metric.note,
+                )
+            )  # fmt: skip
     return [*found, *reproduced.answers(records)]
 
 

@@ -24,7 +24,7 @@ from gpipe_bench.experiments.paper.stages import (
     num_parameters,
     stages_of,
 )
-from gpipe_bench.experiments.paper.timed.claims import SPEED_UPS, worst
+from gpipe_bench.experiments.paper.timed.claims import SPEED_UPS, Worst, worst
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric
@@ -37,8 +37,8 @@ from gpipe_bench.planner.accelerators import P100_16, TPUS
 
 Place = tuple[str, str, str]
 """Table, row and column, as in results/paper.csv."""
-Numbers = dict[Place, float | dict[str, float]]
-"""NaN where the paper's own run does not fit; of a sentence about several K the number of each."""
+Numbers = dict[Place, float]
+"""NaN where the paper's own run does not fit; of a sentence about several K the worst."""
 
 ACCELERATORS = {**TPUS, P100_16.name: P100_16}
 MOST_EXAMPLES = 1024
@@ -215,8 +215,11 @@ def table4(model: str = "resnet101", **given: Value) -> Numbers:
         rest = max(share for part, share in of.items() if part not in ("computation", "recompute"))
         bubbles[f"K={k}"] = of["bubble"] / 100 * (m + k - 1) / (k - 1)
         recomputation[f"K={k}"] = of["recompute"] / rest
-    values[SENTENCES, "bubble observed over (K-1)/(M+K-1)", "ResNet-101"] = bubbles
-    values[SENTENCES, "recomputation over the next largest overhead", "ResNet-101"] = recomputation
+    for row, of_each in (
+        ("bubble observed over (K-1)/(M+K-1)", bubbles),
+        ("recomputation over the next largest overhead", recomputation),
+    ):
+        values[SENTENCES, row, "ResNet-101"] = worst(row, "ResNet-101", of_each)
     return values
 
 
@@ -319,11 +322,11 @@ def run(experiment: str, case: Case) -> Outcome:
 def _metrics(values: Numbers) -> Iterator[Metric]:
     for (table, row, column), value in values.items():
         key = {"table": table, "row": row, "column": column}
-        if isinstance(value, dict):
-            value, key["over"] = worst(row, column, value)
+        if isinstance(value, Worst):
+            key["over"] = value.over
         yield Metric(
             name="computed", key=key,
-            value=value if math.isfinite(value) else None, unit=unit_of(table, row), provenance="modelled",
+            value=float(value) if math.isfinite(value) else None, unit=unit_of(table, row), provenance="modelled",
             note="" if math.isfinite(value) else BASELINE,
         )  # fmt: skip
 

@@ -50,7 +50,13 @@ def cases(options: RunOptions) -> list[Case]:
     steps = (VERIFIED_STAGES, VERIFIED_REMAT, VERIFIED_MICROBATCHES)
     for model in VERIFIED_MODELS:
         for k, remat, m in [(2, "always", 4)] if smoke else product(*steps):
-            step = {"part": "verify", "model": model, "num_stages": k, "remat": remat, "num_microbatches": m}
+            step: dict[str, Any] = {
+                "part": "verify",
+                "model": model,
+                "num_stages": k,
+                "remat": remat,
+                "num_microbatches": m,
+            }
             estimate_s = 0.8 if model.startswith("amoeba") else 0.2
             found.append(Case(step, estimate_s, f"{model} in {m} micro-batches"))
     if options.profile == "full":

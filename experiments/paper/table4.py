@@ -129,9 +129,9 @@ def cells(records: Sequence[Record]) -> list[Result]:
         }
         if ratios:
             numbers = {k: float(ratio.value or 0.0) for k, ratio in ratios.items()}
-            found_worst, over = claims.worst(row, JUDGED_COLUMN, numbers)
-            metric = next(ratio for ratio in ratios.values() if ratio.value == found_worst)
-            metric = replace(metric, key={"over": over})
+            least = claims.worst(row, JUDGED_COLUMN, numbers)
+            metric = next(ratio for ratio in ratios.values() if ratio.value == least)
+            metric = replace(metric, key={"over": least.over})
             results += claims.sentence(records, record, row, JUDGED_COLUMN, metric, what)
     return [*results, *reproduced.answers(records)]
 

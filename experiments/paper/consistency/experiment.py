@@ -91,7 +91,11 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
     runs = [(most, True, 1.0), (most, False, 1.0)]
     if not smoke:
         runs += [(most, True, 1 / most), (most, False, 1 / most), (1, True, 1 / most)]
-    key = {"seed": plan.stages[1][0], "initial_seed": plan.initial[0], "protocol": protocol.digest}
+    key: dict[str, Any] = {
+        "seed": plan.stages[1][0],
+        "initial_seed": plan.initial[0],
+        "protocol": protocol.digest,
+    }
     return [
         Case(
             {"part": "asynchronous", "model": model, "num_stages": k, "stash": stash, "rate": rate, **key},

@@ -86,13 +86,18 @@ the number, which is throughput with 8 stages over that with 2. Sentences that s
 number says are judged there."""
 
 
-def worst(row: str, column: str, of_each: Mapping[str, float]) -> tuple[float, str]:
-    """The number of a sentence about several K, which holds where it holds for each: the one that its bound
-    likes least; and every K's in words.
-    """
+class Worst(float):
+    """The number of a sentence about several K, with every K's in words."""
+
+    over: str
+
+
+def worst(row: str, column: str, of_each: Mapping[str, float]) -> Worst:
+    """A sentence about several K holds where it holds for each: the number that its bound likes least."""
     bound = of_the_paper()[SENTENCES, row, column].bound
-    number = (min if bound == "at least" else max)(of_each.values())
-    return number, ", ".join(f"{name}: {each:.3g}" for name, each in of_each.items())
+    number = Worst((min if bound == "at least" else max)(of_each.values()))
+    number.over = ", ".join(f"{name}: {each:.3g}" for name, each in of_each.items())
+    return number
 
 
 def least(

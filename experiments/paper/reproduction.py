@@ -326,8 +326,8 @@ def _metrics(values: Numbers) -> Iterator[Metric]:
             key["over"] = value.over
         yield Metric(
             name="computed", key=key,
-            value=float(value) if math.isfinite(value) else None, unit=unit_of(table, row), provenance="modelled",
-            note="" if math.isfinite(value) else BASELINE,
+            value=float(value) if math.isfinite(value) else None, unit=unit_of(table, row),
+            provenance="modelled", note="" if math.isfinite(value) else BASELINE,
         )  # fmt: skip
 
 

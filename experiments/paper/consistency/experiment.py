@@ -91,18 +91,10 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
     runs = [(most, True, 1.0), (most, False, 1.0)]
     if not smoke:
         runs += [(most, True, 1 / most), (most, False, 1 / most), (1, True, 1 / most)]
-    key: dict[str, Any] = {
-        "seed": plan.stages[1][0],
-        "initial_seed": plan.initial[0],
-        "protocol": protocol.digest,
-    }
-    return [
-        Case(
-            {"part": "asynchronous", "model": model, "num_stages": k, "stash": stash, "rate": rate, **key},
-            SECONDS[model] / (10 if smoke else 1),
-        )
-        for k, stash, rate in runs
-    ]
+    key: dict[str, Any] = {"seed": plan.stages[1][0], "initial_seed": plan.initial[0]}
+    key |= {"part": "asynchronous", "model": model, "protocol": protocol.digest}
+    seconds = SECONDS[model] / (10 if smoke else 1)
+    return [Case({**key, "num_stages": k, "stash": stash, "rate": rate}, seconds) for k, stash, rate in runs]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:

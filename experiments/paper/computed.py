@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric, Record, of_case
 from gpipe_bench.harness.report import reproduced
-from gpipe_bench.harness.unknowns import Value
 from gpipe_bench.harness.verdict import Result
 
 if TYPE_CHECKING:
@@ -53,40 +51,6 @@ def cells(records: Sequence[Record]) -> list[Result]:
                 )
             )  # fmt: skip
     return [*found, *reproduced.answers(records)]
-
-
-# The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
-# (2, 256) to the last and says that activations grew fourfold and the model did not grow. Both are counted
-# under the declared configuration.
-
-NUM_LAYERS, NUM_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)
-BATCH_SIZE = 2
-"""All that is kept is proportional to it; batch normalization treats a single example in another way."""
-
-
-def stride(table: str, **given: Value) -> dict[tuple[str, str, str], float]:
-    """Activations and parameters of the moved stride over the original's, float32, nothing recomputed."""
-    from gpipe_bench.experiments.paper.reproduction import Declared
-    from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-
-    declared = Declared(table, **given)
-    sizes = []
-    for moved in (declared["moved_stride"], None):
-        options = {
-            "num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS, "num_classes": declared["num_classes"],
-            "image_size": declared["image_size"], "aux_head": declared["auxiliary_head"],
-            "moved_stride": moved,
-        }  # fmt: skip
-        workload = Workload("AmoebaNet-D", "amoebanet-d", options, BATCH_SIZE)
-        layers, loss = workload.profile(BATCH_SIZE, Profiler())
-        kept = stage_bytes(layers, loss)
-        sizes.append((kept.saved_bytes + kept.input_bytes, sum(layer.num_parameters for layer in layers)))
-    rows = ("activation memory over the original's", reproduced.COUNTED)
-    return {
-        (table, row, "moved stride"): moved / original
-        for row, moved, original in zip(rows, *sizes, strict=True)
-    }
 
 
 # Two sentences about what GPipe takes and keeps, put to the engine on small networks. "Any network that can

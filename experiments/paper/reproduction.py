@@ -14,7 +14,6 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from gpipe_bench.experiments.paper.computed import stride
 from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.largest import largest_size
 from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
@@ -25,12 +24,15 @@ from gpipe_bench.experiments.paper.stages import (
     stages_of,
 )
 from gpipe_bench.experiments.paper.timed.claims import SPEED_UPS, Worst, worst
+from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Outcome
 from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS
+from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS, COUNTED
 from gpipe_bench.harness.reproduction import Value, load_reproduction
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
+from gpipe_bench.pipeline.memory.profile import Profiler
+from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P100_16, TPUS
@@ -298,6 +300,36 @@ def torchgpipe_memory(column: str) -> float:
                    len(balance), 128, start == 0, "except_last")
         for start, stop in ends
     ))  # fmt: skip
+
+
+# The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
+# (2, 256) to the last and says that activations grew fourfold and the model did not grow. Both are counted
+# under the declared configuration.
+
+STRIDE_LAYERS, STRIDE_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)
+STRIDE_EXAMPLES = 2
+"""All that is kept is proportional to it; batch normalization treats a single example in another way."""
+
+
+def stride(table: str, **given: Value) -> Numbers:
+    """Activations and parameters of the moved stride over the original's, float32, nothing recomputed."""
+    declared = Declared(table, **given)
+    sizes = []
+    for moved in (declared["moved_stride"], None):
+        options = {
+            "num_layers": STRIDE_LAYERS, "num_filters": STRIDE_FILTERS, "moved_stride": moved,
+            "num_classes": declared["num_classes"], "image_size": declared["image_size"],
+            "aux_head": declared["auxiliary_head"],
+        }  # fmt: skip
+        workload = Workload("AmoebaNet-D", "amoebanet-d", options, STRIDE_EXAMPLES)
+        layers, loss = workload.profile(STRIDE_EXAMPLES, Profiler())
+        kept = stage_bytes(layers, loss)
+        sizes.append((kept.saved_bytes + kept.input_bytes, sum(layer.num_parameters for layer in layers)))
+    rows = ("activation memory over the original's", COUNTED)
+    return {
+        (table, row, "moved stride"): moved / original
+        for row, moved, original in zip(rows, *sizes, strict=True)
+    }
 
 
 # Cases ------------------------------------------------------------------------------------------------------

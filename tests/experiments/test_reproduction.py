@@ -11,7 +11,7 @@ import torch
 from records import ran
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.paper import computed
+from gpipe_bench.experiments.paper import computed, reproduction
 from gpipe_bench.experiments.paper.full_size import (
     FullSize,
     num_bytes,
@@ -277,11 +277,13 @@ def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> 
 
 def test_a_moved_stride_keeps_nearly_four_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every map but those behind the place has twice the side."""
-    monkeypatch.setattr(computed, "NUM_FILTERS", 16)
-    monkeypatch.setattr(computed, "NUM_LAYERS", 3)
+    monkeypatch.setattr(reproduction, "STRIDE_FILTERS", 16)
+    monkeypatch.setattr(reproduction, "STRIDE_LAYERS", 3)
     places = ("second reduction cell", "last normal cell")
     (near, same), (far, more) = (
-        computed.stride("control-stride", image_size=67, auxiliary_head=False, moved_stride=place).values()
+        reproduction.stride(
+            "control-stride", image_size=67, auxiliary_head=False, moved_stride=place
+        ).values()
         for place in places
     )
     assert 3 < near < far < 4.3

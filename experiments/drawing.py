@@ -8,7 +8,7 @@ alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,18 +53,6 @@ def picture(*, name: str, caption: str, alt: str, draw: Callable[[], Drawing]) -
         name=name, caption=caption, alt=alt, draw=draw,
         suffixes=("png",), style=paper_style,
     )  # fmt: skip
-
-
-def gantt_plot(name: str, title: str, data: Mapping[str, Any]) -> Plot:
-    """The chart of a timeline that a record keeps."""
-
-    def draw() -> Figure:
-        from gpipe_bench.pipeline.plan.timeline import Timeline
-
-        return gantt(Timeline.from_data(data), title)
-
-    alt = "Gantt chart of one step: stages from top to bottom, time from left to right."
-    return picture(name=name, caption=title, alt=alt, draw=draw)
 
 
 def gantt(timeline: Timeline, title: str = "", unit: str = "ms") -> Figure:

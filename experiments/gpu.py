@@ -63,8 +63,6 @@ STEPS = (
          "Table 1's models with and without GPipe under 8 and 16 GiB, of which its factors are made"),
     Step("recomputation", 1, 18, "figure3 --only part=recomputation",
          "what re-materialization costs ResNet-101; the paper's 0.80"),
-    Step("largest", 2, 16, "table1 --only 'part=largest on a GPU'",
-         "Table 1: whether the modelled largest models fit, and a layer more does not"),
     Step("table2-transformer", 9, 75, "table2 --only model=transformer --only batch=fitted",
          "Table 2's Transformer-48 laid out, its mini-batch fitted to the memory of a stage"),
     Step("table1", 2, 16, "table1 --only part=device", "every distinct stage of Table 1's other columns"),

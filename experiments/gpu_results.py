@@ -15,7 +15,6 @@ from gpipe_bench.experiments.registry import load
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.store import Store, latest
-from gpipe_bench.harness.units import show
 from gpipe_bench.models.paper import GIB, HALVES
 
 ROW = "normalized throughput"  # of Figure 3
@@ -43,7 +42,7 @@ def sentences(records: Sequence[Record]) -> Iterator[str]:
         if record.status != "done":
             yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
     done = [record for record in records if record.status == "done"]
-    about = {"device": _fits, "largest on a GPU": _largest, "recomputation": _recomputation}
+    about = {"device": _fits, "recomputation": _recomputation}
     for part, of_part in groupby(done, key=lambda record: str(record.case.get("part", ""))):
         yield from about.get(part, _beside)(list(of_part))
 
@@ -59,21 +58,6 @@ def _fits(records: Sequence[Record]) -> Iterator[str]:
             said.append(f"{record.case['column']} {fits} ({gib:.2f} GiB {how})")
         cap = HALVES[str(half)].cap_gib
         yield f"{half} in {precision} under {cap:g} GiB: {', '.join(said)}; the paper: all of these fit"
-
-
-def _largest(records: Sequence[Record]) -> Iterator[str]:
-    for half, group in groupby(records, key=lambda record: str(record.case["half"])):
-        ours, theirs = [], []
-        for record in group:
-            place = str(record.case["column"])
-            numbers = [record.metric(f"{how} parameters") for how in ("measured", "modelled")]
-            sizes = [
-                "nothing" if each is None or each.value is None else show(each.value, "parameters", 3)
-                for each in numbers
-            ]
-            ours.append(f"{place} fits up to {sizes[0]} (modelled {sizes[1]})")
-            theirs.append(f"{place} {published(HALVES[half].table)['paper', 'parameters', place].printed}")
-        yield f"{half}: {', '.join(ours)}; the paper: {', '.join(theirs)}"
 
 
 def _recomputation(records: Sequence[Record]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from gpipe_bench.experiments.paper.table1.cells import table as table1
+from gpipe_bench.experiments.paper.table1_shown import table as table1
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import PUBLISHED, REFERENCE, ROOT

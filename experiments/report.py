@@ -293,22 +293,25 @@ def idle_share(num_stages: int, num_microbatches: int) -> float:
 
 
 def summaries_of(records: Mapping[str, Sequence[Record]]) -> list[tuple[str, ...]]:
-    """For each table of the paper, the four numbers that sum up what was computed of it."""
+    """For each table of the paper, the four numbers that sum up what was computed of it, and a baseline."""
     lines = []
     for name in reproduced.SECONDS:
         of_tables = reproduced.cells(records.get(name, ()))
         for (table, unit), (cells, fixed) in of_tables.items():
-            found = summed(cells, fixed)
             several = sum(other == table for other, _ in of_tables) > 1
-            lines.append(
-                (
-                    f"{table}, {unit}" if several else table,
-                    *(f"{found.counts[each]}" for each in ("agrees", "differs", "no test")),
-                    "-" if found.off is None else f"{100 * found.off:.0f} %",
-                    "-" if found.rank is None else f"{found.rank:.2f}",
-                    f"{found.directions} of {found.pairs}" if found.pairs else "-",
-                )
-            )
+            rows = {f"{table}, {unit}" if several else table: cells}
+            rows[f"{table}, by the bubble's formula alone"] = reproduced.by_the_bubble(cells, fixed)
+            for label, of in rows.items():
+                found = summed(of, fixed)
+                lines += [
+                    (
+                        label,
+                        *(f"{found.counts[each]}" for each in ("agrees", "differs", "no test")),
+                        "-" if found.off is None else f"{100 * found.off:.0f} %",
+                        "-" if found.rank is None else f"{found.rank:.2f}",
+                        f"{found.directions} of {found.pairs}" if found.pairs else "-",
+                    )
+                ] * bool(of)
     return lines
 
 

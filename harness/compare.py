@@ -199,10 +199,11 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
     held: dict[str, Any] = {"range_low": low, "range_high": high}
     if ours.context:
         return {**held, "verdict": "not judged", "reason": ours.context}
-    if barred := ours.not_comparable if cell.comparable else cell.erratum:
-        return {**held, "verdict": "not comparable", "reason": barred}
+    if ours.not_comparable:
+        return {**held, "verdict": "not comparable", "reason": ours.not_comparable}
     allowed = ours.allowed or admitted(cell)
-    verdict = _verdict(cell.kind, allowed, low, high)
+    computed = ours.record is not None and ours.record.case.get("part") == "reproduction"
+    verdict = _verdict(cell.kind, allowed, low, high, is_narrow=computed or narrow(low, high))
     factor = None
     if verdict in DIFFERS:
         near, edge = (low, allowed.possible_high) if verdict == "above" else (high, allowed.possible_low)
@@ -218,7 +219,8 @@ def _held(cell: PaperNumber | None, ours: Result) -> dict[str, Any]:
     }
 
 
-def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
+def _verdict(kind: str, allowed: Allowed, low: float, high: float, *, is_narrow: bool) -> Verdict:
+    """What is computed is too wide by its error alone, as results/reproduction.toml declares."""
     edges = (low, high, allowed.possible_low, allowed.possible_high)
     slack = ULP * max(abs(edge) for edge in edges if math.isfinite(edge))
     if low > allowed.possible_high + slack:
@@ -231,7 +233,7 @@ def _verdict(kind: str, allowed: Allowed, low: float, high: float) -> Verdict:
         inside = allowed.low - slack <= low and high <= allowed.high + slack
         return "reproduced" if inside else "undecided"
     meets = low <= allowed.high + slack and high >= allowed.low - slack
-    return "reproduced" if meets and narrow(low, high) else "undecided"
+    return "reproduced" if meets and is_narrow else "undecided"
 
 
 def _reason(

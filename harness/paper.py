@@ -51,9 +51,8 @@ class PaperNumber:
         same_as: the place of the number that this one repeats
         needs: what an answer would take
         bound: where the paper only limits the number
-        comparable: False where the erratum leaves nothing to compare with
         corrected_printed: the value that the paper's own erratum gives, column `corrected_value`
-        erratum: why it is corrected or not comparable
+        erratum: why it is corrected, or what the paper contradicts there
         note: for a footnote
     """
 
@@ -73,7 +72,6 @@ class PaperNumber:
     same_as: tuple[str, str, str] | None = None
     needs: str = ""
     bound: Literal["", "at most", "at least"] = ""
-    comparable: bool = True
     corrected_printed: str = ""
     erratum: str = ""
     note: str = ""
@@ -86,8 +84,8 @@ class PaperNumber:
                 f"kind {self.kind!r} with source {self.source!r}: external are all numbers but those of "
                 f"{' and '.join(OURS)}"
             )
-        if not self.erratum and (self.corrected_printed or not self.comparable):
-            raise ValueError("a number that is corrected or not comparable needs the erratum that says why")
+        if self.corrected_printed and not self.erratum:
+            raise ValueError("a number that is corrected needs the erratum that says why")
         if self.form == "evaluated" and self.kind != "identity":
             raise ValueError(f"a formula that is evaluated is an identity, not a {self.kind}")
         if self.error is None and self.form in ("read off", "derived"):
@@ -197,8 +195,8 @@ def load_paper(path: Path = PATH) -> tuple[PaperNumber, ...]:
                 raise ValueError(f"a row has {len(COLUMNS)} fields")
             given: dict[str, Any] = {name: text for name, text in row.items() if text}  # the others: defaults
             given["corrected_printed"] = given.pop("corrected_value", "")
-            for name in {"exact", "comparable"} & given.keys():
-                given[name] = {"yes": True, "no": False}.get(given[name], given[name])
+            if "exact" in given:
+                given["exact"] = {"yes": True}.get(given["exact"], given["exact"])
             if "same_as" in given:
                 given["same_as"] = given["same_as"].split("|")
             cell = cells[line] = msgspec.convert(given, PaperNumber, strict=False)

@@ -84,7 +84,7 @@ def by_shape(work: Workload) -> Outcome:
     """Nothing of the model's size is allocated. Whatever computes the attention, its operations are those of
     the written one.
     """
-    from gpipe_bench.experiments.paper.predicted.sizes import FullSize
+    from gpipe_bench.experiments.paper.full_size import FullSize
 
     written_out = {"attention": "explicit"} if work.model == LANGUAGE else {}
     full = FullSize(work.model, {**work.options, **written_out})

@@ -1,154 +1,56 @@
 """Claims of the paper that need no accelerator: v1's stride control, and which networks can be trained.
 
-The stride control is counted on the meta device. Two sentences about the networks that GPipe can
-train are tested on small ones (`trained`). Nothing is timed:
+The stride control is counted on the meta device, as declared in results/reproduction.toml. Two sentences
+about the networks that GPipe can train are tested on small ones (`trained`). Nothing is timed:
 
     python -m experiments run computed
-
-Such numbers have no repeats and no interval. Where the paper leaves a choice open there is a range,
-recorded with its causes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric, Record, of_case
-from gpipe_bench.harness.unknowns import Value, load_unknowns, steps_from_middle
-from gpipe_bench.harness.verdict import Part, Result, Spread
+from gpipe_bench.harness.report import reproduced
+from gpipe_bench.harness.verdict import Result
 
 if TYPE_CHECKING:
     import torch
 
-STRIDE = "control-stride"
 TIED_TOLERANCE = 1e-12  # of float64 weights, where layers share some: the order of a sum may change
 
 
-class Computed(NamedTuple):
-    """Our number for a row of paper.csv, and its range, None where it is one number."""
-
-    metric: Metric
-    spread: Spread | None = None
-
-
 def cases(options: RunOptions) -> list[Case]:
-    stride = [Case({"part": "as published", "table": STRIDE, "what": STRIDE}, 40.0)]
-    return [
-        *(stride if options.profile != "smoke" else []),
-        Case({"part": "trained", "table": SENTENCES}, 10.0),
-    ]
+    return [Case({"part": "trained", "table": SENTENCES}, 10.0), *reproduced.cases("computed", options)]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
     import torch
 
     torch.set_num_threads(1)
-    return outcome(trained() if case.key["part"] == "trained" else stride())
+    if reproduced.is_computed(case):
+        from gpipe_bench.experiments.paper import reproduction
 
-
-def outcome(answers: Sequence[Computed]) -> Outcome:
-    """Outcome of the answers as a record keeps it."""
-    spreads = [
-        {"row": each.name, **each.key, **spread.to_data()} for (each, spread) in answers if spread is not None
-    ]
-    return Outcome(tuple(each.metric for each in answers), {"spreads": spreads})
+        return reproduction.run("computed", case)
+    return Outcome((networks(), statistics()))
 
 
 def cells(records: Sequence[Record]) -> list[Result]:
-    """An entry for every answer on record, by its row and column, with the range that the record keeps."""
+    """An entry for both sentences, the statistics with the range over their channels."""
     found = []
-    for record in [*of_case(records, "done", table=STRIDE), *of_case(records, "done", part="trained")]:
-        spreads = {
-            (each["row"], each["column"]): Spread.from_data(each) for each in record.details["spreads"]
-        }
+    for record in of_case(records, "done", part="trained"):
         for metric in record.metrics:
-            row, column = metric.name, str(metric.key["column"])
+            column = str(metric.key["column"])
             found.append(
                 Result(
-                    table=str(record.case["table"]), row=row, column=column, metric=metric,
-                    spread=spreads.get((row, column)), record=record, note=metric.note,
-                    question="as published" if record.case["table"] == STRIDE else "here",
+                    table=SENTENCES, row=metric.name, column=column, metric=metric, record=record,
+                    note=metric.note,
                 )
             )  # fmt: skip
-    return found
-
-
-# The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
-# (2, 256) to the last and says that activations grew fourfold and the model did not grow. Both are counted
-# for all that is left open: where the stride went, the size of the images, whether the auxiliary head counts.
-
-NUM_LAYERS, NUM_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)
-SETTINGS = ("moved_stride", "image_size", "auxiliary_head")
-BATCH_SIZE = 2
-"""All that is kept is proportional to it; batch normalization treats a single example in another way."""
-
-
-class Size(NamedTuple):
-    """Bytes kept for the backward passes of one example, all layers, and trained parameters."""
-
-    activation_bytes: float
-    num_parameters: int
-
-
-def size(image_size: int, auxiliary_head: bool, moved_stride: str | None) -> Size:
-    """Size of the model, in float32 and without re-materialization."""
-    from gpipe_bench.pipeline.memory.profile import Profiler
-    from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-
-    options: dict[str, Any] = {
-        "num_layers": NUM_LAYERS, "num_filters": NUM_FILTERS, "num_classes": 1001, "image_size": image_size,
-        "aux_head": auxiliary_head, "moved_stride": moved_stride,
-    }  # fmt: skip
-    workload = Workload("AmoebaNet-D", "amoebanet-d", options, BATCH_SIZE)
-    layers, loss = workload.profile(BATCH_SIZE, Profiler())
-    kept = stage_bytes(layers, loss)
-    parameters = sum(layer.num_parameters for layer in layers)
-    return Size((kept.saved_bytes + kept.input_bytes) / BATCH_SIZE, parameters)
-
-
-def stride() -> list[Computed]:
-    """Activations and parameters of the moved stride over the original's."""
-    unknowns = load_unknowns().of(STRIDE)
-    allowed = {setting: unknowns[setting].allowed for setting in SETTINGS}
-    ratios: dict[tuple[Value, ...], tuple[float, float]] = {}
-    for image_size, head in itertools.product(allowed["image_size"], allowed["auxiliary_head"]):
-        counted = head == "counted in"
-        original = size(int(image_size), counted, None)
-        for moved in allowed["moved_stride"]:
-            found = size(int(image_size), counted, str(moved))
-            ratios[moved, image_size, head] = (
-                found.activation_bytes / original.activation_bytes,
-                found.num_parameters / original.num_parameters,
-            )
-    rows = (
-        ("activation memory over the original's", "kept for the backward pass of all layers"),
-        ("parameters over the original's", "trained parameters"),
-    )
-    return [
-        _over_settings(row, what, allowed, {point: pair[place] for point, pair in ratios.items()})
-        for place, (row, what) in enumerate(rows)
-    ]
-
-
-def _over_settings(
-    row: str, what: str, allowed: Mapping[str, tuple[Value, ...]], ratios: Mapping[tuple[Value, ...], float]
-) -> Computed:
-    """The range over all combinations, and of each setting alone with the others in their middle."""
-    middle = tuple(values[steps_from_middle(values).index(0)] for values in allowed.values())
-    parts = []
-    for place, (setting, values) in enumerate(allowed.items()):
-        alone = [ratios[*middle[:place], value, *middle[place + 1 :]] for value in values]
-        parts.append(Part(what=setting, low=min(alone), high=max(alone)))
-    low, high = min(ratios.values()), max(ratios.values())
-    spread = Spread(low=low, high=high, parts=tuple(parts), combinations=len(ratios))
-    said = f"{what}; the number is that of {', '.join(map(str, middle))}"
-    metric = Metric(row, ratios[middle], "ratio", "modelled", key={"column": "moved stride"}, note=said)
-    return Computed(metric, spread)
+    return [*found, *reproduced.answers(records)]
 
 
 # Two sentences about what GPipe takes and keeps, put to the engine on small networks. "Any network that can
@@ -174,12 +76,7 @@ STAGES = (2, 4)
 NUM_MICROBATCHES, EXAMPLES, NUM_STEPS = 4, 8, 3
 
 
-def trained() -> list[Computed]:
-    """Both sentences."""
-    return [networks(), statistics()]
-
-
-def networks() -> Computed:
+def networks() -> Metric:
     """The share of the networks whose weights are the same with every number of stages: in every bit, and to
     rounding where layers share a weight, whose gradients each owner adds up first.
     """
@@ -196,7 +93,7 @@ def networks() -> Computed:
     what += f"; tied weights to rounding ({', '.join(tied)})" if tied else ""
     what += f"; not {', '.join(others)}" if others else ""
     share = len(same) / len(MODELS)
-    return Computed(Metric(row, share, "ratio", "measured", key={"column": "share of the zoo"}, note=what))
+    return Metric(row, share, "ratio", "measured", key={"column": "share of the zoo"}, note=what)
 
 
 def _is_tied(name: str) -> bool:
@@ -240,7 +137,7 @@ def _weights(name: str, num_stages: int, dtype: torch.dtype) -> dict[str, torch.
     return {key: value.detach() for key, value in pipeline.state_dict().items()}
 
 
-def statistics() -> Computed:
+def statistics() -> Metric:
     """Running mean and variance after one step of several micro-batches over those of the mini-batch."""
     import torch
     from torch import nn
@@ -265,8 +162,7 @@ def statistics() -> Computed:
     what = f"means and variances of {len(ratios) // 2} channels after one step, float64"
     low, high, mean = min(ratios), max(ratios), sum(ratios) / len(ratios)
     at = {"column": f"M={NUM_MICROBATCHES}"}
-    spread = Spread(low=low, high=high, parts=(Part(what="which channel", low=low, high=high),))
-    return Computed(Metric(row, mean, "ratio", "measured", key=at, note=what), spread)
+    return Metric(row, mean, "ratio", "measured", key=at, low=low, high=high, note=what)
 
 
 EXPERIMENT = Experiment(
@@ -274,7 +170,7 @@ EXPERIMENT = Experiment(
     title="What takes no device: stride control, small networks",
     source="arXiv v1, section 5",
     describe=(
-        "Activations and parameters of v1's stride control over all that it leaves open, and whether every "
+        "Activations and parameters of v1's stride control as declared, and whether every "
         "network of the zoo trains the same on several stages."
     ),
     profiles={
@@ -285,6 +181,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     run=run,
     cells=cells,
+    reproduction=reproduced.text,
     paper_tables=("control-stride",),
     untimed=True,
 )

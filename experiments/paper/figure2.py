@@ -1,14 +1,13 @@
 """Figure 2 and the formulas of section 2: what a pipeline wastes and keeps.
 
-Expected: the replay's bubble equals (K-1)/(M+K-1) exactly, less where recomputation starts early; memory
-follows O(N + (L/K)(N/M)), with a backward pass on top. No GPU is needed:
+Expected: the replay's bubble equals (K-1)/(M+K-1) exactly, less where recomputation starts early; activations
+follow O(N + (L/K)(N/M)). No GPU is needed:
 
     python -m experiments run figure2
 
 Schedules are replayed with equal stages, a free link and forward : recompute : backward = 1 : 1 : 2, time
 counted in forwards of one micro-batch on one stage, so everything is a whole number and "equal" means equal
-(`replayed`). Memory follows from shapes, which are found on the meta device (`modelled`). Nothing here is
-timed.
+(`replayed`). Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from gpipe_bench.experiments.paper.figure2_schedules import VARIANTS, peak_activations, peak_bytes
-from gpipe_bench.experiments.paper.figure2_shown import (
-    BATCH_SIZE,
+from gpipe_bench.experiments.paper.figure2_schedules import (
     DRAWN_STAGES,
-    MODELS,
     UNIT,
+    VARIANTS,
     figures,
+    peak_activations,
     tables,
 )
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
@@ -36,7 +34,6 @@ from gpipe_bench.pipeline.plan.named import gpipe
 DRAWN_MICROBATCHES = (4, 8)
 STAGES, MICROBATCHES, PER_STAGE = (2, 4, 8, 16), (1, 4, 8, 32, 128), (1, 2, 3, 4, 8)  # the last are M / K
 COUNTED = ((24, 32, 2), (24, 32, 4), (24, 32, 8), (48, 32, 8), (24, 1, 1))  # L, M, K of the paper's formula
-MEMORY_STAGES = (1, 2, 4, 8)
 SIZES = {"amoebanet-b": "amoebanet-b", "transformer-seq2seq": "nmt-models"}
 """Models whose parameters no other table of the paper counts, and their tables."""
 
@@ -49,11 +46,6 @@ def cases(options: RunOptions) -> list[Case]:
     found += [
         Case({"part": "formula", "num_layers": layers, "num_microbatches": m, "num_stages": k}, 0.01)
         for layers, m, k in COUNTED
-    ]
-    found += [
-        Case({"part": "memory", "model": model, "num_stages": k}, 0.1 if place else estimate_s)
-        for model, (*_, estimate_s) in [*MODELS.items()][: 1 if smoke else 2]
-        for place, k in enumerate(MEMORY_STAGES)
     ]
     return found + [Case({"part": "size", "model": model, "size": size}, 0.4) for model, size in _zoo()]
 
@@ -78,8 +70,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
             found = peak_activations(schedule, key["num_layers"])
             metric = Metric("peak activations / N", float(found), "number", "modelled")
             return Outcome((metric,), {"fraction": str(found)})
-        case "memory":
-            return _memory(key["model"], key["num_stages"])
     import torch
 
     from gpipe_bench.models import MODELS as ZOO
@@ -102,24 +92,6 @@ def _bubble(k: int) -> Outcome:
         metrics.append(Metric("bubble", float(replayed), "ratio", "replayed", key=at))
     off = Metric("fractions that differ from the closed form", differing, "number", "replayed")
     return Outcome((*metrics, off), {"num_microbatches": counts, "fractions": fractions})
-
-
-def _memory(model: str, k: int) -> Outcome:
-    """The fullest stage of a real model at several M."""
-    title, num_layers, num_filters, counts, _ = MODELS[model]
-    metrics, details = [], {}
-    for m in counts:
-        found = peak_bytes(num_layers, num_filters, BATCH_SIZE, k, m)
-        kept = found.pop("kept")
-        sizes = {
-            "peak activations": found["boundary"] + found["activations"] + found["transients"],
-            "formula": found["formula_boundary"] + found["formula_activations"],
-            "kept without re-materialization": kept,
-        }
-        metrics += [Metric(name, size, "bytes", "modelled", key={"M": m}) for name, size in sizes.items()]
-        details[f"M={m}"] = found
-    facts = {"title": title, "num_layers": num_layers, "batch_size": BATCH_SIZE, "num_microbatches": counts}
-    return Outcome(tuple(metrics), {**facts, "bytes": details})
 
 
 def _zoo() -> Mapping[tuple[str, str], dict[str, Any]]:
@@ -196,14 +168,11 @@ def _early_over_late(bubbles: Sequence[Record]) -> Iterator[Result]:
 
 EXPERIMENT = Experiment(
     name="figure2",
-    title="Figure 2 and the formulas: schedules, bubbles, memory",
+    title="Figure 2 and the formulas: schedules and bubbles",
     source="arXiv v5, Figure 2 and section 2",
-    describe=(
-        "The schedules as Gantt charts, their bubbles by formula and by replay, and peak activations by "
-        "formula and by memory model."
-    ),
+    describe=("The schedules as Gantt charts, their bubbles by formula and by replay, and peak activations."),
     profiles={
-        "smoke": "charts at M = 4, bubbles up to K = 8, the Transformer's memory",
+        "smoke": "charts at M = 4, bubbles up to K = 8",
         "short": "everything; no device is needed",
         "full": "the same as short",
     },

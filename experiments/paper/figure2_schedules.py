@@ -1,16 +1,31 @@
-"""The schedules of Figure 2 and what each wastes and keeps: exact, with stages that take one time."""
+"""The schedules of Figure 2 and what each wastes and keeps, exact: all stages take one time.
+
+As text and as pictures, from records.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
+from gpipe_bench.experiments.drawing import legend, paint, paper_style
+from gpipe_bench.harness.experiment import Plot
+from gpipe_bench.harness.record import Record, find, frame, of_case
+from gpipe_bench.harness.report.grid import numbers_text
 from gpipe_bench.pipeline.plan.named import gpipe, naive, one_f_one_b
-from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Remat, Schedule, most_alive_of
 from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+UNIT = "forwards"
+DRAWN_STAGES = 4
+SHOWN_MICROBATCHES = (4, 8, 16, 32, 128)
 
 
 class Variant(NamedTuple):
@@ -91,41 +106,150 @@ def peak_activations(schedule: Schedule, num_layers: int) -> Fraction:
     return peak / schedule.num_microbatches
 
 
-def peak_bytes(
-    num_layers: int, num_filters: int, batch_size: int, num_stages: int, num_microbatches: int
-) -> dict[str, int]:
-    """Bytes of the stage whose activations need most, under gpipe with every micro-batch recomputed, of
-    AmoebaNet-D or, without filters, the Transformer.
+# Text and figures
 
-    "boundary", "activations" and "transients" add up to what the memory model says. The formula says how
-    memory grows; with the model's own bytes in it ("formula_boundary" for the inputs of a stage for all N
-    examples, "formula_activations" for what is saved of one micro-batch) the two should differ by no more
-    than what a backward pass needs for a moment. "kept" is what one device saves for all N examples without
-    re-materialization: O(N L).
-    """
-    from gpipe_bench.experiments.paper.profiles import Reading, amoebanet, transformer
-    from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-    from gpipe_bench.pipeline.memory.workers import pipeline_memory
 
-    microbatch_size = batch_size // num_microbatches
-    if num_filters:
-        found = amoebanet(Reading(), num_layers, num_filters, microbatch_size)
-    else:
-        found = transformer(Reading(), num_layers, microbatch_size, "fused")
-    saved = {layer: stage_bytes([layer]).saved_bytes for layer in set(found.layers)}
-    stages = partition([saved[layer] for layer in found.layers], num_stages)  # that save evenly
-    memory = pipeline_memory(found.layers, found.loss, stages, gpipe(num_stages, num_microbatches, "always"))
-    fullest = max(range(num_stages), key=lambda stage: memory[stage].working_set)
-    last = fullest == num_stages - 1
-    own = stage_bytes([found.layers[layer] for layer in stages[fullest]], found.loss if last else None)
-    everything = stage_bytes(found.layers, found.loss)
-    ends = everything.input_bytes + everything.target_bytes
-    return {
-        "boundary": memory[fullest].boundary,
-        "activations": memory[fullest].activations,
-        "transients": memory[fullest].transients,
-        # The targets are inputs of the last stage.
-        "formula_boundary": num_microbatches * (own.input_bytes + own.target_bytes),
-        "formula_activations": own.saved_bytes,
-        "kept": num_microbatches * (everything.saved_bytes + ends),
-    }
+def tables(records: Sequence[Record]) -> str:
+    """The schedules that are drawn, and their bubbles as fractions."""
+    charts, bubbles = (of_case(records, "done", part=part) for part in ("chart", "bubble"))
+    return "\n\n".join(filter(None, [_steps(charts), _fractions(bubbles)]))
+
+
+def _percent(number: float) -> str:
+    return f"{100 * number:.1f} %"
+
+
+def _steps(found: Sequence[Record]) -> str:
+    """The drawn steps: how long, how idle, how much is kept."""
+    if not found:
+        return ""
+    numbers = frame(found).pivot(index="schedule", columns=["num_microbatches", "metric"], values="value")
+    shown = {"step": "{:g}".format, "bubble": _percent, "graphs alive on the first stage": "{:g}".format}
+    texts = numbers.reindex([name for name in VARIANTS if name in numbers.index])
+    counts = sorted({*numbers.columns.get_level_values(0)})
+    columns = [
+        texts[m, name].map(say, na_action="ignore").fillna("-") for m in counts for name, say in shown.items()
+    ]
+    lines = [[VARIANTS[name].title, *texts] for name, *texts in zip(texts.index, *columns, strict=True)]
+    headers = ["schedule", *(name for m in counts for name in (f"M={m}: step", "idle", "graphs"))]
+    title = (
+        f"The schedules drawn, K = {DRAWN_STAGES} (replayed): step in forwards of one micro-batch on one "
+        "stage,\nidle share of the device time, most micro-batches whose graph the first stage keeps"
+    )
+    return numbers_text(title, headers, lines)
+
+
+def _fractions(found: Sequence[Record]) -> str:
+    """Closed form and replay as fractions for one K, and whether all others agree."""
+    shown = find(found, num_stages=DRAWN_STAGES)
+    if shown is None:
+        return ""
+    lines = []
+    for name, variant in VARIANTS.items():
+        pairs = [shown.details["fractions"][f"{name} M={m}"] for m in SHOWN_MICROBATCHES]
+        lines += [
+            [variant.title, variant.formula, *(each["closed form"] for each in pairs)],
+            ["", "replay", *(each["replay"] for each in pairs)],
+            ["", "", *(_percent(float(Fraction(each["replay"]))) for each in pairs)],
+        ]
+    every = [pair for each in found for pair in each.details["fractions"].values()]
+    title = (
+        f"Bubble, K = {DRAWN_STAGES}: the closed form above, the replay below it (replayed)\n"
+        f"Over K = {', '.join(str(each.case['num_stages']) for each in found)}, replay and closed form are "
+        f"equal in {sum(pair['replay'] == pair['closed form'] for pair in every)} of {len(every)} fractions"
+    )
+    return numbers_text(title, ["schedule", "closed form", *(f"M={m}" for m in SHOWN_MICROBATCHES)], lines)
+
+
+def figures(records: Sequence[Record]) -> list[Plot]:
+    """The schedules, and the bubble over M."""
+    charts = of_case(records, "done", part="chart")
+    plots = [
+        Plot(
+            name=f"figure2-schedules-m{m}",
+            caption=f"The schedules of Figure 2 for M = {m}, replayed",
+            alt="Gantt charts of the schedules: stages from top to bottom, time from left to right.",
+            draw=partial(_charts, of_case(charts, num_microbatches=m)),
+            style=paper_style,
+        )
+        for m in dict.fromkeys(record.case["num_microbatches"] for record in charts)
+    ]
+    found = [r for r in of_case(records, "done", part="bubble") if r.case["num_stages"] in (2, 4, 8)]
+    bubbles = Plot(
+        name="figure2-bubble",
+        caption="Idle share of the device time over the number of micro-batches; lines are the closed form",
+        alt="For each K the idle share falls as M grows; replayed marks lie on the lines of the closed form, "
+        "and at M = 4K it is below 20 percent.",
+        draw=partial(_bubbles, found),
+        style=paper_style,
+    )
+    return [*plots, bubbles] if found else plots
+
+
+def _charts(records: Sequence[Record]) -> Figure:
+    """The schedules of one M below each other; the pipelined ones on one time axis."""
+    from matplotlib.figure import Figure
+
+    drawn = {name: record for name in VARIANTS if (record := find(records, schedule=name)) is not None}
+    timelines = {name: Timeline.from_data(record.details["timeline"]) for name, record in drawn.items()}
+    spans = {name: each.makespan_s for name, each in timelines.items()}
+    longest = max([spans[name] for name in drawn if not VARIANTS[name].microbatches_at_once], default=0)
+    figure = Figure(figsize=(7.2, 1.28 * len(drawn) + 0.9), layout="constrained")
+    rows = figure.subplots(len(drawn), 1, squeeze=False)[:, 0]
+    for axes, (name, record) in zip(rows, drawn.items(), strict=True):
+        own_scale = VARIANTS[name].microbatches_at_once or not longest
+        width = spans[name] if own_scale else longest
+        paint(axes, timelines[name], unit_s=1, width=width)
+        axes.set_xlim(0, width)
+        axes.grid(False)
+        if not own_scale and axes is not rows[-1]:
+            axes.tick_params(labelbottom=False)
+        alive = {each.name: each.value for each in record.metrics}["graphs alive on the first stage"]
+        facts = f"{spans[name]:g} {UNIT}, {timelines[name].bubble:.1%} idle, "
+        facts += f"{alive:g} graph{'s' * (alive != 1)} on stage 0"
+        facts += " (own time scale)" if own_scale and longest else ""
+        axes.set_title(VARIANTS[name].title, loc="left", fontsize=8.5, fontweight="bold", pad=3)
+        axes.set_title(facts, loc="right", fontsize=8, pad=3)
+    rows[-1].set_xlabel(f"time ({UNIT} of one micro-batch on one stage)")
+    legend(figure, timelines.values())
+    figure.suptitle(
+        f"K = {DRAWN_STAGES}, M = {records[0].case['num_microbatches']}; replayed: equal stages, free link, "
+        "forward : recompute : backward = 1 : 1 : 2",
+        fontsize=9,
+    )
+    return figure
+
+
+def _bubbles(records: Sequence[Record]) -> Figure:
+    """Closed form as a line, replay as marks, over M for every K."""
+    import seaborn
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+    ways = {"gpipe": "no re-materialization", "gpipe-early": "recomputing early"}
+    stages = [int(str(record.case["num_stages"])) for record in records]
+    points = [
+        (f"K = {k}", words, m, float(VARIANTS[name].closed_form(k, m)))
+        for k, (name, words), m in product(stages, ways.items(), range(1, 129))
+    ]
+    columns = ["stages", "schedule", "M", "idle"]
+    found = frame(records).query("metric == 'bubble' and schedule in @ways.keys()")
+    replayed = DataFrame(
+        {
+            "stages": "K = " + found.num_stages.astype(str), "schedule": found.schedule.map(ways),
+            "M": found.M.astype(int), "idle": found.value,
+        }
+    )  # fmt: skip
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    look = {"x": "M", "y": "idle", "hue": "stages", "style": "schedule", "palette": "colorblind", "ax": axes}
+    seaborn.lineplot(DataFrame(points, columns=columns), linewidth=1.1, **look)
+    seaborn.scatterplot(replayed, markers=["o", "^"], s=26, legend=False, zorder=3, **look)
+    axes.axhline(0.2, color="0.4", linewidth=0.8, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks := [2**n for n in range(8)], [str(tick) for tick in ticks])
+    axes.set(xlim=(0.93, 140), ylim=(0, 1), xlabel="micro-batches M", ylabel="idle share of the device time")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.legend(fontsize=7.5)
+    seaborn.despine(figure)
+    return figure

@@ -152,17 +152,6 @@ def place_anyhow(setting: Setting, num_layers: int, num_filters: int, num_microb
     return placement
 
 
-def place_best(setting: Setting, num_layers: int, num_filters: int) -> Placement:
-    """The same at the number of micro-batches that needs the least memory, the fewest if several do."""
-    *fewer, most = setting.microbatch_counts()
-    best = place_anyhow(setting, num_layers, num_filters, most)
-    for count in reversed(fewer):
-        # Only a placement that needs no more than the best so far is of interest.
-        found = place(setting, num_layers, num_filters, count, best.peak_bytes)
-        best = found if found is not None else best
-    return best
-
-
 class Size(NamedTuple):
     """Size of a model; `num_filters` is 0 for the Transformer."""
 
@@ -218,7 +207,10 @@ def largest(setting: Setting) -> Placement:
         step=FILTERS_STEP, guess=(least, FILTERS_STEP), least=least,
     )  # fmt: skip
     if best is None:
-        raise ValueError(_nothing_fits(setting, most))
+        raise ValueError(
+            f"no {HALVES[setting.half].model} fits into {setting.cap_bytes / GIB:g} GiB on "
+            f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}; use more stages"
+        )
     num_layers, num_filters = best.num_layers, best.num_filters
     fewest = next(
         count for count in setting.microbatch_counts() if fits(setting, num_layers, num_filters, count)
@@ -226,22 +218,6 @@ def largest(setting: Setting) -> Placement:
     placement = place(setting, num_layers, num_filters, fewest)
     assert placement is not None, "a model that fits at the most micro-batches fits"
     return placement
-
-
-def _nothing_fits(setting: Setting, num_microbatches: int) -> str:
-    """Text about the smallest model that was tried: what it would need, where, and what would help."""
-    layers, filters = max(setting.num_stages - 2, 1), 0
-    if setting.half == "amoebanet":
-        layers, filters = PAPER_NUM_LAYERS[0], FILTERS_STEP
-    smallest = place_anyhow(setting, layers, filters, num_microbatches)
-    worst = max(range(len(smallest.stages)), key=lambda number: smallest.stages[number].peak)
-    needed = -(-smallest.peak_bytes // GIB)
-    return (
-        f"no {HALVES[setting.half].model} fits into {setting.cap_bytes / GIB:g} GiB on "
-        f"{setting.num_stages} accelerator(s) with mini-batch {setting.batch_size}: the smallest needs "
-        f"{smallest.peak_bytes / GIB:.2f} GiB on stage {worst} at {smallest.stages[worst].when}; raise the "
-        f"cap to {needed} GiB, or use more stages"
-    )
 
 
 def last_that(holds: Callable[[int], bool], start: int, guess: int) -> int | None:

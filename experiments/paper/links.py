@@ -3,7 +3,7 @@
 What a scaled model on this machine and the paper's model on a P100 share is the schedule and the balance of
 the stages, not how long a message takes beside an action. So the scaled model's link is slowed down by as
 much as its actions are, per byte; that factor needs the P100's speed, which is modelled, and the share of its
-peak that real programs reach, which is assumed: what the ends of that range do to a number is on record.
+peak that real programs reach, which is declared.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize
+from gpipe_bench.experiments.paper.full_size import FullSize
 from gpipe_bench.experiments.paper.timed.replay import (
     SAME_SHARE,
     TimedActions,
     balanced,
-    hidden_from,
     lay_out,
     same_share,
 )
@@ -33,7 +32,7 @@ from gpipe_bench.experiments.paper.timed.results import (
 )
 from gpipe_bench.experiments.paper.timed.workloads import NUM_MICROBATCHES, Configuration
 from gpipe_bench.harness.record import Metric, from_samples
-from gpipe_bench.harness.unknowns import load_unknowns, points
+from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.pipeline.plan.links import FREE, LINKS, Link
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.pipeline.plan.schedule import Kind
@@ -49,9 +48,8 @@ def replayed(
     plan: Sequence[Configuration], found: Sequence[Found], paper: FullSize, batch_size: int
 ) -> tuple[list[Metric], dict[str, Any]]:
     """Actions of this machine over PCIe as it is, over PCIe slowed down as much as they are, and over a free
-    link: throughput, relative to the first K where there are such steps, how much of what even stages would
-    give a step over the slowed link reaches, and how fast a link must be. `batch_size` is the mini-batch
-    of the paper's model.
+    link: throughput, relative to the first K where there are such steps, and how much of what even stages
+    would give a step over the slowed link reaches. `batch_size` is the mini-batch of the paper's model.
     """
     examples = batch_size // NUM_MICROBATCHES
     rounds = {
@@ -66,8 +64,8 @@ def replayed(
     }
     if not rounds:
         raise MemoryError(next(iter(out_of_memory.values())))
-    low, middle, high = map(float, points(load_unknowns().find("table3-amoebanet", "share_of_peak")))
-    slowed, base = _slowed(rounds, paper, examples, middle), plan[0].num_stages
+    share = float(str(load_reproduction().of("table3-amoebanet")["share_of_peak"].value))
+    slowed, base = _slowed(rounds, paper, examples, share), plan[0].num_stages
     metrics, ours = list[Metric](), NUM_MICROBATCHES * plan[0].microbatch_size
     for name, link in {"PCIe": PCIE, SAME_SHARE: slowed, "free link": FREE}.items():
         steps_s = _steps_s(rounds, link)
@@ -85,27 +83,18 @@ def replayed(
         reached = [bound_s / step_s for bound_s, step_s in zip(even_s, steps_s[k], strict=True)]
         metrics.append(of("share of the balanced step", reached))
         whole = joined(several)
-        least = hidden_from(whole)
-        metrics.append(
-            Metric(
-                "hidden from", None if least is None else least / 1e9, "GB/s", "replayed", key={"K": k},
-                note="least bandwidth per direction with a step at most 5 % longer than over a free link",
-            )
-        )  # fmt: skip
         forward_s = mean([whole.medians_s()[stage, Kind.F] for stage in range(k)])
         stages[f"K={k}"] = {
-            "num_stages": k, "actions": whole.to_data(), "spread": whole.spread(),
-            "mean_forward_ms": 1e3 * forward_s,
+            "num_stages": k, "actions": whole.to_data(), "mean_forward_ms": 1e3 * forward_s,
         }  # fmt: skip
     return metrics, {
         "batch_size": ours,
         "assumption": (
-            f"a P100's programs are taken to run at {middle:.0%} of its arithmetic, {low:.0%} to {high:.0%} "
-            "as the range, and no faster than its memory allows"
+            f"a P100's programs are taken to run at {share:.0%} of its arithmetic, and no faster than its "
+            "memory allows"
         ),
         "judged": SAME_SHARE,
         "stages": stages,
-        "share_of_peak": _moved(rounds, paper, examples, (middle, low, high), base),
         "slowed_link": {"latency_s": slowed.latency_s, "bandwidth_bytes_per_s": slowed.bandwidth_bytes_per_s},
         "counts": {f"K={c.num_stages}": found[0].steps[i].counts for i, c in enumerate(plan)},
         "out_of_memory": out_of_memory,
@@ -115,19 +104,6 @@ def replayed(
 
 def _steps_s(rounds: Rounds, link: Link) -> dict[int, list[float]]:
     return {k: [lay_out(timed, link).makespan_s for timed in several] for k, several in rounds.items()}
-
-
-def _moved(
-    rounds: Rounds, paper: FullSize, examples: int, shares: Sequence[float], base: int
-) -> dict[str, list[float]]:
-    """By which factors other shares of the peak move the throughput of each K; the first share is ours."""
-    whole = {k: [joined(each)] for k, each in rounds.items()}
-    found = []
-    for share in shares:
-        steps_s = {k: each[0] for k, each in _steps_s(whole, _slowed(rounds, paper, examples, share)).items()}
-        found.append({k: steps_s[base] / step_s for k, step_s in steps_s.items()} if base in steps_s else {})
-    factors = {k: [1.0, *(end[k] / found[0][k] for end in found[1:])] for k in found[0]}
-    return {f"K={k}": [min(each), max(each)] for k, each in factors.items()}
 
 
 def _slowed(rounds: Rounds, paper: FullSize, examples: int, share_of_peak: float) -> Link:

@@ -62,7 +62,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
 
 
 def _speeds(script: str) -> Outcome:
-    from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, predict
+    from gpipe_bench.experiments.paper.torchgpipe import SETTINGS, predict
 
     speeds = {setting.cell for setting in SETTINGS[script]}
     found = (
@@ -73,7 +73,7 @@ def _speeds(script: str) -> Outcome:
 
 
 def _memory(column: str) -> Outcome:
-    from gpipe_bench.experiments.paper.predicted.torchgpipe import UNETS, unet_memory
+    from gpipe_bench.experiments.paper.torchgpipe import UNETS, unet_memory
 
     given = UNETS[column]
     num_parameters, peaks = unet_memory(given)

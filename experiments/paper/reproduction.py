@@ -10,38 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+from gpipe_bench.experiments.paper.full_size import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.largest import largest_size
-from gpipe_bench.experiments.paper.predicted import SENTENCES
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize, Step, of_the_paper
 from gpipe_bench.experiments.paper.profiles import Reading, amoebanet
 from gpipe_bench.experiments.paper.stages import (
     BYTES_PER_PARAMETER,
-    bare,
-    counted,
+    held_bytes,
     num_parameters,
     stages_of,
 )
+from gpipe_bench.experiments.paper.timed.claims import SPEED_UPS, Worst, worst
+from gpipe_bench.experiments.paper.timed.workloads import Workload
 from gpipe_bench.harness.experiment import Case, Outcome
+from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.record import Metric
-from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS
+from gpipe_bench.harness.report.reproduced import BASELINE, CLAIMS, COUNTED
 from gpipe_bench.harness.reproduction import Value, load_reproduction
 from gpipe_bench.models.paper import COLUMNS, HALVES, Column
+from gpipe_bench.pipeline.memory.profile import Profiler
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
-from gpipe_bench.pipeline.memory.trace import LayerProfile
-from gpipe_bench.pipeline.memory.workers import stage_memory
 from gpipe_bench.pipeline.plan.links import Link
-from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.planner.accelerators import P100_16, TPUS
 
 Place = tuple[str, str, str]
 """Table, row and column, as in results/paper.csv."""
 Numbers = dict[Place, float]
-"""NaN where the paper's own run does not fit."""
+"""NaN where the paper's own run does not fit; of a sentence about several K the worst."""
 
 ACCELERATORS = {**TPUS, P100_16.name: P100_16}
 MOST_EXAMPLES = 1024
@@ -105,19 +104,6 @@ def fits(full: FullSize, declared: Declared, k: int, m: int, batch: int, remat: 
     )  # fmt: skip
 
 
-@cache
-def held_bytes(
-    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
-) -> int:
-    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
-    stage = replace(
-        stage_bytes(tuple(map(bare, layers)), loss),
-        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
-    )  # fmt: skip
-    schedule = gpipe(k, m, remat)
-    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
-
-
 def table2(model: str, **given: Value) -> Numbers:
     """Throughput over K and M, K=2 and M=1 is 1. The mini-batch is halved where it does not fit."""
     table, grid = f"table2-{model}", [(k, m) for m in (1, 4, 32) for k in (2, 4, 8)]
@@ -133,8 +119,8 @@ def table2(model: str, **given: Value) -> Numbers:
 
     found = _first_that_fits("table2", model, rates, given)
     values: Numbers = {(table, f"M={m}", f"K={k}"): found[k, m] / found[2, 1] for k, m in grid}
-    for (row, column), (m, divisor) in SENTENCES[table].items():
-        values["claims-text", row, column] = found[8, m] / found[2, m] / divisor
+    for row, column, m, divisor in SPEED_UPS[table]:
+        values[SENTENCES, row, column] = found[8, m] / found[2, m] / divisor
     return values
 
 
@@ -193,9 +179,9 @@ def figure3(model: str, **given: Value) -> Numbers:
     most = values[table, row, "pipeline-8"]
     if model == "amoebanet":
         share = "AmoebaNet-D (4, 512): share of a linear speed-up"
-        return values | {("claims-text", share, "pipeline-8 over naive-2"): most / 4}
+        return values | {(SENTENCES, share, "pipeline-8 over naive-2"): most / 4}
     one = values[table, row, "pipeline-1"]
-    extra = ("claims-text", "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101")
+    extra = (SENTENCES, "extra time by recomputation", "pipeline-1 / naive-1, ResNet-101")
     return values | {extra: 100 * (1 / one - 1), (table, f"{row} by the text", "pipeline-8"): most}
 
 
@@ -226,10 +212,16 @@ def table4(model: str = "resnet101", **given: Value) -> Numbers:
     printed = ("computation", "recompute", "bubble", "load imbalance", "setup", "weight update")
     values: Numbers = {("breakdown-v5", part, "share of the step"): two[part] for part in printed}
     values["breakdown-v1", "load imbalance", "K=4"] = shares[4]["load imbalance"]
-    rest = max(share for part, share in two.items() if part not in ("computation", "recompute"))
-    text = "claims-text"
-    values[text, "bubble observed over (K-1)/(M+K-1)", "ResNet-101"] = two["bubble"] / 100 * (m + 1)
-    values[text, "recomputation over the next largest overhead", "ResNet-101"] = two["recompute"] / rest
+    bubbles, recomputation = {}, {}
+    for k, of in shares.items():
+        rest = max(share for part, share in of.items() if part not in ("computation", "recompute"))
+        bubbles[f"K={k}"] = of["bubble"] / 100 * (m + k - 1) / (k - 1)
+        recomputation[f"K={k}"] = of["recompute"] / rest
+    for row, of_each in (
+        ("bubble observed over (K-1)/(M+K-1)", bubbles),
+        ("recomputation over the next largest overhead", recomputation),
+    ):
+        values[SENTENCES, row, "ResNet-101"] = worst(row, "ResNet-101", of_each)
     return values
 
 
@@ -242,14 +234,16 @@ def table1(half: str, **given: Value) -> Numbers:
     """
     table = HALVES[half].table
     declared = Declared(table, **given)
-    names = ("activation_format", "partition_cost", "partition_rule", "gradient_copies", "boundary_tensors")
+    if (declared["gradient_copies"], declared["boundary_tensors"]) != (0, "inputs"):
+        raise ValueError("no gradients, and boundary tensors as inputs alone, are all that is counted here")
+    names = ("activation_format", "partition_cost", "partition_rule")
     own = ("num_classes", "auxiliary_head") if half == "amoebanet" else ()
     settings = {name: declared[name] for name in (*names, "num_microbatches", *own)}
     values: Numbers = {}
     for column in COLUMNS[half]:
         stages = stages_of(half, column, settings)
         values[table, "peak activation memory", column.name] = (
-            math.nan if stages is None else float(sum(counted(stage, settings) for stage in stages))
+            math.nan if stages is None else float(sum(stage.held for stage in stages))
         )
     return values if given else values | _capacities(half, declared, settings)
 
@@ -284,7 +278,7 @@ def _column_fits(
     half: str, settings: dict[str, Any], cap: int, column: Column, num_layers: int, num_filters: int
 ) -> bool:
     stages = stages_of(half, replace(column, num_layers=num_layers, num_filters=num_filters), settings)
-    return stages is None or all(stage.fixed + stage.held[0] <= cap for stage in stages)
+    return stages is None or all(stage.fixed + stage.held <= cap for stage in stages)
 
 
 TORCHGPIPE = {
@@ -308,6 +302,36 @@ def torchgpipe_memory(column: str) -> float:
     ))  # fmt: skip
 
 
+# The stride control of v1, section 5. The paper moved a stride from the first convolution of AmoebaNet-D
+# (2, 256) to the last and says that activations grew fourfold and the model did not grow. Both are counted
+# under the declared configuration.
+
+STRIDE_LAYERS, STRIDE_FILTERS = 6, 256  # v1 counts the normal cells of one stack: (2, 256)
+STRIDE_EXAMPLES = 2
+"""All that is kept is proportional to it; batch normalization treats a single example in another way."""
+
+
+def stride(table: str, **given: Value) -> Numbers:
+    """Activations and parameters of the moved stride over the original's, float32, nothing recomputed."""
+    declared = Declared(table, **given)
+    sizes = []
+    for moved in (declared["moved_stride"], None):
+        options = {
+            "num_layers": STRIDE_LAYERS, "num_filters": STRIDE_FILTERS, "moved_stride": moved,
+            "num_classes": declared["num_classes"], "image_size": declared["image_size"],
+            "aux_head": declared["auxiliary_head"],
+        }  # fmt: skip
+        workload = Workload("AmoebaNet-D", "amoebanet-d", options, STRIDE_EXAMPLES)
+        layers, loss = workload.profile(STRIDE_EXAMPLES, Profiler())
+        kept = stage_bytes(layers, loss)
+        sizes.append((kept.saved_bytes + kept.input_bytes, sum(layer.num_parameters for layer in layers)))
+    rows = ("activation memory over the original's", COUNTED)
+    return {
+        (table, row, "moved stride"): moved / original
+        for row, moved, original in zip(rows, *sizes, strict=True)
+    }
+
+
 # Cases ------------------------------------------------------------------------------------------------------
 
 COMPUTED: dict[str, dict[str, Callable[..., Numbers]]] = {
@@ -316,6 +340,7 @@ COMPUTED: dict[str, dict[str, Callable[..., Numbers]]] = {
     "table3": {"amoebanet": table3, "transformer": table3},
     "figure3": {"resnet101": figure3, "amoebanet": figure3},
     "table4": {"resnet101": table4},
+    "computed": {"control-stride": stride},
 }
 """Functions that compute the numbers, by experiment and model."""
 
@@ -328,10 +353,13 @@ def run(experiment: str, case: Case) -> Outcome:
 
 def _metrics(values: Numbers) -> Iterator[Metric]:
     for (table, row, column), value in values.items():
+        key = {"table": table, "row": row, "column": column}
+        if isinstance(value, Worst):
+            key["over"] = value.over
         yield Metric(
-            name="computed", key={"table": table, "row": row, "column": column},
-            value=value if math.isfinite(value) else None, unit=unit_of(table, row), provenance="modelled",
-            note="" if math.isfinite(value) else BASELINE,
+            name="computed", key=key,
+            value=float(value) if math.isfinite(value) else None, unit=unit_of(table, row),
+            provenance="modelled", note="" if math.isfinite(value) else BASELINE,
         )  # fmt: skip
 
 

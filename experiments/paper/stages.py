@@ -1,8 +1,8 @@
 """What the accelerators of Table 1 hold under given choices of what the paper does not state.
 
-One walk over a stage's layers gives what it holds; number format and micro-batches change
-the profiles that are walked, the partition where stages begin, copies of gradients and of boundary tensors
-what is added. Equal stages are walked once.
+One walk over a stage's layers gives what it holds; number format and micro-batches change the profiles that
+are walked, the partition where stages begin. Gradients of parameters and copies of boundary tensors are not
+counted, as declared. Equal stages are walked once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from gpipe_bench.pipeline.memory.profile import ModelProfile, fake_copy
 from gpipe_bench.pipeline.memory.stage_bytes import stage_bytes
 from gpipe_bench.pipeline.memory.trace import LayerProfile
 from gpipe_bench.pipeline.memory.workers import stage_memory
-from gpipe_bench.pipeline.plan.named import gpipe, naive
+from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 
 Combination = Mapping[str, Value]
 """Settings by name."""
 BYTES_PER_PARAMETER = 12
-GRADIENT_BYTES = 4  # parameters are single precision, as stated, and so are the sums of their gradients
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,12 @@ class Stage:
     """Bytes of one accelerator.
 
     Args:
-        held: by the number of copies of the gradients that are counted, all that comes and goes in a step
-        outputs: what its output tensors of all micro-batches would take, 0 on the last stage
+        held: all that comes and goes in a step, without gradients of parameters
         fixed: parameters with the optimizer's state, and buffers
     """
 
-    held: tuple[int, ...]
-    outputs: int
+    held: int
     fixed: int
-
-
-def counted(stage: Stage, settings: Combination) -> int:
-    """Bytes that a report of the activation memory would count."""
-    twice = settings["boundary_tensors"] == "inputs and outputs"
-    return stage.held[int(settings["gradient_copies"])] + twice * stage.outputs
 
 
 def num_microbatches(half: str, column: Column, settings: Combination) -> int:
@@ -98,29 +89,25 @@ def _stage(
     num_microbatches: int,
     is_naive: bool,
 ) -> Stage:
-    """Equal stages are walked once. Gradients of parameters are counted apart and in single precision; the
-    traces have them in the format of the activations.
-    """
-    schedule = naive(num_stages) if is_naive else gpipe(num_stages, num_microbatches, remat="always")
-    ahead = 1 if num_stages > 1 else 0
-    alone = stage_bytes(tuple(map(bare, layers)), loss)
-    alone = replace(alone, parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0)
-    gradients = sum(map(gradient_bytes, layers))
-    held = []
-    for copies in range(3):
-        counted = replace(alone, gradient_bytes=copies * gradients)
-        if copies and num_microbatches == 1:
-            # A single micro-batch's gradients appear while its activations go; those of several are added
-            # to a sum that is whole from the second on.
-            growing = stage_bytes(tuple(map(_in_single_precision, layers)), loss).backward_first
-            counted = replace(counted, backward_first=growing)
-        moment = stage_memory(counted, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=ahead)
-        held.append(moment.peak)
+    """Equal stages are walked once."""
+    remat = "never" if is_naive else "always"
     return Stage(
-        held=tuple(held),
-        outputs=0 if loss is not None else num_microbatches * layers[-1].outputs.num_bytes,
+        held=held_bytes(layers, loss, num_stages, num_microbatches, is_first, remat),
         fixed=sum(BYTES_PER_PARAMETER * layer.num_parameters + layer.buffer_bytes for layer in layers),
     )
+
+
+@cache
+def held_bytes(
+    layers: tuple[LayerProfile, ...], loss: LayerProfile | None, k: int, m: int, is_first: bool, remat: str
+) -> int:
+    """Bytes that a step of one stage takes and gives back, at its peak, without gradients of parameters."""
+    stage = replace(
+        stage_bytes(tuple(map(bare, layers)), loss),
+        parameter_bytes=0, trained_sizes=(), buffer_bytes=0, gradient_bytes=0,
+    )  # fmt: skip
+    schedule = gpipe(k, m, remat)
+    return stage_memory(stage, schedule.actions[0], "sgd", is_first=is_first, receive_ahead=int(k > 1)).peak
 
 
 @cache
@@ -130,21 +117,6 @@ def bare(layer: LayerProfile) -> LayerProfile:
     sizes = tuple(0 if storage in first.gradients else size for storage, size in enumerate(first.sizes))
     first = replace(first, sizes=sizes)
     return replace(layer, first=first, later=first)
-
-
-@cache
-def _in_single_precision(layer: LayerProfile) -> LayerProfile:
-    first = layer.first
-    sizes = list(first.sizes)
-    for storage in first.gradients:
-        sizes[storage] = sizes[storage] // first.shapes[storage][-1] * GRADIENT_BYTES
-    return replace(layer, first=replace(first, sizes=tuple(sizes)))
-
-
-@cache
-def gradient_bytes(layer: LayerProfile) -> int:
-    """Bytes of one copy of the gradients of the layer's parameters."""
-    return _in_single_precision(layer).gradient_bytes
 
 
 PLAIN: Combination = {"activation_format": "float32"}

@@ -8,11 +8,8 @@ whose layers are alike; AmoebaNet's cells are not, so its stages cannot be even.
 Every action is measured in whole steps, with all stages in one process, and laid out on K devices
 (`replayed`); for every number of stages that there are devices for, two processor cores or the GPUs, the step
 is also run on them (`measured`), and the difference is the replay's error. One table has the mini-batch
-fitted to a memory cap, as the paper did, and one a fixed mini-batch, so that only K and M differ. All cells
-of a model take turns in one run.
-
-A case of its own computes the paper's table for the paper's accelerators and sizes, under the one declared
-configuration (experiments/paper/reproduction.py).
+fitted to a memory cap, as the paper did, and one a fixed mini-batch, so that only K and M differ. A case of
+its own computes the paper's table at its size (experiments/paper/reproduction.py).
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from gpipe_bench.experiments.drawing import gantt_plot, picture
-from gpipe_bench.experiments.paper.predicted import SENTENCES
+from gpipe_bench.experiments.drawing import picture
 from gpipe_bench.experiments.paper.timed import claims, views
 from gpipe_bench.experiments.paper.timed.workloads import (
     PROFILES,
@@ -50,23 +46,13 @@ BATCHES = {
     "fitted": "(a) the largest mini-batch under a memory cap in every cell, as the paper did",
     "fixed": "(b) the same mini-batch in all cells: only K and M differ",
 }
-"""The cells stand beside the paper's with a mini-batch as the paper chose it; sentences are about one model
-at one mini-batch."""
-ROUNDS = {
-    "smoke": {"fixed": 1, "fitted": 1},
-    "short": {"fixed": 1, "fitted": 2},
-    "full": {"fixed": 2, "fitted": 2},
-}
+"""Cells and sentences about throughput are of the first, as the paper did it and as is declared."""
+ROUNDS = {"smoke": 1, "short": 2, "full": 2}
 """Rounds of a case: every configuration takes two turns in a round, and each turn is a sample."""
 ESTIMATE_S = {"smoke": (8.0, 8.0), "short": (75.0, 95.0), "full": (150.0, 150.0)}
 REAL_ESTIMATES_S = (195.0, 175.0)  # of AmoebaNet-D and Transformer
 REAL = "normalised real throughput"
-RAN = "Measured on as many devices as stages, at one mini-batch."
 MORE = "more micro-batches, more throughput", "the smallest quotient of neighbours in M, K fixed"
-"""The sentence that is about all neighbours."""
-
-
-# Cases, and what each runs
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -93,8 +79,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
         return run_real(workload, MICROBATCHES[options.profile], options)
     batch = str(case.key["batch"])
     configurations, facts = _configurations(workload, batch, options)
-    rounds = ROUNDS[options.profile][batch]
-    job = Job(workload, configurations, rounds, options.engine or "ours", options.device)
+    job = Job(workload, configurations, ROUNDS[options.profile], options.engine or "ours", options.device)
     metrics, details = results(job, measure(job))
     return Outcome(tuple(metrics), {"model": workload.model, **facts, **details})
 
@@ -103,8 +88,8 @@ def _configurations(
     workload: Workload, batch: str, options: RunOptions
 ) -> tuple[tuple[Configuration, ...], dict[str, Any]]:
     """Configurations that are run, and facts for the record."""
-    from gpipe_bench.experiments.paper.timed.fitted import fitted
     from gpipe_bench.experiments.paper.timed.steps import num_devices
+    from gpipe_bench.experiments.paper.timed.workloads import fitted
 
     cells = [(k, m) for k in STAGES[options.profile] for m in MICROBATCHES[options.profile]]
     if batch == "fitted":
@@ -128,10 +113,10 @@ def cells(records: Sequence[Record]) -> list[Result]:
     for model, record in claims.by_model(records, TABLES, part="replay error").items():
         if model not in fitted and _is_whole(record):  # at one mini-batch; the paper fitted its own
             found += [
-                claims.beside(records, record, _place(record, name), _speed(record, name, REAL), RAN)
+                claims.beside(records, record, _place(record, name), _speed(record, name, REAL), "Measured.")
                 for name in _in_order(record)
             ]
-    sentences = [*_quotients(records, fixed, fitted), *_bubble(records, fixed)]
+    sentences = [*_quotients(records, fitted, fixed), *_bubble(records, fixed)]
     return [*found, *sentences, *reproduced.answers(records)]
 
 
@@ -151,39 +136,32 @@ def _speed(record: Record, name: str, what: str = "normalised throughput") -> Me
 
 
 def _is_whole(record: Record) -> bool:
-    """Whether more than two stages ran for real: a column of the table, and not the replay's error alone."""
+    """Whether more than two stages ran for real, so that it is a column of the table."""
     return len({facts["num_stages"] for facts in record.details["cells"].values()}) > 1
 
 
 def _quotients(
-    records: Sequence[Record], fixed: Mapping[str, Record], fitted: Mapping[str, Record]
+    records: Sequence[Record], fitted: Mapping[str, Record], fixed: Mapping[str, Record]
 ) -> Iterator[Result]:
-    """Sentences about the quotient of two cells, or the least of several, at one mini-batch: more stages, and
-    more micro-batches.
-    """
+    """Sentences about the quotient of two cells, or the least of several."""
     about = [
-        (place, [(model, f"K=8 M={m}", f"K=2 M={m}")], divisor)
-        for model in fixed
-        for place, (m, divisor) in SENTENCES[TABLES[model]].items()
+        ((row, column), [(model, f"K=8 M={m}", f"K=2 M={m}")], divisor)
+        for model in fitted
+        for row, column, m, divisor in claims.SPEED_UPS[TABLES[model]]
     ]
     neighbours = [
         (model, more, fewer)
-        for model, record in fixed.items()
+        for model, record in fitted.items()
         for fewer, more in pairwise(_in_order(record))
         if fewer.split()[0] == more.split()[0]
     ]
     for place, pairs, divisor in [*about, (MORE, neighbours, 1.0)]:
-        quotient = partial(_quotient, divisor)
-        least, other = (claims.least(of, pairs, _speed, quotient) for of in (fixed, fitted))
+        least, other = (claims.least(of, pairs, _speed, divisor) for of in (fitted, fixed))
         if least is not None:
             model, metric = least
-            note = f"{metric.name} of {model} at one mini-batch, a scaled model"
-            note += "" if other is None else f"; with the mini-batch fitted to memory {other[1].value:.3g}"
-            yield from claims.sentence(records, fixed[model], *place, metric, note)
-
-
-def _quotient(divisor: float, one: float, other: float) -> float:
-    return one / other / divisor
+            note = f"{metric.name} of {model}, a scaled model, the mini-batch fitted to memory"
+            note += "" if other is None else f"; with one mini-batch for all {other[1].value:.3g}"
+            yield from claims.sentence(records, fitted[model], *place, metric, note)
 
 
 def _bubble(records: Sequence[Record], of: Mapping[str, Record]) -> Iterator[Result]:
@@ -231,12 +209,11 @@ CAPTIONS = {
     "fixed": "Table 2 with one mini-batch for all: M = 32 leaves single examples, which take longer each, so "
     "ours falls where the paper, which adjusted the mini-batch, rises",
 }
-"""The main figure first."""
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Throughput over M beside the paper's, and the steps behind them."""
-    plots = [
+    """Throughput over M beside the paper's."""
+    return [
         picture(
             name=f"table2-throughput-{batch}", caption=caption, draw=partial(_throughput, records, batch),
             alt="Lines over M for each K, the paper's and ours; every number stands in the table above.",
@@ -244,13 +221,6 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         for batch, caption in CAPTIONS.items()
         if of_case(records, "done", batch=batch)
     ]  # fmt: skip
-    for record in of_case(records, "done", batch="fixed"):
-        drawn = [name for name in _in_order(record) if name.endswith(" M=4")]
-        facts = record.details["cells"][drawn[-1]] if drawn else {}
-        if facts.get("timeline"):
-            title = f"{record.details['title']}, {drawn[-1]}"
-            plots.append(gantt_plot(f"table2-step-{record.case['model']}", title, facts["timeline"]))
-    return plots
 
 
 def _throughput(records: Sequence[Record], batch: str) -> Figure:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from gpipe_bench.harness.paper import load_paper
+from gpipe_bench.harness.paper import SENTENCES, load_paper
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import fill, numbers_text
 from gpipe_bench.harness.units import convert
@@ -18,12 +18,12 @@ from gpipe_bench.harness.unknowns import Value, load_unknowns, points
 if TYPE_CHECKING:
     import pandas as pd
 
-TABLES = {"table4": "breakdown-v5"}
+TABLES = {"table4": "breakdown-v5", "computed": "control-stride"}
 """Table of the unknowns by experiment, where it is not named after the experiment and the model."""
 HELD = (
     "num_classes", "memory_cap_bytes", "link_bytes_per_s", "link_latency_s", "filters_step", "num_layers",
-    "image_size", "sequence_length", "vocab_size", "stage_balance", "d_model", "kept_by",
-    "tensor_layout", "auxiliary_head",
+    "gradient_copies", "boundary_tensors", "sequence_length", "vocab_size", "stage_balance", "d_model",
+    "kept_by", "tensor_layout", "auxiliary_head",
     "accelerator", "host_bytes_per_s", "model", "update_counts", "batch_choice",
     "averaged_over",
 )  # fmt: skip
@@ -47,7 +47,12 @@ def sweep(experiment: str, model: str) -> pd.DataFrame:
 
     from gpipe_bench.experiments.paper.reproduction import COMPUTED, unit_of
 
-    printed = {cell.key: cell for cell in load_paper() if (cell.source, cell.kind) == ("paper", "result")}
+    printed = {
+        cell.key: cell
+        for cell in load_paper()
+        if cell.source == "paper" and cell.kind in ("result", "claim")
+        if cell.table != SENTENCES and cell.same_as is None
+    }
     settings = settings_of(experiment, model)
     rows, found = list(product(*settings.values())), []
     for values in rows:
@@ -69,7 +74,7 @@ def text(experiment: str, model: str) -> str:
     lines, met = [], frame.notna()
     for name in frame:
         cell, values = cells[name], frame[name].dropna()
-        error = 1 + reproduced.error_of(cell.table, cell.row)
+        error = 1 + reproduced.error_of(cell.table, cell.row, float(values.median()))
         met[name] = (frame[name] * error >= cell.target - cell.target_rounding) & (
             frame[name] / error <= cell.target + cell.target_rounding
         )

@@ -40,6 +40,9 @@ CLAIMS = (
 )
 """Row, half and the two columns that are divided."""
 EXTRA = "extra time by recomputation"
+STRIDE = "control-stride"
+COUNTED = "parameters over the original's"
+"""The row of a quotient of two exact counts."""
 
 
 @functools.cache
@@ -62,14 +65,22 @@ def errors() -> dict[Kind, PredictorError]:
     return predictor_errors(found.values())
 
 
-def error_of(table: str, row: str) -> float:
-    """The error of a computed number, as a factor minus 1."""
+def error_of(table: str, row: str, value: float | None = None) -> float:
+    """The error of a computed number, as a factor minus 1.
+
+    The error of a share of the step, whose `value` is in per cent, is that of the ratio of its part to the
+    rest, times the share that is left: s = r / (1 + r), so ds / s = (1 - s) dr / r.
+    """
+    if row == COUNTED:
+        return 0.0
     known = errors()[_kind(table, row)].error
-    return of_quotient(known) if table == "claims" else known
+    if table.startswith("breakdown") and value is not None:
+        return known * (1 - value / 100)
+    return of_quotient(known) if table in ("claims", STRIDE) else known
 
 
 def _kind(table: str, row: str) -> Kind:
-    of_bytes = table == "claims" or row in ("peak activation memory", "maximum parameters")
+    of_bytes = table in ("claims", STRIDE) or row in ("peak activation memory", "maximum parameters")
     return "bytes" if of_bytes else "ratios of speeds"
 
 
@@ -78,7 +89,7 @@ def answers(records: Sequence[Record]) -> list[Result]:
     return [
         Result(
             table=place[0], row=place[1], column=place[2], question="as published", metric=metric,
-            spread=_spread(metric, error_of(place[0], place[1])), record=record,
+            spread=_spread(metric, error_of(*place[:2], metric.value)), record=record,
             not_comparable="" if metric.value is not None else BASELINE,
         )
         for place, metric, record in _computed(records)
@@ -123,14 +134,32 @@ def _by_table(entries: Iterable[Result]) -> dict[tuple[str, str], tuple[list[Cel
 
 def _cell(cell: PaperNumber, metric: Metric, is_computed: bool) -> Cell:
     value = None if metric.value is None else convert(metric.value, metric.unit, cell.unit)
-    why = BASELINE if value is None else "" if cell.comparable else cell.erratum
-    error = error_of(cell.table, cell.row) if is_computed else 0.0
+    error = error_of(cell.table, cell.row, value) if is_computed else 0.0
+    why = BASELINE if value is None else ""
     return Cell(cell.row, cell.column, cell.target, cell.target_rounding, value, error, why)
 
 
+def by_the_bubble(cells: Sequence[Cell], fixed: Sequence[Cell]) -> list[Cell]:
+    """The cells with what the bubble's formula alone says, as a baseline: the speed of even stages,
+    K M / (M + K - 1), over that of the cell that is 1. None where the cells are not over K and M.
+    """
+
+    def speed(cell: Cell) -> float:
+        m, k = (int(label.partition("=")[2]) for label in (cell.row, cell.column))
+        return k * m / (m + k - 1)
+
+    if not fixed or not all(cell.row[:2] + cell.column[:2] == "M=K=" for cell in (*cells, *fixed)):
+        return []
+    return [cell._replace(ours=speed(cell) / speed(fixed[0])) for cell in cells]
+
+
 def covers(cell: Comparison) -> bool:
-    """Whether `text` has shown the number: it is computed, or stands beside one and is not judged."""
-    return cell.is_computed or (cell.entry is not None and _beside(cell.entry))
+    """Whether `text` has shown the number: it is computed, or stands beside one and is not judged. Computed
+    sentences are not in it; what repeats another number need not be shown.
+    """
+    if cell.is_computed:
+        return cell.table != SENTENCES or not cell.counted
+    return cell.entry is not None and _beside(cell.entry)
 
 
 def _beside(entry: Result) -> bool:
@@ -205,6 +234,8 @@ def _table(
             line += ["-", "-"] if cell is None else [_ours(cell, unit), _ratio(cell)]
         lines.append(line)
     below = [f"computed at the paper's size, as declared: {summed(*computed)}"] if computed else []
+    if computed and (bare := by_the_bubble(*computed)):
+        below.append(f"baseline, the bubble's formula alone with the same error: {summed(bare, computed[1])}")
     below += [f"run here, not judged: {summed(*beside).numbers}"] if beside else []
     below = [fill(each, rest="  ") for each in below]
     if notes:
@@ -246,7 +277,7 @@ def _as_printed(cell: PaperNumber) -> str:
 SECONDS = {
     "table1": {"amoebanet": 27.0, "transformer": 4.0}, "table2": {"amoebanet": 8.0, "transformer": 9.0},
     "table3": {"amoebanet": 16.0, "transformer": 3.0}, "figure3": {"resnet101": 6.0, "amoebanet": 10.0},
-    "table4": {"resnet101": 6.0},
+    "table4": {"resnet101": 6.0}, "computed": {STRIDE: 12.0},
 }  # fmt: skip
 """Estimated seconds of computing, by experiment and model."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from gpipe_bench.harness.paper import SENTENCES
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import Grid, fill
 from gpipe_bench.harness.reproduction import load_reproduction
@@ -29,7 +30,7 @@ WORDS: Mapping[Verdict, Answer] = {
 }  # fmt: skip
 MEANINGS: Mapping[Answer, str] = {
     "agrees": "the printed number, with its rounding, lies within ours and its error",
-    "follows": "the number follows by arithmetic from others; that it does confirms nothing else",
+    "follows": "it follows by arithmetic, could not have come out otherwise, and is counted apart",
     "differs": "all of ours, with its error, lies beside the printed number, or memory ran out",
     "no test": "our error is so large that ours would meet much else (computed: above 25 %; run here: above "
     "20 % to either side), the paper contradicts itself there, or what it stands over does not fit",
@@ -47,7 +48,7 @@ def reason_text(cell: Comparison) -> str:
     """Why the answer is that word."""
     if not _is_too_uncertain(cell):
         return cell.reason
-    error, most = reproduced.error_of(cell.table, cell.row), load_reproduction().error.no_test_above
+    error, most = _error_of(cell), load_reproduction().error.no_test_above
     return f"our error of {100 * error:.0f} % is above {100 * most:.0f} %, which is too large for a test"
 
 
@@ -55,7 +56,11 @@ def _is_too_uncertain(cell: Comparison) -> bool:
     """Whether it was computed with an error above what results/reproduction.toml takes for a test."""
     if not cell.is_computed or cell.verdict not in JUDGED or cell.kind == "identity":
         return False
-    return reproduced.error_of(cell.table, cell.row) > load_reproduction().error.no_test_above
+    return _error_of(cell) > load_reproduction().error.no_test_above
+
+
+def _error_of(cell: Comparison) -> float:
+    return reproduced.error_of(cell.table, cell.row, cell.ours)
 
 
 Part = Literal["as published", "here", "others' numbers"]
@@ -273,9 +278,12 @@ def ours_with_error(entry: Comparison) -> str:
     """`2.46 GB +- 55 %` of what was computed, else `0.752 [0.739, 0.765]`."""
     if entry.ours is None:
         return ""
+    metric = None if entry.entry is None else entry.entry.metric
+    over = None if metric is None else metric.key.get("over")  # the number at each K
+    said = f" ({over})" if over else ""
     if entry.is_computed and entry.parts:
-        return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}"
-    return show_with_interval(entry.ours, entry.low, entry.high, entry.unit)
+        return f"{show(entry.ours, entry.unit, _FEW)} {spread_text(entry)}{said}"
+    return show_with_interval(entry.ours, entry.low, entry.high, entry.unit) + said
 
 
 def range_text(entry: Comparison, digits: int = 4) -> str:
@@ -290,7 +298,7 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 def spread_text(entry: Comparison) -> str:
     """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
     if entry.is_computed and entry.parts:
-        return f"+- {100 * reproduced.error_of(entry.table, entry.row):.0f} %"
+        return f"+- {100 * _error_of(entry):.0f} %"
     if (over := range_text(entry)) or entry.low is None or entry.high is None:
         return over
     return show_interval(entry.low, entry.high, entry.unit)
@@ -324,7 +332,11 @@ def counts_text(cells: Iterable[Comparison]) -> str:
 
     What could not have come out otherwise, what no small model answers and what nobody ran are apart.
     """
-    counts = Counter(answer(cell) for cell in cells if cell.counted)
+    counts = Counter(
+        "follows" if (cell.table, cell.kind) == (SENTENCES, "identity") else answer(cell)
+        for cell in cells
+        if cell.counted
+    )
     many = {"agrees": "agree", "follows": "follow", "differs": "differ"}
     said = {word: f"{n} {many.get(word, word) if n > 1 else word}" for word in ANSWERS if (n := counts[word])}
     held = ", ".join(said[word] for word in ("agrees", "differs", "no test") if word in said)

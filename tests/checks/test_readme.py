@@ -196,7 +196,7 @@ def test_command_lines_are_understood_and_most_run(
     elif arguments[0] == "compare" and "--results" not in arguments:
         # A fresh clone has the reference records alone.
         arguments += ["--results", "results/reference/cpu-2-cores"]
-    elif "amoebanet-d" in arguments:  # tests/experiments/test_largest.py cuts one
+    elif "amoebanet-d" in arguments:  # tests/experiments/test_table1.py cuts one
         status, _, err = call(*arguments, "--accelerators", "0")
         assert (status, err.partition(":")[2].split()[:2]) == (2, ["--accelerators", "0:"])
         return

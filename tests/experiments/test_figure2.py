@@ -19,7 +19,7 @@ from gpipe_bench.experiments.beyond.side_by_side import (
     state_of,
 )
 from gpipe_bench.experiments.paper.figure2 import EXPERIMENT
-from gpipe_bench.experiments.paper.figure2_schedules import VARIANTS, peak_bytes
+from gpipe_bench.experiments.paper.figure2_schedules import VARIANTS
 from gpipe_bench.experiments.registry import load as experiment
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
@@ -39,34 +39,11 @@ def test_every_formula_of_the_paper_is_met() -> None:
     records = [*all_ran(EXPERIMENT, part="bubble"), *all_ran(EXPERIMENT, part="formula")]
     comparisons = compare(EXPERIMENT.cells(records), whole=("formulas",))
     verdicts = {(c.row, c.column): c.verdict for c in comparisons}
-    rule = ("micro-batches per stage for a negligible bubble", "M / K")
-    assert verdicts.pop(rule) == "not run", "the idle time of steps answers it"
     assert len(verdicts) == 15, "and early recomputation leaves less of the bubble"
     assert set(verdicts.values()) == {"identity"}
     for each in records[:4]:
         assert each.metric("fractions that differ from the closed form").value == 0
         assert all(pair["replay"] == pair["closed form"] for pair in each.details["fractions"].values())
-
-
-# Memory -----------------------------------------------------------------------------------------------------
-
-
-def test_the_memory_model_follows_the_formula() -> None:
-    """What it has beyond the formula's terms is transient: the gradients on their way and temporaries."""
-    totals = []
-    for num_stages in (1, 4, 8):
-        found = peak_bytes(24, 0, 32, num_stages, 32)
-        # The fullest moment is a later backward, when the first micro-batch to come back is gone.
-        assert found["formula_boundary"] * 31 / 32 <= found["boundary"] <= found["formula_boundary"]
-        assert found["activations"] <= found["formula_activations"]
-        formula = found["formula_boundary"] + found["formula_activations"]
-        alive = found["boundary"] + found["activations"]
-        total = alive + found["transients"]
-        assert formula * 0.9 < total
-        assert alive <= formula
-        assert total < found["kept"] / 20
-        totals.append(total)
-    assert totals[2] < totals[1]
 
 
 # Output -----------------------------------------------------------------------------------------------------

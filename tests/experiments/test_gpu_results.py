@@ -40,14 +40,6 @@ def peaks(column: str, found: float | None, modelled: float) -> Record:
     )  # fmt: skip
 
 
-def sizes(column: str, found: float | None) -> Record:
-    return done(
-        measured("measured parameters", found, "parameters"),
-        Metric("modelled parameters", 90e6, "parameters", "modelled"),
-        part="largest on a GPU", half="amoebanet", column=column,
-    )  # fmt: skip
-
-
 OUT = {"cells": {"naive-1": {"out_of_memory": "CUDA out of memory"}, "pipeline-1": {"out_of_memory": ""}}}
 
 
@@ -58,11 +50,6 @@ OUT = {"cells": {"naive-1": {"out_of_memory": "CUDA out of memory"}, "pipeline-1
             [peaks("naive-1", None, 33.06), peaks("pipeline-1", 5.42, 5.34)],
             ["amoebanet in float32 under 8 GiB: naive-1 does not fit (33.06 GiB modelled), pipeline-1 fits "
              "(5.42 GiB measured); the paper: all of these fit"],
-        ),
-        (
-            [sizes("naive-1", 85e6), sizes("pipeline-8", None)],
-            ["amoebanet: naive-1 fits up to 85M (modelled 90M), pipeline-8 fits up to nothing (modelled "
-             "90M); the paper: naive-1 82M, pipeline-8 1.8B"],
         ),
         (
             [done(measured("with over without", 0.79), part="recomputation", model="resnet101")],

@@ -13,15 +13,14 @@ from made_up_steps import TINY, found, job_of, steps, timed, value
 from records import all_ran, record
 
 from gpipe_bench.experiments.paper import figure3, table2, table4
+from gpipe_bench.experiments.paper.full_size import FullSize, Seconds
 from gpipe_bench.experiments.paper.links import PCIE, replayed
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize, Seconds
-from gpipe_bench.experiments.paper.table1.cells import ANY_COUNT, cells
-from gpipe_bench.experiments.paper.table1.experiment import EXPERIMENT as TABLE1
+from gpipe_bench.experiments.paper.table1 import EXPERIMENT as TABLE1
+from gpipe_bench.experiments.paper.table1_shown import ANY_COUNT, cells
 from gpipe_bench.experiments.paper.table3 import EXPERIMENT
 from gpipe_bench.experiments.paper.timed import steps as timed_steps
-from gpipe_bench.experiments.paper.timed.fitted import fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.paper.timed.results import Steps, results
-from gpipe_bench.experiments.paper.timed.workloads import Configuration
+from gpipe_bench.experiments.paper.timed.workloads import Configuration, fitted_microbatch, peak_bytes
 from gpipe_bench.experiments.readings import shown_of
 from gpipe_bench.experiments.registry import EXPERIMENTS, load
 from gpipe_bench.experiments.report import draw
@@ -30,7 +29,6 @@ from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Case, RunOptions
 from gpipe_bench.harness.record import Record
 from gpipe_bench.harness.store import Store
-from gpipe_bench.pipeline import Timeline
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +90,12 @@ def test_the_breakdown_adds_up_in_every_record(monkeypatch, tmp_path):
         assert sum(facts["shares"].values()) == pytest.approx(1)
         shown = [made.metric(table4.SHARE, part=part, **facts["key"]) for part in facts["shares"]]
         assert sum(metric.value for metric in shown) == pytest.approx(100)
-        assert len(list(Timeline.from_data(facts["timeline"]).events)) == 3 * 16 * facts["num_stages"]
     comparisons = compare(table4.cells([made]))
     judged = {(c.table, c.row, c.column) for c in comparisons if c.ours is not None}
     assert ("breakdown-v1", "load imbalance", "K=4") in judged
     assert ("breakdown-v5", "bubble", "share of the step") in judged
     assert table4.tables([made]).count("100.0") >= 3
-    assert len(draw(table4.EXPERIMENT, [made], tmp_path)) == 4
+    assert len(draw(table4.EXPERIMENT, [made], tmp_path)) == 1
 
 
 def test_columns_that_ran_for_real_stand_beside_the_papers():
@@ -191,9 +188,6 @@ def test_the_link_is_slowed_as_much_as_the_actions_are_per_byte():
         fast = value(scaled.metrics, "normalised throughput", link="PCIe", K=k)
         assert fast >= ours * (1 - 1e-9) or k == 2
         assert value(scaled.metrics, "share of the balanced step", K=k) <= 1
-        assert value(scaled.metrics, "hidden from", K=k) > 0
-        low, high = scaled.details["share_of_peak"][f"K={k}"]
-        assert low <= 1 <= high
     assert {q.provenance for q in scaled.metrics} == {"replayed"}
 
 

@@ -94,15 +94,6 @@ def test_the_claims_are_corrected_by_the_papers_printed_counts_and_by_nothing_el
         assert (quotient.kind, quotient.form) == ("identity", "evaluated")
 
 
-def test_what_the_paper_contradicts_itself_on_is_not_comparable(cells):
-    barred = {(c.table, c.row, c.column) for c in cells if not c.comparable}
-    assert barred == {
-        ("table1-amoebanet", "parameter memory", "naive-1"),
-        ("table1-amoebanet", "parameter memory", "pipeline-8"),
-        ("growth", "AmoebaNet of Figure 1", "parameters"),
-    }
-
-
 def test_formulas_are_evaluated_right(cells):
     bubbles = [c for c in cells if c.row.startswith("bubble (K-1)/(M+K-1)")]
     assert len(bubbles) == 9

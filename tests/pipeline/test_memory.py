@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tree_models import tree_batch, tree_loss, tree_model
 
-from gpipe_bench.experiments.paper.table1.real_steps import verify
+from gpipe_bench.experiments.paper.real_steps import verify
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import (
     NAMED,

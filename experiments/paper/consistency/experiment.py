@@ -1,10 +1,9 @@
 """Consistent training: the same network, whatever the partition (v1, section 4.3.1).
 
 Expected: held-out accuracy of AmoebaNet-D on digits of at least 97 % for sequential runs and every number of
-stages; with 1, 2, 4 and 8 stages equal to sequential runs within two standard deviations, the paper's margin,
-by a test whose seeds and numbers of runs were frozen beforehand (results/consistency-protocol.toml); and,
-stronger, from the same seed not one bit of any weight different. Beside it what does change results
-(micro-batches under batch normalization) and what an asynchronous pipeline does.
+stages; with 1, 2, 4 and 8 stages equal to sequential runs within two standard deviations, the paper's margin
+(results/consistency-protocol.toml has the seeds); and, stronger, from the same seed not one bit of any weight
+different. Beside it what micro-batches change, and what an asynchronous pipeline does.
 
     python -m experiments run consistency
     python -m experiments run consistency --profile full --device cuda --data /data/imagenet/train
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.paper.consistency.judging import cells, load_protocol
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from gpipe_bench.experiments.paper.consistency.training import Setting, Trained
 
 MODELS = ("images", "text")
-SECONDS = {"images": 32.0, "text": 13.0}
-"""Seconds of a training while another one runs beside it."""
+SECONDS = {"images": 32.0, "text": 13.0}  # of a training while another one runs beside it
 
 
 def cases(options: RunOptions) -> list[Case]:
@@ -72,7 +70,6 @@ def _training_cases(model: str, options: RunOptions) -> list[Case]:
         for num_stages, seeds in stages.items()
         for run, seed in enumerate(seeds[:1] if smoke else seeds)
     ]
-    # Weights are compared with those of the first run with one stage.
     shared = plan.stages[1][0]
     found += [case("same seed", num_stages, count, 0, shared) for num_stages in stages if num_stages > 1]
     if model == "images" or not smoke:
@@ -88,27 +85,20 @@ def _asynchronous_cases(model: str, *, smoke: bool) -> list[Case]:
     """Cases at the recipe's rate, and at it over K, where one stage shows the slower rate's effect alone."""
     if smoke and model == "images":
         return []
-
     protocol = load_protocol()
     plan = protocol.plans[model]
-
-    def case(num_stages: int, stash: bool, rate: float) -> Case:
-        key: dict[str, Any] = {"part": "asynchronous", "model": model, "num_stages": num_stages}
-        key |= {"stash": stash, "rate": rate, "seed": plan.stages[1][0], "initial_seed": plan.initial[0]}
-        return Case(key | {"protocol": protocol.digest}, SECONDS[model] / (10 if smoke else 1))
-
     most = max(plan.stages)
-    found = [case(most, stash, 1.0) for stash in (True, False)]
+    runs = [(most, True, 1.0), (most, False, 1.0)]
     if not smoke:
-        found += [case(most, stash, 1 / most) for stash in (True, False)]
-        found.append(case(1, True, 1 / most))
-    return found
+        runs += [(most, True, 1 / most), (most, False, 1 / most), (1, True, 1 / most)]
+    key: dict[str, Any] = {"seed": plan.stages[1][0], "initial_seed": plan.initial[0]}
+    key |= {"part": "asynchronous", "model": model, "protocol": protocol.digest}
+    seconds = SECONDS[model] / (10 if smoke else 1)
+    return [Case({**key, "num_stages": k, "stash": stash, "rate": rate}, seconds) for k, stash, rate in runs]
 
 
 def run(case: Case, options: RunOptions) -> Outcome:
-    """Trains, and sets what comes out against its reference. All that is heavy is imported in here: cases are
-    listed without it.
-    """
+    """Trains, and sets what comes out against its reference."""
     import torch
 
     torch.set_num_threads(1)
@@ -154,8 +144,8 @@ def _reference(subject: Subject, setting: Setting) -> Trained:
 
 
 def _run_asynchronous(key: dict[str, Any], options: RunOptions) -> Outcome:
-    from gpipe_bench.experiments.paper.consistency.asynchronous import train_asynchronously
     from gpipe_bench.experiments.paper.consistency.tasks import task_of
+    from gpipe_bench.experiments.paper.consistency.training import train_asynchronously
 
     subject = subject_of(key["model"], options)
     task = task_of(subject)
@@ -210,14 +200,11 @@ def _score_metric(task: Task, score: float, prefix: str = "") -> Metric:
     )  # fmt: skip
 
 
-def _measured(name: str, value: float, unit: str) -> Metric:
-    return Metric(name, value, unit, "measured")
+_measured = partial(Metric, provenance="measured")
 
 
 def _details(task: Task, subject: Subject, curve: tuple[tuple[int, float, float], ...]) -> dict[str, Any]:
-    """Facts that tables, figures and verdicts need beside the numbers. A diverged training's numbers are left
-    out of the curve, since JSON has no word for them.
-    """
+    """Facts that tables and verdicts need. JSON has no word for a diverged training's numbers."""
     return {
         "metric": task.metric,
         "higher_is_better": task.higher_is_better,

@@ -8,13 +8,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_bench.experiments.drawing import paper_style, without_frame
 from gpipe_bench.experiments.paper.consistency.judging import (
+    ANSWERS,
     METRICS,
     Baseline,
     Finding,
+    apart,
     baseline,
     exact,
     learned,
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLES = {"images": "AmoebaNet-D on images", "text": "Transformer on text"}
-ANSWERS = {"reproduced": "agrees", "undecided": "no test", "above": "differs"}
-"""Answers, by the protocol's word."""
 FEWEST = 6
 """Runs for which an interval carries a per cent; of fewer stand the smallest and the largest."""
 WHY = {
@@ -90,12 +90,11 @@ def beyond_the_margin(records: Sequence[Record], model: str) -> list[int]:
     found, protocol = baseline(records, model), load_protocol()
     if found is None or len(found.scores) < FEWEST:
         return []
-    reach = protocol.margin * found.deviation
-    each = {k: statistical(records, model, k).scores for k in protocol.plans[model].stages}
     return [
         k
-        for k, scores in each.items()
-        if len(scores) >= FEWEST and max(map(abs, welch(scores, found.scores)[1:])) > reach
+        for k in protocol.plans[model].stages
+        if len(statistical(records, model, k).scores) >= FEWEST
+        and apart(records, model, k)[2] > protocol.margin
     ]
 
 
@@ -129,7 +128,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     )
     several = select(records, "same seed", model)
     same = bool(several) and all(exact(record) == "identical" for record in several)
-    apart = "difference [95 %, Welch]" if plan.runs >= FEWEST else "difference, least to most"
+    difference = "difference [95 %, Welch]" if plan.runs >= FEWEST else "difference, least to most"
     reasons = dict.fromkeys(finding.reason for finding in own.values() if finding.reason)
     rule = (
         f"Protocol {protocol.digest}, frozen before the runs: the distance of each K's mean in standard "
@@ -138,7 +137,7 @@ def _evidence(records: Sequence[Record], model: str) -> str:
     )
     return _table(
         f"{TITLES[model]}: {METRICS[model]} (measured), M = {runs[0].case['num_microbatches']}",
-        f"|runs|{METRICS[model]}|sd|{apart}|distance, sd [90 %]|",
+        f"|runs|{METRICS[model]}|sd|{difference}|distance, sd [90 %]|",
         lines,
         requirement,
         f"No test: {'; '.join(reasons)}." if reasons else "",
@@ -161,8 +160,8 @@ def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -
         if len(scores) >= FEWEST:
             difference = "{} [{}, {}]".format(*_points(model, *welch(scores, found.scores)))
         else:
-            apart = [score - found.mean for score in (min(scores), max(scores))]
-            difference = "{} to {}".format(*_points(model, *apart))
+            ends = [score - found.mean for score in (min(scores), max(scores))]
+            difference = "{} to {}".format(*_points(model, *ends))
     distance = "{:.2f} [{:.2f}, {:.2f}]".format(*finding.distance) if finding.distance else ""
     word = ANSWERS.get(finding.word, "no test" if finding.word == "not comparable" else finding.word)
     name = f"(a) K = {num_stages}, seeds of its own"
@@ -171,18 +170,13 @@ def _own_seeds(model: str, num_stages: int, finding: Finding, found: Baseline) -
 
 def _unequal(records: Sequence[Record], model: str) -> str:
     """Text about an assumption of the protocol's test that the records contradict."""
-    found, ratios = baseline(records, model), spreads(records, model)
-    if found is None or not ratios:
+    ratios = spreads(records, model)
+    if not ratios:
         return ""
-    from scipy.special import fdtrc
-
     widest = max(ratios, key=ratios.__getitem__)
-    numbers = len(statistical(records, model, widest).scores), len(found.scores)
-    chance = float(fdtrc(numbers[0] - 1, numbers[1] - 1, ratios[widest] ** 2))
     said = (
         f"The test takes scores to spread alike at every K. K = {widest} spreads most, "
-        f"{ratios[widest]:.1f} times as widely as the sequential runs (F test of one K: p = {chance:.2g}; "
-        f"{len(ratios)} were looked at)."
+        f"{ratios[widest]:.1f} times as widely as the sequential runs."
     )
     beyond = beyond_the_margin(records, model)
     if beyond:
@@ -261,7 +255,7 @@ def _beside_each_other(records: Sequence[Record], model: str) -> Iterator[tuple[
 
 
 def figures(records: Sequence[Record]) -> list[Plot]:
-    """Final scores against the sequential runs, and learning curves; nothing without records."""
+    """Final scores against the sequential runs; nothing without records."""
     models = [m for m in TITLES if (found := baseline(records, m)) is not None and len(found.scores) > 1]
     if not models:
         return []
@@ -269,13 +263,11 @@ def figures(records: Sequence[Record]) -> list[Plot]:
         Plot(
             name="consistency",
             caption=(
-                "Above, final scores of runs with seeds of their own beside the sequential runs' and their "
-                "margin; below, GPipe's training and asynchronous ones from one seed"
+                "Final scores of runs with seeds of their own beside the sequential runs' and their margin"
             ),
             alt=(
-                "Above, a dot for each run: the sequential ones, then those of 1, 2, 4 and 8 stages, over a "
-                "band of two standard deviations around the sequential mean. Below, errors over the steps: "
-                "GPipe's training beside asynchronous pipelines."
+                "A dot for each run: the sequential ones, then those of 1, 2, 4 and 8 stages, over a band of "
+                "two standard deviations around the sequential mean."
             ),
             draw=partial(_draw, records, models),
             style=partial(paper_style, 1.1),
@@ -287,13 +279,9 @@ def _draw(records: Sequence[Record], models: Sequence[str]) -> Figure:
     """A column for each model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * len(models), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(models), squeeze=False)
-    for place, model in enumerate(models):
-        _draw_scores(axes[0][place], records, model)
-        _draw_curves(axes[1][place], records, model)
-    handles, labels = axes[1][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
+    figure = Figure(figsize=(5.2 * len(models), 3.2), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        _draw_scores(axes, records, model)
     without_frame(figure)
     return figure
 
@@ -320,43 +308,3 @@ def _draw_scores(axes: Axes, records: Sequence[Record], model: str) -> None:
         axes.hlines(scale * statistics.fmean(scores), place - 0.3, place + 0.3, color="black", linewidth=1.5)
     unit = " (%)" if model == "images" else ""
     axes.set(title=TITLES[model], ylabel=f"final {METRICS[model]}{unit}", xlabel="")
-
-
-def _draw_curves(axes: Axes, records: Sequence[Record], model: str) -> None:
-    """Draws the curves of GPipe's training and of asynchronous ones. Of accuracies it draws the share that is
-    wrong, so that what is nearly right can be told apart.
-    """
-    import seaborn
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-    found = sorted(
-        _beside_each_other(records, model), key=lambda each: each[0]
-    )  # in every panel the same colours
-    details = next(run for run in select(records, "baseline", model) if run.status == "done").details
-    top = 100 if model == "images" else details["recipe"]["vocab_size"]  # what knows nothing has about that
-
-    def shown(score: float) -> float:
-        return 100 * (1 - score) if model == "images" else score
-
-    outside = []
-    for (name, record), color in zip(found, seaborn.color_palette("deep", len(found)), strict=True):
-        points = [(point[0], shown(point[2])) for point in record.details["curve"] if point[2] is not None]
-        axes.plot(*zip(*points, strict=True), ".-", color=color, linewidth=1.2, label=name)
-        outside += [name] if all(value > top for _, value in points) else []
-    axes.axhline(shown(details["required"]), color="0.4", linestyle=":", linewidth=1)
-    said: dict[str, Any] = {
-        "x": 0.02,
-        "transform": axes.get_yaxis_transform(),
-        "size": "small",
-        "color": "0.3",
-    }
-    axes.text(y=shown(details["required"]), s="required", va="bottom", **said)
-    if outside:
-        above = "".join(f"\n{name}" for name in outside)
-        axes.text(0.02, 0.04, f"far above:{above}", transform=axes.transAxes, size="small", color="0.3")
-    axes.set(xlabel="step", ylabel="held-out error (%)" if model == "images" else METRICS[model])
-    axes.set_yscale("log")
-    axes.set_ylim(top=top)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -1,8 +1,7 @@
 """Our replayed numbers beside the paper's: sentences to be judged, what their words admit, and the text.
 
 "Almost linear", "main contributor", "relatively constant": a sentence is tested by one number that it is
-about and by what its words admit (results/unknowns.toml). What is said of "the same model" is judged at one
-mini-batch.
+about and by what its words admit (results/unknowns.toml).
 
 Cells of tables that ran here are not judged: small models on a processor's cores against the paper's on
 accelerators. What they are made of stands in the table's text (`views.throughput`).
@@ -16,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper
+from gpipe_bench.harness.paper import SENTENCES, PaperNumber, load_paper, of_the_paper
 from gpipe_bench.harness.record import Metric, Record, Scalar, find, from_samples, interval_name
 from gpipe_bench.harness.verdict import Part, Result, Spread
 
@@ -76,13 +75,42 @@ def derived(
         return None
 
 
+SPEED_UPS: dict[str, tuple[tuple[str, str, int, float], ...]] = {
+    "table2-amoebanet": (("AmoebaNet-D: share of a linear speed-up", "K=8 over K=2, M=32", 32, 4.0),),
+    "table2-transformer": (
+        ("Transformer-48: speed-up with four times the accelerators", "K=8 / K=2, M=32", 32, 1.0),
+    ),
+}
+"""Sentences on Table 2 beyond its cells, computed and run here alike: row and column, M and the divisor of
+the number, which is throughput with 8 stages over that with 2. Sentences that say of a cell in words what its
+number says are judged there."""
+
+
+class Worst(float):
+    """The number of a sentence about several K, with every K's in words."""
+
+    over: str
+
+
+def worst(row: str, column: str, of_each: Mapping[str, float]) -> Worst:
+    """A sentence about several K holds where it holds for each: the number that its bound likes least."""
+    bound = of_the_paper()[SENTENCES, row, column].bound
+    number = Worst((min if bound == "at least" else max)(of_each.values()))
+    number.over = ", ".join(f"{name}: {each:.3g}" for name, each in of_each.items())
+    return number
+
+
 def least(
     of: Mapping[str, Record],
     pairs: Iterable[tuple[str, str, str]],
     speed: Callable[[Record, str], Metric | None],
-    quotient: Callable[[float, float], float],
+    divisor: float,
 ) -> tuple[str, Metric] | None:
-    """The model of the pair of configurations with the least quotient of speeds, and the quotient."""
+    """The model of the pair of configurations with the least quotient of speeds, and it over `divisor`."""
+
+    def quotient(one: float, other: float) -> float:
+        return one / other / divisor
+
     found = [
         (model, metric)
         for model, *names in pairs

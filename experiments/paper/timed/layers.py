@@ -1,10 +1,9 @@
 """Seconds of single layers, by which a timed model is cut into stages.
 
-On processors the layers are stages of their own in a pipeline of single layers. That keeps the boundaries of
-all its micro-batches: 71 GiB of ResNet-101 with its 370 layers, where training it takes six. So on an
-accelerator a layer gets what the one before it gave, and that is dropped when it is done. A layer is called
-as a stage calls it: its inputs enter the graph as those of a stage do, and the gradients that come in are
-made before.
+A pipeline of single layers would keep the boundaries of all its micro-batches: 71 GiB of ResNet-101 with its
+370 layers, where training it takes six. So a layer gets what the one before it gave, and that is dropped when
+it is done. A layer is called as a stage calls it: its inputs enter the graph as those of a stage do, and the
+gradients that come in are made before.
 
 A GPU does many a layer sooner than Python can ask for it. So it is kept busy before each repeat for as long
 as the host needs to ask (`devices.hold`), and what is timed is the device's time.
@@ -22,15 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from gpipe_bench.experiments.engines.setup import clear
-from gpipe_bench.experiments.paper.timed.results import samples_of
-from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline import devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.plan.schedule import Action, Kind
 from gpipe_bench.pipeline.stage.split_backward import run_engine
 from gpipe_bench.pipeline.stage.tensors import MicrobatchState
 from gpipe_bench.pipeline.stage.trees import Message, flatten, split, tensors_of
-from gpipe_bench.planner.timing import time_step
 
 REPEATS = 4  # the first warms up
 AHEAD, MOST_AHEAD_S = 1.5, 0.5  # of what a repeat takes the host to ask for
@@ -54,18 +50,11 @@ def layer_seconds(
     process; so the mean over processes counts, and all must call.
     """
     device = flatten(batch)[0][0].device
-    found = [0.0] * len(layers)
-    if devices.is_accelerator(device):
-        first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
-        for layer, seconds in enumerate(alone(layers, compute_loss, first, wanted, device)):
-            found[layer] = sum(s for kind, s in seconds.items() if kind is not Kind.R or remat != "never")
-    else:
-        pipeline = Pipeline(layers, num_stages=len(layers), num_microbatches=num_microbatches, remat=remat)
-        for _ in range(2):  # the first warms up
-            time_step(partial(pipeline.step, batch, target, compute_loss), layers)
-        clear(layers)
-        for (stage, _), samples in samples_of([pipeline.timeline]).items():
-            found[stage] += median(samples)
+    first, wanted = (split(each, num_microbatches)[0] for each in (batch, target))
+    found = [
+        sum(s for kind, s in seconds.items() if kind is not Kind.R or remat != "never")
+        for seconds in alone(layers, compute_loss, first, wanted, device)
+    ]
     seconds_of_all = torch.tensor(found, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(seconds_of_all)

@@ -6,8 +6,7 @@ right micro-batch, one thread per stage) and keep their samples. No torch is nee
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -18,10 +17,6 @@ from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
 from gpipe_bench.pipeline.plan.simulate import replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 from gpipe_bench.planner.predict import Breakdown, breakdown, even_stages
-
-HIDDEN = 0.05
-"""Communication counts as hidden while it makes a step at most this share longer than a free link."""
-_LOWEST, _HIGHEST = 1e3, 1e15  # bytes per second between which a bandwidth that hides is looked for
 
 Samples = dict[tuple[int, Kind], tuple[float, ...]]
 
@@ -51,10 +46,6 @@ class TimedActions:
 
     def medians_s(self) -> dict[tuple[int, Kind], float]:
         return {key: median(samples) for key, samples in self.samples_s.items()}
-
-    def spread(self) -> float:
-        """Median over (stage, kind) of the interquartile range, relative to the median."""
-        return median([_interquartile(samples) for samples in self.samples_s.values()])
 
     def program(self, num_microbatches: int | None = None) -> Schedule:
         """The schedule of a step, of as many micro-batches as were timed if not said otherwise."""
@@ -135,40 +126,6 @@ def take_apart(timed: TimedActions, link: Link, num_microbatches: int | None = N
 def shares_of(timed: TimedActions, link: Link, num_microbatches: int | None = None) -> dict[str, float]:
     """The same as plain numbers."""
     return {part: float(share) for part, share in take_apart(timed, link, num_microbatches).shares.items()}
-
-
-def _interquartile(samples: Sequence[float]) -> float:
-    ordered = sorted(samples)
-    middle = median(ordered)
-    low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4 - (len(ordered) % 4 == 0)]
-    return (high - low) / middle if middle else 0.0
-
-
-# How fast a link must be
-
-
-def slowdowns(timed: TimedActions, bandwidths: Sequence[float], latency_s: float = 0.0) -> list[float]:
-    """Throughput over each bandwidth (bytes per second, per direction), relative to that over a free link."""
-    free_s = lay_out(timed).makespan_s
-    return [free_s / lay_out(timed, Link("swept", latency_s, each)).makespan_s for each in bandwidths]
-
-
-def hidden_from(timed: TimedActions, latency_s: float = 0.0) -> float | None:
-    """The least bandwidth in bytes per second over which communication is hidden, to a percent.
-
-    None where the latency alone is too much.
-    """
-
-    def hides(bandwidth: float) -> bool:
-        return slowdowns(timed, [bandwidth], latency_s)[0] >= 1 / (1 + HIDDEN)
-
-    if not hides(_HIGHEST):
-        return None
-    low, high = math.log(_LOWEST), math.log(_HIGHEST)
-    while high - low > 0.01:
-        middle = (low + high) / 2
-        low, high = (low, middle) if hides(math.exp(middle)) else (middle, high)
-    return math.exp(high)
 
 
 SAME_SHARE = "PCIe, same share"

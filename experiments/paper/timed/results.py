@@ -15,19 +15,17 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpipe_bench.experiments.paper.timed.replay import Samples, TimedActions, balanced, lay_out, shares_of
+from gpipe_bench.experiments.paper.timed.replay import Samples, TimedActions, lay_out, shares_of
 from gpipe_bench.experiments.paper.timed.workloads import Job
 from gpipe_bench.harness.record import Metric, Provenance, Scalar, from_samples
 from gpipe_bench.harness.rounds import Usage, used_by_others
 from gpipe_bench.pipeline.plan.links import LINKS, Link
 from gpipe_bench.pipeline.plan.partition import Partition
 from gpipe_bench.pipeline.plan.schedule import Kind, Schedule
-from gpipe_bench.pipeline.plan.simulate import SLOTS, replay
 from gpipe_bench.pipeline.plan.timeline import Timeline
 
 GPU_LINK = "nvlink4"
 SHARED_MEMORY_LATENCY_S = 40e-6  # of a message between two processes; `run engine` measures it
-MOST_DRAWN = 300  # actions of a timeline that is kept in the record
 
 Rates = Sequence[tuple[Mapping[str, Scalar], Sequence[float]]]
 """Examples per second of each turn, by the key of what is timed."""
@@ -43,7 +41,6 @@ class Steps:
     turns: list[TimedActions] = field(default_factory=list)  # two per round, there and back
     in_process_s: list[float] = field(default_factory=list)  # whole steps with all stages in this process
     real_s: list[float] = field(default_factory=list)  # with one stage here, the optimizer's step included
-    real_timeline: Timeline | None = None  # of this process's stage, of the last such step
     counts: dict[str, int] = field(default_factory=dict)  # actions of a step by kind
     why: str = ""
     out_of_memory: str = ""  # the error, where a device had no room for a step; then it has no numbers
@@ -72,7 +69,7 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
     the median lies between them, and the interval says how far they are from each other.
     """
     link = link_of(found, job.device)
-    throughput, bound, real = [], [], []
+    throughput, real = [], []
     metrics: list[Metric] = []
     cells: dict[str, Any] = {}
     for index, configuration in enumerate(job.configurations):
@@ -98,25 +95,14 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
             }
             laid_out_s = [lay_out(each, link, count).makespan_s for each in timed]
             if timed:
-                even_s = [balanced(each, count).makespan_s for each in timed]
                 throughput.append((key, [examples / s for s in laid_out_s]))
-                bound.append((key, [examples / s for s in even_s]))
                 whole = joined(timed)
-                step, program = lay_out(whole, link, count), whole.program(count)
                 facts |= {
                     "actions": whole.to_data(),
-                    "spread": whole.spread(),
-                    "even_speed_up": count * program.num_stages / replay(program, SLOTS).makespan_s,
-                    "timeline": step.to_data() if len(step.events) <= MOST_DRAWN else None,
                     "as_timed": {"shares": shares_of(whole, link, count)},
                 }
-                shares = [even / laid_out for even, laid_out in zip(even_s, laid_out_s, strict=True)]
-                metrics += [
-                    from_samples("step", [1e3 * s for s in laid_out_s], "ms", key=key, provenance="replayed"),
-                    from_samples(
-                        "share of the balanced step", shares, "ratio", key=key, provenance="replayed"
-                    ),
-                ]
+                step_ms = [1e3 * s for s in laid_out_s]
+                metrics.append(from_samples("step", step_ms, "ms", key=key, provenance="replayed"))
             if steps[0].real_s and ran:
                 real_s = [
                     max(samples)
@@ -126,13 +112,9 @@ def results(job: Job, found: Sequence[Found]) -> tuple[list[Metric], dict[str, A
                 metrics.append(from_samples("real step", [1e3 * s for s in real_s], "ms", key=key))
                 if timed:
                     metrics.append(replay_error(laid_out_s, real_s, key))
-                facts["real_busy_share"] = [
-                    _busy(each.real_timeline) for each in steps if each.real_timeline is not None
-                ]
             cells[name] = facts
     base = next(iter(cells.values()))["key"]
     metrics += normalised("throughput", throughput, _of(throughput, base), "replayed")
-    metrics += normalised("bound throughput", bound, _of(throughput, base), "replayed")
     metrics += normalised("real throughput", real, _of(real, base), "measured")
     return metrics, {
         **job.facts(),
@@ -190,12 +172,6 @@ def normalised(name: str, rates: Rates, base: Sequence[float] | None, provenance
 
 def _of(rates: Rates, wanted: Mapping[str, Scalar]) -> Sequence[float] | None:
     return next((samples for key, samples in rates if key == wanted), None)
-
-
-def _busy(timeline: Timeline) -> float:
-    """The share of a stage's own span that its actions filled."""
-    busy_s = sum(event.duration_s for event in timeline.events)
-    return busy_s / timeline.makespan_s if timeline.makespan_s else 0.0
 
 
 def samples_of(timelines: Sequence[Timeline]) -> Samples:

@@ -40,7 +40,6 @@ from gpipe_bench.pipeline.stage.trees import split
 from gpipe_bench.planner.timing import boundary_bytes, copy_bandwidth, settle, time_step
 
 LEARNING_RATE = 1e-6  # updates are timed, not wanted
-MOST_LAYER_MICROBATCHES = 4  # of a step that times single layers
 ALONE, SHARED = "all stages in one process", "one stage per process"
 REAL_STAGES = (2, 4, 8)
 REAL_ROUNDS = {"smoke": 1, "short": 6, "full": 6}
@@ -116,11 +115,8 @@ def work(job: Job) -> Found:
     too_large: dict[int, str] = {}  # errors, by the size of micro-batches of which no layer can be timed
 
     def time_layers(size: int) -> None:
-        largest = max(each.batch_size for each in job.configurations if each.microbatch_size == size)
-        most = 1 if devices.is_accelerator(training.device) else MOST_LAYER_MICROBATCHES
-        count = max(1, min(most, largest // size))
-        example = training.example(size * count)
-        layers_s[size] = layer_seconds(training.layers, count, training.loss, *example, remat="always")
+        example = training.example(size)
+        layers_s[size] = layer_seconds(training.layers, 1, training.loss, *example, remat="always")
 
     for size in sorted({each.microbatch_size for each in job.configurations}):
         ran_out = attempt(partial(time_layers, size))
@@ -246,7 +242,7 @@ class TimedConfiguration:
             if where == ALONE:
                 found.turns, found.in_process_s, found.counts = [], [], {}
             else:
-                found.real_s, found.real_timeline = [], None
+                found.real_s = []
             found.out_of_memory = "; ".join(filter(None, [found.out_of_memory, f"{where}: {ran_out}"]))
             self._training.forget()
 
@@ -274,7 +270,6 @@ class TimedConfiguration:
             check_ran(timeline, self._program, stage)
         if keep:
             self.found.real_s.append(step_s)
-            self.found.real_timeline = timeline
 
     def _step(self, where: str) -> tuple[float, Timeline | None]:
         training, engine = self._training, self._engines[where]

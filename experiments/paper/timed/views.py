@@ -24,7 +24,6 @@ Place = tuple[str, str, str]
 """Table, row and column of the paper."""
 OURS, RAN, COMPUTED, PAPER = "here, replayed", "here, measured", "computed", "paper"
 NAMES = {"normalised throughput": OURS, "normalised real throughput": RAN}
-FACTORS = ("= balance", "x schedule", "x micro-\nbatch")
 
 
 def long(records: Sequence[Record], place: Callable[[Record, str], Place]) -> DataFrame:
@@ -73,13 +72,10 @@ def _numbers(
             "metric": name, "value": metric.value, "low": metric.low, "high": metric.high,
             "n": len(metric.samples), "provenance": metric.provenance, "text": interval(metric),
         }  # fmt: skip
-    if "even_speed_up" in facts:
-        yield {"metric": "even stages", "value": facts["even_speed_up"], "provenance": "modelled"}
     table, row, column = place
     for source in ("paper", "torchgpipe"):
         if (cell := published(table).get((source, row, column))) is not None:
-            text = cell.printed + ("" if cell.comparable else " *")
-            yield {"metric": source, "value": cell.value, "provenance": "published", "text": text}
+            yield {"metric": source, "value": cell.value, "provenance": "published", "text": cell.printed}
 
 
 def interval(metric: Metric | None, why: str = "") -> str:
@@ -91,30 +87,12 @@ def interval(metric: Metric | None, why: str = "") -> str:
     return f"{metric.value:.2f} [{metric.low:.2f}, {metric.high:.2f}]"
 
 
-def percent(metric: Metric | None) -> str:
-    return "-" if metric is None or metric.value is None else f"{100 * metric.value:.0f} %"
-
-
 def throughput(numbers: DataFrame, title: str, *notes: str) -> str:
-    """Paper, torchgpipe, ours replayed and measured, and what ours is made of, of one model.
-
-    The three factors are relative to the first configuration, which is 1, and multiply to ours exactly: how
-    near the stages are to even ones; what the schedule gives even stages, F : R : B = 1 : 1 : 2, over a free
-    link; and the rest, how efficient a micro-batch of its size is, with set-up and update.
-    """
+    """Paper, torchgpipe, and ours replayed and measured, of one model."""
     cells = numbers.drop_duplicates("cell").set_index("cell")
-    values, texts = (
-        numbers.pivot(index="cell", columns="metric", values=what).reindex(cells.index)
-        for what in ("value", "text")
-    )
+    texts = numbers.pivot(index="cell", columns="metric", values="text").reindex(cells.index)
     texts = texts.reindex(columns=[PAPER, "torchgpipe", OURS, RAN])
     texts[OURS] = texts[OURS].astype(object).fillna("not run: " + cells.why)
-    if {"share of the balanced step", "even stages"} <= {*values.columns}:
-        of_first = values / values.iloc[0]
-        balance, schedule = of_first["share of the balanced step"], of_first["even stages"]
-        made = (balance, schedule, values[OURS] / balance / schedule)
-        for name, factor in zip(FACTORS, made, strict=True):
-            texts[name] = factor.map("{:.2f}".format, na_action="ignore")
     texts["N"] = cells.N.astype(str)
     lines = texts.dropna(axis=1, how="all").fillna("-").reset_index()
     several = numbers[numbers.metric == OURS].n.max()

@@ -1,4 +1,4 @@
-"""Table 1 as text and as pictures: what fills the accelerators, the largest models, what ran, both halves."""
+"""Table 1 from its records: text and pictures, and our numbers for its cells and the claims made from it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpipe_bench.experiments.drawing import paper_style, without_frame
-from gpipe_bench.experiments.paper.table1.cells import JUDGED_ATTENTION, cells
 from gpipe_bench.harness.compare import compare
 from gpipe_bench.harness.experiment import Plot
-from gpipe_bench.harness.record import Record, find, frame, of_case
+from gpipe_bench.harness.record import Metric, Record, find, frame, of_case
+from gpipe_bench.harness.report import reproduced
 from gpipe_bench.harness.report.grid import Grid
+from gpipe_bench.harness.report.table import computed_markdown
 from gpipe_bench.harness.units import convert, show
-from gpipe_bench.harness.verdict import Comparison
+from gpipe_bench.harness.verdict import Comparison, Result
 from gpipe_bench.models.paper import COLUMNS, GIB, HALVES
 
 if TYPE_CHECKING:
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LARGEST = "largest on a GPU"
+JUDGED_ATTENTION = {"amoebanet": "none", "transformer": "explicit"}
+"""The softmax of 2019 was kept in memory."""
+ANY_COUNT = "maximum parameters, any number of micro-batches"
+"""A row of ours: what this engine can do."""
+CONTEXT = (
+    "context: with as many micro-batches as the model needs and the cut that memory likes best, which the "
+    "paper's numbers are not about"
+)
+
 PARTS = ("parameters", "optimizer_state", "gradients", "boundary", "activations", "transients", "buffers")
 MOVING = ("boundary", "activations", "transients")
 """Parts of the memory other than parameters, gradients and the optimizer's state."""
@@ -35,16 +44,11 @@ def tables(records: Sequence[Record]) -> str:
     """Tables that the paper does not print: what fills the accelerators, the largest models, what ran."""
     parts: list[str] = []
     for half in HALVES:
-        attentions = dict.fromkeys(r.case["attention"] for r in records if r.case.get("half") == half
-                                   and "attention" in r.case)  # fmt: skip
-        for attention in map(str, attentions):
-            of = of_case(records, half=half, attention=attention)
-            said = "" if attention == "none" else f", {attention} attention"
-            data = HALVES[half]
-            heading = f"{data.model}{said}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
-            parts += [_memory_table(of, half, heading), _largest_table(of, half, heading)]
+        of, data = of_case(records, half=half, attention=JUDGED_ATTENTION[half]), HALVES[half]
+        heading = f"{data.model}, mini-batch {data.batch_size}, {data.cap_gib} GiB per accelerator"
+        parts += [_memory_table(of, half, heading), _largest_table(of, half, heading)]
     parts += [_verification(of_case(records, "done", part="verify")), _devices(records)]
-    return "\n\n".join(filter(None, [*parts, _largest_on_a_gpu(records)]))
+    return "\n\n".join(filter(None, parts))
 
 
 def _gib(num_bytes: float) -> str:
@@ -72,12 +76,10 @@ def _memory_table(records: Sequence[Record], half: str, heading: str) -> str:
     for row, parts in ({part.replace("_", " "): (part,) for part in PARTS} | SUMS).items():
         total = [sum(stage[part] for stage in each["stages"] for part in parts) for each in placements]
         lines.append([row, *map(_gib, total)])
-    for prefix, row in (("", "fullest accelerator"), ("best ", "fullest at the best M")):
-        peaks = [float(_value(record, f"{prefix}peak per accelerator") or 0) for record in found.values()]
-        counts = [_said(record, f"{prefix}num_microbatches", " (M = {})".format) for record in found.values()]
-        caps = [record.details["cap_gib"] * GIB for record in found.values()]
-        lines.append([row, *(_gib(n) + m * bool(prefix) for n, m in zip(peaks, counts, strict=True))])
-        lines.append(["  fits", *("yes" if n <= cap else "no" for n, cap in zip(peaks, caps, strict=True))])
+    peaks = [float(_value(record, "peak per accelerator") or 0) for record in found.values()]
+    caps = [record.details["cap_gib"] * GIB for record in found.values()]
+    lines.append(["fullest accelerator", *map(_gib, peaks)])
+    lines.append(["  fits", *("yes" if n <= cap else "no" for n, cap in zip(peaks, caps, strict=True))])
     title = (
         f"The paper's models here: {heading} (modelled)\n"
         "Sums over the accelerators, at the moment each is fullest; float32, RMSProp with momentum"
@@ -93,24 +95,23 @@ def _largest_table(records: Sequence[Record], half: str, heading: str) -> str:
         return ""
     paper = [_value(find(records, part="paper", column=each.name), "parameters") for each in columns]
     lines = [["paper", *(_size(each.num_layers, each.num_filters) for each in columns)]]
-    for precision in dict.fromkeys(str(record.case["precision"]) for record in every):
-        found = [find(every, column=each.name, precision=precision) for each in columns]
-        counts = [_value(record, "parameters") for record in found]
-        naive = _value(find(every, column="naive-1", precision=precision), "parameters")
-        lines += [
-            [precision, *map(_largest_size, found)],
-            ["  parameters", *(_said(each, "parameters", lambda n: show(n, "parameters")) for each in found)],
-            ["  times the paper's model", *map(_ratio, counts, paper)],
-            ["  times our naive-1", *(_ratio(count, naive) for count in counts)],
-            ["  micro-batches needed", *(_said(record, "num_microbatches") for record in found)],
-            ["  fullest accelerator", *(_said(record, "peak per accelerator", _gib) for record in found)],
-        ]
+    found = [find(every, column=each.name) for each in columns]
+    counts = [_value(record, "parameters") for record in found]
+    naive = _value(find(every, column="naive-1"), "parameters")
+    lines += [
+        ["this engine", *map(_largest_size, found)],
+        ["  parameters", *(_said(each, "parameters", lambda n: show(n, "parameters")) for each in found)],
+        ["  times the paper's model", *map(_ratio, counts, paper)],
+        ["  times our naive-1", *(_ratio(count, naive) for count in counts)],
+        ["  micro-batches needed", *(_said(record, "num_microbatches") for record in found)],
+        ["  fullest accelerator", *(_said(record, "peak per accelerator", _gib) for record in found)],
+    ]
     notes = [
-        f"Nothing fits in {record.case['column']}, {record.case['precision']}: {parameters.note}"
+        f"Nothing fits in {record.case['column']}: {parameters.note}"
         for record in every
         if (parameters := record.metric("parameters")) is not None and parameters.value is None
     ]
-    title = f"The largest models that fit: {heading} (modelled)"
+    title = f"The largest models that fit, float32: {heading} (modelled)"
     names = ["", *(each.name for each in columns)]
     return Grid(title=title, columns=names, lines=lines, notes=notes).text()
 
@@ -179,32 +180,6 @@ def _ran_out(stages: Sequence[Mapping[str, Any]]) -> str:
     stage = next(stage for stage in stages if stage["ran_out"])
     said = ". ".join(stage["ran_out"].split(". ")[:2])
     return f"stage {stage['stage']} held {_gib(stage['at_most'])}; {said}"
-
-
-def _largest_on_a_gpu(records: Sequence[Record]) -> str:
-    """The largest model that fits, by the memory model and measured."""
-    lines = []
-    for record in of_case(records, part=LARGEST):
-        name = [record.case["half"], record.case["column"]]
-        if record.status != "done":
-            lines.append([*name, record.status.replace("_", " "), "", record.reason])
-            continue
-        tried = {each["more"]: each for each in record.details["tried"]}
-        fitting = [more for more, each in tried.items() if each["fits"]]
-        if fitting == [0]:
-            said = f"as modelled: one larger does not fit, {_ran_out(tried[1]['stages'])}"
-        elif not fitting:
-            said = f"none of {len(tried)} sizes fits; the memory model says too little"
-        else:
-            said = f"{abs(fitting[0])} {'larger' if fitting[0] > 0 else 'smaller'} than modelled"
-        counts = [
-            _said(record, f"{how} parameters", lambda n: show(n, "parameters"))
-            for how in ("modelled", "measured")
-        ]
-        lines.append([*name, *counts, said])
-    title = "The largest model that fits, every distinct stage for real on this GPU under the paper's cap"
-    headers = ["model", "column", "modelled", "measured", ""]
-    return Grid(title=title, columns=headers, lines=lines).text() if lines else ""
 
 
 WHOSE = ("paper", "computed under the declared choices", "this engine")
@@ -293,3 +268,63 @@ def _bars(axes: Axes, cells: Sequence[Comparison], here: Iterable[float | None])
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(range(len(cells)), [cell.column for cell in cells])
     axes.xaxis.grid(visible=False)
+
+
+# Answers: cells and claims --------------------------------------------------------------------------------
+
+
+def cells(records: Sequence[Record]) -> list[Result]:
+    found: list[Result] = []
+    for half in HALVES:
+        for column in COLUMNS[half]:
+            found += [
+                _parameters(records, half, column.name, "parameters"),
+                _parameters(records, half, column.name, "parameter memory"),
+                _any_count(records, half, column.name),
+            ]
+    found += [_quotient(records, *claim) for claim in reproduced.CLAIMS]
+    return found + reproduced.answers(records)
+
+
+def _parameters(records: Sequence[Record], half: str, column: str, row: str) -> Result:
+    """An exact count, or so many bytes for each."""
+    record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
+    return Result(
+        table=HALVES[half].table, row=row, column=column, question="as published",
+        metric=record.metric(row) if record is not None else None, record=record,
+    )  # fmt: skip
+
+
+def _any_count(records: Sequence[Record], half: str, column: str) -> Result:
+    key = {"half": half, "column": column, "attention": JUDGED_ATTENTION[half], "precision": "float32"}
+    record = find(records, part="largest", **key)
+    metric = record.metric("parameters") if record is not None else None
+    return Result(
+        table=HALVES[half].table,
+        row=ANY_COUNT,
+        column=column,
+        metric=metric if metric is not None and metric.value is not None else None,
+        record=record,
+        not_comparable=CONTEXT,
+    )
+
+
+def _quotient(records: Sequence[Record], row: str, half: str, over: str, under: str) -> Result:
+    """The quotient of the exact counts of the models that the paper names."""
+    counts = []
+    for column in (over, under):
+        record = find(records, part="paper", half=half, column=column, attention=JUDGED_ATTENTION[half])
+        metric = record.metric("parameters") if record is not None else None
+        counts.append(metric.value if metric is not None and metric.value is not None else 0)
+    value = counts[0] / counts[1] if all(counts) else None
+    return Result(
+        table="claims", row=f"quotient of the printed counts, {row}", column=f"{over} / {under}",
+        question="as published",
+        metric=Metric(name=row, value=value, unit="ratio", provenance="modelled"),
+    )  # fmt: skip
+
+
+def table(records: Sequence[Record]) -> str:
+    """Both halves of Table 1 as markdown: paper, ours with its error, ours / paper, answer."""
+    names = {half.table for half in HALVES.values()}
+    return computed_markdown([cell for cell in compare(cells(records)) if cell.table in names])

@@ -14,24 +14,19 @@ Nothing is timed, so cases run beside each other on all cores.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
-from gpipe_bench.experiments.paper.table1.cells import cells
-from gpipe_bench.experiments.paper.table1.shown import LARGEST, figures, tables
+from gpipe_bench.experiments.paper.table1_shown import JUDGED_ATTENTION, cells, figures, tables
 from gpipe_bench.harness.experiment import Case, Experiment, Outcome, RunOptions
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.report import reproduced
 from gpipe_bench.models.paper import COLUMNS, HALVES, column
 
 PRECISIONS = ("float32", "bfloat16")
-ATTENTIONS = {"amoebanet": ("none",), "transformer": ("explicit", "fused")}
-"""How attention is computed: its softmax in memory, as in 2019, or by torch's fused kernels."""
-
 SMOKE_COLUMNS = {"amoebanet": ("pipeline-1",), "transformer": ("naive-1", "pipeline-8", "pipeline-128")}
-FIRST_PARTS = (("paper", "float32"), ("largest", "bfloat16"))
-"""The first cases of a precision, in which its layers are profiled ..."""
 FIRST_S = {"amoebanet": 5.0, "transformer": 1.0}
-"""... and how long that takes."""
+"""Seconds of the first case of a half, in which its layers are profiled."""
 
 VERIFIED_MODELS = ("amoebanet-d", "transformer-lm")
 VERIFIED_STAGES = (1, 2, 4)
@@ -42,33 +37,28 @@ VERIFIED_MICROBATCHES = (1, 4, 8)
 def cases(options: RunOptions) -> list[Case]:
     """Cases of one group are about the same layers, which are profiled once."""
     smoke = options.profile == "smoke"
-    found = []
-    for part, precisions in (("paper", PRECISIONS[:1]), ("largest", PRECISIONS[:1] if smoke else PRECISIONS)):
-        for precision in precisions:
-            for half, columns in COLUMNS.items():
-                if smoke and (part, half) == ("largest", "amoebanet"):
-                    continue
-                for attention in ATTENTIONS[half]:
-                    group = f"{half} {attention} {precision}"
-                    profiling_s = FIRST_S[half] if (part, precision) in FIRST_PARTS else 0.0
-                    for each in columns:
-                        if smoke and each.name not in SMOKE_COLUMNS[half]:
-                            continue
-                        key = {"half": half, "column": each.name, "attention": attention}
-                        estimate_s = profiling_s + (0.5 if half == "amoebanet" else 0.2)
-                        found.append(Case({"part": part, **key, "precision": precision}, estimate_s, group))
-                        profiling_s = 0.0
+    found, profiling_s = [], dict(FIRST_S)
+    for part, (half, columns) in product(("paper", "largest"), COLUMNS.items()):
+        attention = JUDGED_ATTENTION[half]
+        for each in columns:
+            if smoke and (each.name not in SMOKE_COLUMNS[half] or (part, half) == ("largest", "amoebanet")):
+                continue
+            key = {"part": part, "half": half, "column": each.name, "attention": attention}
+            estimate_s = profiling_s.pop(half, 0.0) + (0.5 if half == "amoebanet" else 0.2)
+            found.append(Case({**key, "precision": "float32"}, estimate_s, f"{half} {attention}"))
     found += reproduced.cases("table1", options)
+    steps = (VERIFIED_STAGES, VERIFIED_REMAT, VERIFIED_MICROBATCHES)
     for model in VERIFIED_MODELS:
-        for num_stages in VERIFIED_STAGES[1:2] if smoke else VERIFIED_STAGES:
-            for remat in VERIFIED_REMAT[1:] if smoke else VERIFIED_REMAT:
-                for count in VERIFIED_MICROBATCHES[1:2] if smoke else VERIFIED_MICROBATCHES:
-                    step: dict[str, Any] = {"model": model, "num_stages": num_stages, "remat": remat}
-                    estimate_s = 0.8 if model.startswith("amoeba") else 0.2
-                    group = f"{model} in {count} micro-batches"
-                    found.append(
-                        Case({"part": "verify", **step, "num_microbatches": count}, estimate_s, group)
-                    )
+        for k, remat, m in [(2, "always", 4)] if smoke else product(*steps):
+            step: dict[str, Any] = {
+                "part": "verify",
+                "model": model,
+                "num_stages": k,
+                "remat": remat,
+                "num_microbatches": m,
+            }
+            estimate_s = 0.8 if model.startswith("amoeba") else 0.2
+            found.append(Case(step, estimate_s, f"{model} in {m} micro-batches"))
     if options.profile == "full":
         found += _on_a_gpu()
     return found
@@ -82,14 +72,9 @@ def _on_a_gpu() -> list[Case]:
     of_one = [(half, each) for half, each in every if each.num_stages == 1]
     runs = [(half, each, precision) for precision in PRECISIONS for half, each in of_one]
     runs += [(half, each, "float32") for half, each in every if each.num_stages > 1]
-    columns = [
+    return [
         Case({"part": "device", "half": half, "column": each.name, "precision": precision}, 30.0)
         for half, each, precision in runs
-    ]
-    return columns + [
-        Case({"part": LARGEST, "half": half, "column": each.name}, 60.0)
-        for half, each in every
-        if not each.is_naive
     ]
 
 
@@ -104,7 +89,7 @@ def run(case: Case, options: RunOptions) -> Outcome:
             with no_collections():  # profiles and footprints by the thousand, and no garbage among them
                 if case.key["part"] == "largest":
                     return _run_largest(case.key)
-                return _run_paper(case.key, is_smoke=options.profile == "smoke")
+                return _run_paper(case.key)
         case reproduced.PART:
             from gpipe_bench.experiments.paper import reproduction
 
@@ -114,15 +99,14 @@ def run(case: Case, options: RunOptions) -> Outcome:
     return _run_device(case.key, options)
 
 
-def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
-    """The paper's own configuration, at the micro-batches the texts give and at the best number of them."""
-    from gpipe_bench.experiments.paper.largest import Setting, place_anyhow, place_best
+def _run_paper(key: dict[str, Any]) -> Outcome:
+    """The paper's own configuration, at the micro-batches the texts give."""
+    from gpipe_bench.experiments.paper.largest import Setting, place_anyhow
 
     half, size = HALVES[key["half"]], column(key["half"], key["column"])
     setting = Setting.of(key["half"], key["column"], key["precision"], key["attention"])
     given = 1 if size.is_naive else half.num_microbatches
     placed = place_anyhow(setting, size.num_layers, size.num_filters, given)
-    best = placed if is_smoke else place_best(setting, size.num_layers, size.num_filters)
     return Outcome(
         (
             _modelled("parameters", placed.num_parameters, "parameters"),
@@ -136,10 +120,8 @@ def _run_paper(key: dict[str, Any], *, is_smoke: bool) -> Outcome:
             _modelled("gradients", sum(stage.gradients for stage in placed.stages), "bytes"),
             _modelled("peak per accelerator", placed.peak_bytes, "bytes"),
             _modelled("num_microbatches", given, "micro-batches"),
-            _modelled("best num_microbatches", best.num_microbatches, "micro-batches"),
-            _modelled("best peak per accelerator", best.peak_bytes, "bytes"),
         ),
-        {"cap_gib": half.cap_gib, "placement": placed.describe(), "best": best.describe()},
+        {"cap_gib": half.cap_gib, "placement": placed.describe()},
     )
 
 
@@ -169,7 +151,7 @@ def _run_largest(key: dict[str, Any]) -> Outcome:
 
 def _run_verify(key: dict[str, Any]) -> Outcome:
     """Real training steps of a scaled-down model on this machine, counted storage by storage."""
-    from gpipe_bench.experiments.paper.table1.real_steps import verify
+    from gpipe_bench.experiments.paper.real_steps import verify
 
     found = verify(key["model"], key["num_stages"], key["remat"], key["num_microbatches"])
     fullest = max(range(key["num_stages"]), key=lambda stage: found.tracked[stage])
@@ -194,13 +176,11 @@ def _run_verify(key: dict[str, Any]) -> Outcome:
 
 
 def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
-    """Stages by themselves on a real GPU, under the paper's cap: of the paper's model, or of the largest."""
+    """Stages of the paper's model by themselves on a real GPU, under its cap."""
     if options.device != "cuda":
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
-    from gpipe_bench.experiments.paper.table1.real_steps import run_column, run_largest
+    from gpipe_bench.experiments.paper.real_steps import run_column
 
-    if key["part"] == LARGEST:
-        return run_largest(key["half"], key["column"])
     return run_column(key["half"], key["column"], key["precision"])
 
 

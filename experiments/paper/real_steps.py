@@ -5,9 +5,9 @@ models: the engine, RMSProp with momentum, every stage owning its boundary tenso
 
 K accelerators are not needed to see what one of them must hold. A stage alone gets made-up boundary tensors
 of the right shape where its neighbours would send theirs, and drops what it would send. Every distinct stage
-of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU, and
-so does the largest model that fits. What a stage would receive is made when it is used, where the memory
-model has a receive posted ahead. On a CPU the same code counts storages instead (used by tests).
+of a column runs under the paper's cap, so a measured "fits" for the 128-stage Transformer takes one GPU. What
+a stage would receive is made when it is used, where the memory model has a receive posted ahead. On a CPU the
+same code counts storages instead (used by tests).
 """
 
 from __future__ import annotations
@@ -17,22 +17,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.largest import (
-    FILTERS_STEP,
-    Placement,
-    Setting,
-    largest,
-    place_anyhow,
-)
+from gpipe_bench.experiments.paper.largest import Placement, Setting, place_anyhow
 from gpipe_bench.experiments.paper.profiles import meta_model
 from gpipe_bench.experiments.paper.timed.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
-from gpipe_bench.harness.record import Metric, Provenance
+from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.models.paper import GIB, HALVES, column
@@ -50,7 +44,6 @@ from gpipe_bench.pipeline.stage.trees import Message, split
 from gpipe_bench.pipeline.step import prepare, run
 from gpipe_bench.pipeline.transport import InProcess
 
-MOST_SMALLER = 2  # sizes below the modelled largest that are tried
 ATTENTION = {"amoebanet": "none", "transformer": "fused"}  # as it is computed on a GPU
 NUM_STEPS = 2  # the optimizer's state exists from the second step on
 
@@ -114,15 +107,6 @@ def distinct_parts(setting: Setting, placement: Placement) -> list[Part]:
     return list(found.values())
 
 
-class Peak(NamedTuple):
-    """Bytes of a stage at its fullest moment, and what the device's libraries keep for themselves beside
-    it.
-    """
-
-    num_bytes: int
-    workspace_bytes: int
-
-
 class Storages:
     """Counter on a CPU: the storages of tensors, from their birth to their death.
 
@@ -139,8 +123,8 @@ class Storages:
     def reset(self) -> None:
         self._memory.reset_peaks()
 
-    def peak(self) -> Peak:
-        return Peak(self._memory.peak_bytes[""], 0)
+    def peak(self) -> int:
+        return self._memory.peak_bytes[""]
 
 
 class Allocator:
@@ -152,10 +136,10 @@ class Allocator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        before = self._now()
         warm_up(device)
-        self._baseline = self._now()
-        self.workspace_bytes = self._baseline - before
+        gc.collect()
+        devices.reset_peak(device)
+        self._baseline = devices.peak_bytes(device)
 
     def counting(self, held: list[torch.Tensor]) -> AbstractContextManager[object]:
         return nullcontext()
@@ -163,14 +147,9 @@ class Allocator:
     def reset(self) -> None:
         devices.reset_peak(self._device)
 
-    def peak(self) -> Peak:
+    def peak(self) -> int:
         devices.synchronize(self._device)
-        return Peak(devices.peak_bytes(self._device) - self._baseline, self.workspace_bytes)
-
-    def _now(self) -> int:
-        gc.collect()
-        devices.reset_peak(self._device)
-        return devices.peak_bytes(self._device)
+        return devices.peak_bytes(self._device) - self._baseline
 
 
 def warm_up(device: torch.device) -> None:
@@ -184,7 +163,7 @@ def warm_up(device: torch.device) -> None:
 def measure(
     part: Part, model: nn.Sequential, half: str, schedule: Schedule, options: dict[str, Any], batch_size: int,
     device: torch.device, counter: Storages | Allocator | None = None, precision: str = "float32",
-) -> Peak:  # fmt: skip
+) -> int:  # fmt: skip
     """A steady training step of one stage with RMSProp, one parameter updated at a time. In bfloat16 the
     activations are, by autocast.
     """
@@ -242,46 +221,11 @@ def run_column(half: str, name: str, precision: str = "float32") -> Outcome:
     return Outcome(_peaks_of(found["stages"]), found)
 
 
-def run_largest(half: str, name: str) -> Outcome:
-    """The largest model of a column's family that fits on this GPU under the paper's cap.
-
-    The modelled largest should fit, and one that is a layer deeper (AmoebaNet: a step wider) should not.
-    What is larger is tried first. ValueError where no model fits by the memory model.
-    """
-    setting = Setting.of(half, name, "float32", ATTENTION[half])
-    modelled, microbatches = largest(setting), setting.microbatch_counts()[-1]
-    # A layer less leaves the fullest of several stages as it is; one less in each does not.
-    less = setting.num_stages if half == "transformer" else 1
-    tried: list[dict[str, Any]] = []
-    for more in (1, 0, *(-less * number for number in range(1, MOST_SMALLER + 1))):
-        layers, filters = modelled.num_layers, modelled.num_filters
-        if half == "transformer":
-            layers += more
-        else:
-            filters += more * FILTERS_STEP
-        placement = place_anyhow(setting, layers, filters, microbatches)
-        tried.append({"more": more, **under_cap(setting, placement, until_full=True)})
-        if tried[-1]["fits"]:
-            break
-    last = tried[-1]
-    counts: dict[Provenance, int | None] = {
-        "measured": last["num_parameters"] if last["fits"] else None, "modelled": modelled.num_parameters,
-    }  # fmt: skip
-    metrics = [
-        Metric(
-            name=f"{how} parameters", value=count, unit="parameters", provenance=how,
-            note="" if count is not None else f"not even {MOST_SMALLER} sizes below the modelled largest",
-        )
-        for how, count in counts.items()
-    ]  # fmt: skip
-    return Outcome((*metrics, *_peaks_of(last["stages"])), {**last, "tried": tried})
-
-
-def under_cap(setting: Setting, placement: Placement, *, until_full: bool = False) -> dict[str, Any]:
+def under_cap(setting: Setting, placement: Placement) -> dict[str, Any]:
     """Each distinct stage of a placement by itself on this GPU, under the setting's cap: for a record.
 
     The cap holds for the caching allocator, fragmentation and the libraries' workspaces included. The fullest
-    stage by the memory model comes first; with `until_full` it ends with the first stage that finds no room.
+    stage by the memory model comes first.
     """
     data = HALVES[setting.half]
     schedule = setting.schedule(placement.num_microbatches)
@@ -309,8 +253,7 @@ def under_cap(setting: Setting, placement: Placement, *, until_full: bool = Fals
             stages.append(
                 {
                     "stage": part.index,
-                    "measured": None if found is None else found.num_bytes,
-                    "workspace": None if found is None else found.workspace_bytes,
+                    "measured": found,
                     "modelled": part.memory.peak,
                     "at_most": devices.peak_bytes(device),
                     "ran_out": ran_out,
@@ -319,8 +262,6 @@ def under_cap(setting: Setting, placement: Placement, *, until_full: bool = Fals
             del model
             gc.collect()
             devices.empty_cache(device)
-            if ran_out and until_full:
-                break
     finally:
         limit(1.0, device)
     return {
@@ -341,10 +282,6 @@ def _peaks_of(stages: Sequence[dict[str, Any]]) -> tuple[Metric, ...]:
     out = "; ".join(f"stage {stage['stage']}: {stage['ran_out']}" for stage in stages if stage["ran_out"])
     return (
         Metric(name="measured peak", value=most("measured"), unit="bytes", provenance="measured", note=out),
-        Metric(
-            name="workspace", value=most("workspace"), unit="bytes", provenance="measured",
-            note="taken by the device's libraries at their first use; not part of the measured peak",
-        ),
         Metric(name="modelled peak", value=most("modelled"), unit="bytes", provenance="modelled"),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Predictions for accelerators that are not here, and what others published."""
+"""The declared configuration, what it computes, and every verdict on the reference records."""
 
 from __future__ import annotations
 
@@ -8,23 +8,125 @@ from itertools import pairwise
 
 import pytest
 import torch
-from records import ran, record
+from records import ran
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_bench.experiments.paper import computed
-from gpipe_bench.experiments.paper.computed import Computed, cells, outcome
-from gpipe_bench.experiments.paper.predicted.sizes import (
+from gpipe_bench.experiments.paper import computed, reproduction
+from gpipe_bench.experiments.paper.full_size import (
     FullSize,
     num_bytes,
     product_flops,
 )
-from gpipe_bench.experiments.paper.predicted.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
 from gpipe_bench.experiments.paper.predictions import COLUMNS, EXPERIMENT, SCRIPTS
+from gpipe_bench.experiments.paper.reproduction import Declared, table3, torchgpipe_memory
+from gpipe_bench.experiments.paper.torchgpipe import SETTINGS, UNETS, LargeUNet, unet_memory
+from gpipe_bench.experiments.registry import load
+from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.compare import compare
-from gpipe_bench.harness.record import Record
+from gpipe_bench.harness.experiment import RunOptions
+from gpipe_bench.harness.record import of_case
+from gpipe_bench.harness.report import reproduced
+from gpipe_bench.harness.reproduction import (
+    Cell,
+    Published,
+    load_reproduction,
+    of_quotient,
+    predictor_errors,
+    summed,
+)
+from gpipe_bench.harness.store import Store
+from gpipe_bench.harness.unknowns import load_unknowns
 from gpipe_bench.models import MODELS, example_batch, loss_fn
 from gpipe_bench.pipeline import Boundary, Kind, Link, Profiler, gpipe, pipeline_memory
 from gpipe_bench.planner.accelerators import TPU_V2, Accelerator
+
+RECORDS = REFERENCE / "cpu-2-cores"
+TABLES = ("table1-amoebanet", "table1-transformer", "table2-amoebanet", "table2-transformer",
+          "table3-amoebanet", "table3-transformer", "figure3-amoebanet", "figure3-resnet101")  # fmt: skip
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_whatever_the_paper_leaves_open_of_a_table_is_declared(table: str) -> None:
+    assert set(load_unknowns().of(table)) <= set(load_reproduction().of(table))
+    with pytest.raises(ValueError, match="has no choice of"):
+        Declared(table)["colour"]
+
+
+def test_a_setting_has_one_choice(tmp_path) -> None:
+    path = tmp_path / "reproduction.toml"
+    text = (REFERENCE.parent / "reproduction.toml").read_text()
+    start = text.index("\n[[choice]]")
+    first = text[start : text.index("\n\n", start)]
+    path.write_text(text.replace(first, f"{first}\n{first}", 1))
+    with pytest.raises(ValueError, match="two choices of num_classes"):
+        load_reproduction(path)
+
+
+def test_the_error_counts_models_and_not_their_numbers() -> None:
+    numbers = [Published("a", "speeds", math.exp(each), 1.0) for each in (0.3, -0.3, 0.3)]
+    found = predictor_errors([*numbers, Published("b", "speeds", math.exp(0.4), 1.0)])["speeds"]
+    assert math.log1p(found.error) == pytest.approx(math.sqrt((0.3**2 + 0.4**2) / 2))
+    assert found.without == pytest.approx({"a": math.expm1(0.4), "b": math.expm1(0.3)})
+    assert math.log1p(of_quotient(found.error)) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="not positive"):
+        predictor_errors([Published("a", "bytes", 0.0, 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("ours", "error", "why", "answer"),
+    [
+        (1.0, 0.1, "", "agrees"), (1.15, 0.1, "", "agrees"), (1.16, 0.1, "", "differs"),
+        (0.86, 0.1, "", "differs"), (0.87, 0.1, "", "agrees"), (1.0, 0.26, "", "no test"),
+        (None, 0.1, "", "no test"), (1.0, 0.1, "nothing fits", "no test"),
+    ],
+)  # fmt: skip
+def test_a_number_agrees_within_its_error_and_the_rounding(ours, error, why, answer) -> None:
+    assert Cell("M=1", "K=2", 1.0, 0.05, ours, error, why).answer == answer
+
+
+def test_a_table_has_four_numbers() -> None:
+    """By hand: a 2 x 2 table with one pair along each side the wrong way round, and a corner that is 1."""
+    corner = Cell("M=1", "K=2", 1.0, 0, 1.0, 0.1)
+    others = [
+        Cell("M=1", "K=10", 2.0, 0, 2.2, 0.1),
+        Cell("M=4", "K=2", 3.0, 0, 6.0, 0.1),
+        Cell("M=4", "K=10", 4.0, 0, 3.0, 0.1),
+    ]
+    found = summed(others, [corner])
+    assert found.counts == {"agrees": 1, "differs": 2, "no test": 0}
+    assert found.off == pytest.approx(0.25)
+    assert found.rank == pytest.approx(0.5)
+    assert (found.directions, found.pairs) == (3, 4)
+
+
+@pytest.mark.parametrize("name", reproduced.SECONDS)
+def test_every_table_is_computed_and_judged_by_the_errors_on_record(name: str) -> None:
+    experiment = load(name)
+    keys = [case.key for case in experiment.cases(RunOptions())]
+    records = of_case(Store(RECORDS).load(name).records, "done", part=reproduced.PART)
+    assert {each.case["model"] for each in records} == set(reproduced.SECONDS[name])
+    assert all({"part": reproduced.PART, "model": model} in keys for model in reproduced.SECONDS[name])
+    for cells, _ in reproduced.cells(records).values():
+        for cell in cells:
+            known = reproduced.errors()["ratios of speeds" if cell.error < 0.25 else "bytes"].error
+            share = cell.ours / 100 if name == "table4" else 0.0
+            assert cell.error in (known * (1 - share), of_quotient(known), 0.0)
+            assert cell.error or cell.row == reproduced.COUNTED
+    assert experiment.reproduction(reproduced.answers(records)).startswith(
+        ("table", "figure", "breakdown", "claims", "control")
+    )
+
+
+def test_a_table_computed_now_is_the_one_on_record() -> None:
+    (record,) = of_case(Store(RECORDS).load("table3").records, part=reproduced.PART, model="transformer")
+    again = table3("transformer")
+    for metric in record.metrics:
+        key = metric.key
+        assert again[key["table"], key["row"], key["column"]] == pytest.approx(metric.value, rel=1e-9)
+    known = Store(RECORDS).load("predictions").records
+    (memory,) = of_case(known, part="activations", column="pipeline-1")
+    assert torchgpipe_memory("pipeline-1") / 2**30 == pytest.approx(memory.metrics[0].value)
+
 
 TRANSFORMER = {
     "num_layers": 3, "d_model": 64, "ffn_dim": 256, "num_heads": 2, "seq_len": 16, "vocab_size": 100,
@@ -170,27 +272,22 @@ def test_every_published_cut_names_all_layers_and_every_column_is_answered() -> 
     assert "unet-memory: memory, pipeline-1" in EXPERIMENT.tables([kept])
 
 
-def kept(table: str, answers: list[Computed]) -> Record:
-    """What a run of the case leaves."""
-    found, case = outcome(answers), {"part": "as published", "table": table, "what": table}
-    return record(experiment="computed", case=case, metrics=found.metrics, details=found.details)
-
-
 # The stride control
 
 
 def test_a_moved_stride_keeps_nearly_four_times_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every map but those behind the place has twice the side."""
-    monkeypatch.setattr(computed, "NUM_FILTERS", 16)
-    monkeypatch.setattr(computed, "NUM_LAYERS", 3)
-    original = computed.size(67, False, None)
-    moved = {
-        place: computed.size(67, False, place) for place in ("second reduction cell", "last normal cell")
-    }
-    ratios = {place: size.activation_bytes / original.activation_bytes for place, size in moved.items()}
-    assert 3 < ratios["second reduction cell"] < ratios["last normal cell"] < 4.3
-    assert moved["second reduction cell"].num_parameters == original.num_parameters
-    assert computed.size(67, True, None).num_parameters > original.num_parameters
+    monkeypatch.setattr(reproduction, "STRIDE_FILTERS", 16)
+    monkeypatch.setattr(reproduction, "STRIDE_LAYERS", 3)
+    places = ("second reduction cell", "last normal cell")
+    (near, same), (far, more) = (
+        reproduction.stride(
+            "control-stride", image_size=67, auxiliary_head=False, moved_stride=place
+        ).values()
+        for place in places
+    )
+    assert 3 < near < far < 4.3
+    assert same == 1 < more
 
 
 # Small networks
@@ -198,11 +295,11 @@ def test_a_moved_stride_keeps_nearly_four_times_as_much(monkeypatch: pytest.Monk
 
 def test_every_network_of_the_zoo_trains_the_same_and_running_statistics_are_the_mini_batchs() -> None:
     assert list(computed.NETWORKS) == list(MODELS)
-    networks, statistics = computed.trained()
-    assert networks.metric.value == 1, networks.metric.note
-    assert statistics.spread is not None
-    assert (statistics.spread.low, statistics.spread.high) == pytest.approx((1, 1), abs=1e-12)
-    found = kept("claims-text", [networks, statistics])
-    answers = cells([replace(found, case={"part": "trained", "table": "claims-text"})])
+    case = {"part": "trained", "table": "claims-text"}
+    found = ran(computed.EXPERIMENT, case)
+    networks, statistics = found.metrics
+    assert networks.value == 1, networks.note
+    assert (statistics.low, statistics.high) == pytest.approx((1, 1), abs=1e-12)
+    answers = computed.cells([found])
     assert {answer.question for answer in answers} == {"here"}
     assert [each.verdict for each in compare(answers, whole=())] == ["identity", "identity"]

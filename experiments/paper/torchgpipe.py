@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.predicted.sizes import FullSize
+from gpipe_bench.experiments.paper.full_size import FullSize
 from gpipe_bench.harness.reproduction import load_reproduction
 from gpipe_bench.models import MODELS, count_parameters, example_batch, loss_fn
 from gpipe_bench.models.unet import Join, Stash
@@ -123,13 +123,6 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     ),
 }
 """Configurations by model and script; ratios are relative to the first of each."""
-
-TITLES = {
-    "amoebanet": "AmoebaNet-D (18, 256) on P40s",
-    "resnet101": "ResNet-101 on P40s",
-    "resnet101-accuracy": "ResNet-101 on P40s, reading ImageNet",
-    "unet": "U-Net (5, 64) on P40s",
-}
 
 _RESNET = {"num_classes": 1000, "image_size": 224}
 SIZES = {

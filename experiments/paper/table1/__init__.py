@@ -1,1 +1,0 @@
-"""Table 1: the largest model that fits."""

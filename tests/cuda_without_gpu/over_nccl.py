@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import torch
 from counting import counting, counts
 from torch import Tensor, distributed, nn
 
+from gpipe_bench.experiments.paper.timed import steps
 from gpipe_bench.pipeline import Pipeline, devices
 
 
@@ -104,3 +108,15 @@ def far_ahead(in_order: bool) -> float:
         met()
     last.synchronize()
     return first.elapsed_time(last)
+
+
+def link_of() -> tuple[str, set[int]]:
+    """The measured link, and the thread blocks of the communicators that its messages took."""
+    device, took, give = torch.device("cuda", distributed.get_rank()), set[int](), steps._one_way_s
+
+    def noted(rank: int, num_bytes: int, device: torch.device, group: Any) -> float:
+        took.add(group._get_backend(device).options.config.max_ctas)
+        return give(rank, num_bytes, device, group)
+
+    with mock.patch.object(steps, "_one_way_s", noted):
+        return steps.measured_link(device).source, took

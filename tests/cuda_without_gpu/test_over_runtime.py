@@ -19,6 +19,7 @@ import pytest
 import torch
 from counting import counting, held_up, runtime
 from torch import Tensor, nn
+from torch.distributed import ProcessGroupNCCL
 from torch.multiprocessing.spawn import ProcessException
 
 from gpipe_bench.experiments.paper.timed import layers
@@ -35,6 +36,7 @@ from gpipe_bench.pipeline import (
 )
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.profile import precision
+from gpipe_bench.pipeline.ranks.wire import nccl_options
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.planner import timing
 
@@ -102,6 +104,14 @@ def test_nor_does_one_over_nccl(schedule: str) -> None:
     for found, queues in launch(over_nccl.steady_step, min(torch.cuda.device_count(), 4), schedule, "always"):
         assert held_up(found) == {}
         assert queues == 32, "the variable was there before the device was used"
+
+
+def test_a_link_is_measured_as_a_pipelines_messages_find_it() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    for source, thread_blocks in launch(over_nccl.link_of, 2):
+        assert "measured between neighbouring ranks" in source
+        assert thread_blocks == {nccl_options(ProcessGroupNCCL, sums=False).config.max_ctas}
 
 
 @pytest.mark.parametrize("in_order", [True, False])

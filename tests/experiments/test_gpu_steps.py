@@ -140,11 +140,12 @@ def test_finding_out_what_is_missing_needs_nothing() -> None:
     assert "python -m pip install 'torch>=2.11' " in found.stderr
 
 
-def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("profile", ["smoke", "full"])
+def test_every_command_fits_into_a_call_and_names_cases_that_there_are(profile: str, tmp_path: Path) -> None:
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         assert 0 < step.minutes <= 9
-        words = gpu.command(step, tmp_path)
+        words = gpu.command(step, tmp_path, profile)
         if "pytest" in words:
             continue
         options = cli_parser(["run"]).parse_args(words[3:])
@@ -153,7 +154,7 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path:
             key, _, value = text.partition("=")
             only[key] = (*only.get(key, ()), value)
         experiment = load(options.name)
-        cases = experiment.cases(RunOptions(profile="full", device="cuda"))
+        cases = experiment.cases(RunOptions(profile=options.profile, device=options.device))
         assert select(cases, only)
         assert options.results == tmp_path
     memory = {step.name: step.memory_gib for step in STEPS}

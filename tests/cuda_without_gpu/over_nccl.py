@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
 import torch
 from counting import counting, counts
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from gpipe_bench.experiments.paper.timed import steps
-from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.pipeline import ActionError, Pipeline, devices
+
+TIMEOUT_S = 10.0  # that a rank waits for another one
 
 
 def steady_step(schedule: str, remat: str) -> tuple[dict[str, int], int]:
@@ -120,3 +124,43 @@ def link_of() -> tuple[str, set[int]]:
 
     with mock.patch.object(steps, "_one_way_s", noted):
         return steps.measured_link(device).source, took
+
+
+class Stops(nn.Linear):
+    """Stands still when it is due, for longer than the others wait."""
+
+    is_due = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.is_due:
+            self.is_due = False
+            time.sleep(2 * TIMEOUT_S)
+        return super().forward(input)
+
+
+def beside_one_that_stops(how: str) -> tuple[float, str]:
+    """After how many seconds a rank raises what, when rank 1 stops in the third step. `how` the others wait:
+    "item": for the loss, "ahead": the host gives the device step after step, "sum": replicas wait in a sum.
+    """
+    rank, size, device = distributed.get_rank(), distributed.get_world_size(), devices.exact("cuda")
+    torch.manual_seed(0)
+    layers = [Stops(64, 64) for _ in range(size)]
+    mesh = init_device_mesh("cuda", (size, 1) if how == "sum" else (1, size), mesh_dim_names=("dp", "pp"))
+    pipeline = Pipeline(
+        layers, num_stages=mesh.size(1), num_microbatches=4, cost=[1] * size, mesh=mesh, devices=device,
+        timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    data = torch.randn(64, 64, device=device)
+    for _ in range(2):
+        pipeline.step(data, data, nn.functional.mse_loss).item()
+    distributed.barrier()
+    layers[-1 if how == "sum" else 1].is_due = rank == 1
+    begun_s = time.monotonic()
+    try:
+        while time.monotonic() < begun_s + 6 * TIMEOUT_S:
+            loss = pipeline.step(data, data, nn.functional.mse_loss)
+            if how == "item":
+                loss.item()
+    except ActionError as error:
+        return time.monotonic() - begun_s, str(error)
+    return 0.0, "nothing"

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.happens_before import Kind
-from fakes.streams import TYPE, FakeAccelerator, FakeStream
+from fakes.streams import TYPE, FakeAccelerator, FakeStream, Kind
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 

@@ -85,7 +85,6 @@ def main() -> int:
     parser.add_argument("--gib", type=float, help=f"memory of each; default: {H100_GIB}")
     parser.add_argument("--only", default="", metavar="TEXT", help="walks whose title has it, such as '4 x'")
     parser.add_argument("--list", action="store_true", help="only say which walks there are")
-    parser.add_argument("--folder", type=Path, default=default_folder(), help="default: %(default)s")
     options = parser.parse_args()
     if unknown := set(options.steps) - set(NEEDS_GIB):
         parser.error(f"no step is called {sorted(unknown)[0]!r}; there are {', '.join(NEEDS_GIB)}")
@@ -100,7 +99,7 @@ def main() -> int:
     if not walks:
         parser.error(f"no walk's title has {options.only!r}; --list shows them")
     try:
-        folder = prepare(options.folder.absolute())
+        folder = prepare(default_folder())
     except CannotBuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_BUILD

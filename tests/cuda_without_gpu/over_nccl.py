@@ -71,49 +71,6 @@ def behind_a_message() -> tuple[int, bool]:
         return chosen, went_on
 
 
-MESSAGES, KERNELS = 300, 20
-
-
-def far_ahead(in_order: bool) -> float:
-    """Rank 1 gives its device hundreds of messages, of sizes that follow no power of two, before rank 0 asks
-    for any, and the last when rank 0 has given its own device all it has. What rank 0's device takes for the
-    kernels behind the messages, in ms; `in_order` or it asks for the last two the other way round.
-    """
-    rank, device = distributed.get_rank(), torch.device("cuda", distributed.get_rank())
-    tensors = [torch.zeros(1 + number % 7, device=device) for number in range(MESSAGES)]
-    if rank == 0 and not in_order:
-        tensors[-2:] = reversed(tensors[-2:])
-    move = distributed.irecv if rank == 0 else distributed.isend
-
-    def moved(those: slice) -> list[distributed.Work | None]:
-        return [move(tensor, 1 - rank) for tensor in tensors[those]]
-
-    def met() -> None:
-        distributed.all_reduce(torch.zeros(1))  # of the hosts
-
-    works = moved(slice(1))  # when the first is given, both are there
-    if rank == 1:
-        works += moved(slice(1, -1))
-        met()
-        met()
-        works += moved(slice(-1, None))
-    else:
-        met()
-        works += moved(slice(1, None))
-    for work in works:
-        assert work is not None
-        work.wait()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(KERNELS):
-        tensors[0].add_(1)
-    last.record()
-    if rank == 0:
-        met()
-    last.synchronize()
-    return first.elapsed_time(last)
-
-
 def link_of() -> tuple[str, set[int]]:
     """The measured link, and the thread blocks of the communicators that its messages took."""
     device, took, give = torch.device("cuda", distributed.get_rank()), set[int](), steps._one_way_s

@@ -195,14 +195,14 @@ def seconds_of_a_layer_are_those_of_the_device() -> None:
     """And its backward is the one that a pipeline takes: it adds up no gradients of its inputs."""
     kernel_s = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-6
     model = nn.Sequential(*_middle_layers())
-    launched: list[int] = []
+    launched: dict[nn.Module, int] = {}  # by the last backward of each
     take = layers._Taken.take
 
     def counted(taken: Any, kind: Kind) -> None:
         with counting() as found:
             take(taken, kind)
         if kind is Kind.B:
-            launched.append(found["launches"])
+            launched[taken._layer] = found["launches"]
 
     x = torch.zeros(2, 4, 8, 8, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
@@ -210,7 +210,7 @@ def seconds_of_a_layer_are_those_of_the_device() -> None:
         found = layers.alone(model, lambda y, t: y.sum(), x, x, x.device)
     in_pipeline = _launches_of_backwards(x)
     for index in range(1, len(model) - 1):  # the first has no gradient of its inputs, the last has the loss
-        alone = launched[(index + 1) * layers.REPEATS - 1]
+        alone = launched[model[index]]
         assert alone == in_pipeline[index], type(model[index]).__name__
         assert found[index][Kind.B] == pytest.approx(alone * kernel_s, abs=1e-6)
 
@@ -356,6 +356,17 @@ def test_it_holds_and_a_planted_mistake_is_found(
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check()
+
+
+def test_a_clock_that_has_risen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is held longer, and where that does not help somebody is told."""
+    cycles_per_s = devices._cycles_per_s(devices.exact("cuda"))
+    monkeypatch.setattr(devices, "_cycles_per_s", lambda device: cycles_per_s / 4)
+    seconds_of_a_layer_are_those_of_the_device()
+    monkeypatch.setattr(devices, "_cycles_per_s", lambda device: cycles_per_s / 1e6)
+    x = torch.zeros(2, 4, 8, 8, device="cuda")
+    with pytest.warns(UserWarning, match="had begun with layers 0, 1, .* before the host had asked"):
+        layers.alone(_middle_layers(), lambda y, t: y.sum(), x, x, x.device)
 
 
 def test_a_missing_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

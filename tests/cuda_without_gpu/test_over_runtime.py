@@ -92,7 +92,7 @@ def a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device() -> Non
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_nor_does_one_over_nccl(schedule: str) -> None:
+def test_a_steady_step_over_nccl_waits_for_nothing(schedule: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each stage")
     for found, queues in launch(over_nccl.steady_step, min(torch.cuda.device_count(), 4), schedule, "always"):
@@ -299,61 +299,37 @@ def test_a_rank_that_stops_ends_the_others_in_time(how: str, ranks: int) -> None
 # What holds, and the mistake that is planted to see whether it is found
 
 
-def _no_wait(patch: pytest.MonkeyPatch) -> None:
-    receive = devices.Transfers.receive
-
-    def without(self: devices.Transfers, tensors: Any, marks: Any, target: torch.device) -> None:
-        receive(self, tensors, (), target)
-
-    patch.setattr(devices.Transfers, "receive", without)
+_receive, _forward, _kept = devices.Transfers.receive, Stage.forward, list[Any]()
 
 
-def _no_record(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "record_stream", lambda *_: None)
-
-
-def _keep_the_first_inputs(patch: pytest.MonkeyPatch) -> None:
-    forward, kept = Stage.forward, list[Any]()
-
-    def keep(stage: Stage, m: int, *arguments: Any) -> Any:
-        given = forward(stage, m, *arguments)
-        if m == 0:
-            kept.append(stage._microbatches[m].inputs)
-        return given
-
-    patch.setattr(Stage, "forward", keep)
-
-
-def _nothing_pinned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "pinned", lambda tensor: tensor)
-
-
-def _no_last_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "synchronize", lambda device: None)
-
-
-def _no_hold(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "hold", lambda device, seconds: None)
+def _keep_the_first_inputs(stage: Stage, m: int, *arguments: Any) -> Any:
+    given = _forward(stage, m, *arguments)
+    if m == 0:
+        _kept.append(stage._microbatches[m].inputs)
+    return given
 
 
 @pytest.mark.filterwarnings("ignore:.*before the host had asked")
 @pytest.mark.parametrize(
-    ("plant", "check"),
+    ("check", "owner", "name", "mistake"),
     [
-        (_nothing_pinned, a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device),
-        (_no_wait, a_device_waits_for_what_another_one_sends_it),
-        (_no_record, memory_that_another_stream_still_reads_is_not_given_away),
-        (_keep_the_first_inputs, ten_steps_keep_no_more_memory_than_one),
-        (_no_last_wait, a_timed_step_is_over_on_the_device),
-        (_no_hold, seconds_of_a_layer_are_those_of_the_device),
+        (a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device,
+         devices, "pinned", lambda tensor: tensor),
+        (a_device_waits_for_what_another_one_sends_it,
+         devices.Transfers, "receive", lambda self, tensors, _, target: _receive(self, tensors, (), target)),
+        (memory_that_another_stream_still_reads_is_not_given_away,
+         devices, "record_stream", lambda *_: None),
+        (ten_steps_keep_no_more_memory_than_one, Stage, "forward", _keep_the_first_inputs),
+        (a_timed_step_is_over_on_the_device, devices, "synchronize", lambda device: None),
+        (seconds_of_a_layer_are_those_of_the_device, devices, "hold", lambda device, seconds: None),
     ],
-    ids=lambda function: function.__name__,
-)
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)  # fmt: skip
 def test_it_holds_and_a_planted_mistake_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    check: Callable[[], None], owner: Any, name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check()
-    plant(monkeypatch)
+    monkeypatch.setattr(owner, name, mistake)
     with pytest.raises(AssertionError):
         check()
 

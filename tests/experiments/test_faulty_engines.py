@@ -13,9 +13,10 @@ from engines_checked import PAGE, rewritten
 from planted_engines import OVER_PROCESSES, PLANTED, RIGHT
 
 from gpipe_bench.experiments.beyond import engine_turns
-from gpipe_bench.experiments.beyond.engines import ALWAYS, WORKLOADS
+from gpipe_bench.experiments.beyond.engines import ALL_CORES, ALONE, ALWAYS, FACTORIES, WORKLOADS
 from gpipe_bench.experiments.engines import cases as cases_module
 from gpipe_bench.experiments.engines.cases import BASE, CASES, GROUPS, Row, examine, faults, in_place, settled
+from gpipe_bench.experiments.paper.timed.steps import run_processes
 
 ROOT = Path(__file__).parents[2]
 SCENE = """
@@ -253,3 +254,13 @@ def test_four_bad_engines_and_a_good_one_are_four_reasons_and_a_result(
     for name in names[:4]:
         assert f"{name} failed: {faulty[name]}" in " ".join(shown.split())
     assert f"{names[5]} skipped: {refused[1]}" in " ".join(shown.split())
+
+
+def test_peaks_are_counted_beside_a_process_that_only_waits() -> None:
+    """The sequential model runs in the first process alone; whoever waits there must wait in all."""
+    options = {"num_layers": 4, "d_model": 8, "ffn_dim": 16, "num_heads": 2, "vocab_size": 16, "seq_len": 4}
+    compared = {name: (FACTORIES.get(name, name), "never") for name in ("ours", ALONE, ALL_CORES)}
+    job = engine_turns.Job("transformer-lm", options, 1, 2, 2, compared, with_peaks=True)
+    first, second = run_processes(engine_turns.work, 2, job, 1)
+    assert list(first.details["peak_bytes"]) == ["ours", ALONE, ALL_CORES]
+    assert list(second.details["peak_bytes"]) == ["ours", ALL_CORES]

@@ -17,8 +17,7 @@ import over_nccl
 import pytest
 import torch
 from counting import counting, held_up, runtime
-from torch import Tensor, nn
-from torch.distributed import ProcessGroupNCCL
+from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -105,7 +104,7 @@ def test_a_link_is_measured_as_a_pipelines_messages_find_it() -> None:
         pytest.skip("NCCL needs a GPU for each rank")
     for source, thread_blocks in launch(over_nccl.link_of, 2):
         assert "measured between neighbouring ranks" in source
-        assert thread_blocks == {nccl_options(ProcessGroupNCCL, sums=False).config.max_ctas}
+        assert thread_blocks == {nccl_options(distributed.ProcessGroupNCCL, sums=False).config.max_ctas}
 
 
 @pytest.mark.parametrize("grid", ["--dp 2 --pp 2", "--fsdp 2 --pp 2", "--pp 2 --tp 2"])

@@ -3,11 +3,12 @@
     .ci/gpu                  what has not ended yet, for --minutes
     .ci/gpu NAME ...         these, whatever ended before
     .ci/gpu --list           what each needs, and what this machine lacks
+    .ci/gpu --profile smoke  the same commands with tiny models, to see in minutes that they run here
 
 All but the tests are `run`, which keeps every case the moment it is done: a command that is ended when the
 time is over goes on there in the next call; its results are lines of words at its end (`compare` has the
 tables). Records and what has ended lie in results/local/gpu, whatever $OUT is: a machine that is lent may
-empty that before each call. Only records.jsonl is put there.
+empty that before each call. Only records.jsonl is put there. Those of tiny models lie apart, in smoke/.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=8.5, help="after which it ends; default: %(default)g"
     )
+    parser.add_argument("--profile", choices=("smoke", "full"), default="full", help="of each `run`")
     parser.add_argument(
         "--results",
         type=Path,
@@ -110,18 +112,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             why = lacks(step, torch)
             print(f"{step.name:<20}{step.takes}{f'; skipped: {why}' * bool(why)}\n{'':<20}{step.gives}")
         return DONE
-    state = options.results.absolute()
+    state, is_smoke = options.results.absolute(), options.profile == "smoke"
+    if is_smoke:
+        state /= "smoke"
     records, out = state / "records", Path(os.environ.get("OUT") or state).absolute()
     records.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    status = _take([step for step in STEPS if step.name in options.steps or not options.steps], torch, state,
-                   again=bool(options.steps), end_s=time.monotonic() + 60 * options.minutes)  # fmt: skip
+    if is_smoke:
+        print("tiny models: what they give says that the commands run here, and nothing of the paper")
+    steps = [step._replace(minutes=1.0) if is_smoke else step for step in STEPS]
+    status = _take([step for step in steps if step.name in options.steps or not options.steps], torch, state,
+                   options.profile, again=bool(options.steps),
+                   end_s=time.monotonic() + 60 * options.minutes)  # fmt: skip
     if found := sorted(records.glob("*.jsonl")):
         (out / "records.jsonl").write_bytes(b"".join(path.read_bytes() for path in found))
     return status
 
 
-def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: bool, end_s: float) -> int:
+def _take(
+    steps: Iterable[Step], torch: dict[str, Any], state: Path, profile: str, *, again: bool, end_s: float
+) -> int:
     """Runs the steps that there is time for, and always the first; returns the exit status."""
     status, begun, list_of_ended = DONE, False, state / "ended.txt"
     ended = [] if again or not list_of_ended.exists() else list_of_ended.read_text().split()
@@ -136,7 +146,7 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: b
             begun = True
             print(f"== {step.name}: {step.gives}", flush=True)
             is_run = not step.arguments.startswith("pytest")
-            code = _one(command(step, state / "records"), end_s, quiet=is_run)
+            code = _one(command(step, state / "records", profile), end_s, quiet=is_run)
             if code is None:
                 print(f"== {step.name}: the time is over; the next call goes on", flush=True)
                 break
@@ -152,13 +162,13 @@ def _take(steps: Iterable[Step], torch: dict[str, Any], state: Path, *, again: b
     return status
 
 
-def command(step: Step, records: Path) -> list[str]:
+def command(step: Step, records: Path, profile: str = "full") -> list[str]:
     """The command line of a step."""
     words = shlex.split(step.arguments)
     if words[0] == "pytest":
         return [sys.executable, "-m", *words]
-    device = ["--device", "cuda", "--json"]
-    return [sys.executable, "-m", "experiments", "run", *words, *device, "--results", str(records)]
+    words += ["--profile", profile, "--device", "cuda", "--json", "--results", str(records)]
+    return [sys.executable, "-m", "experiments", "run", *words]
 
 
 def _results(step: Step, records: Path) -> list[str]:

@@ -5,7 +5,7 @@ Each line says a number of ours and the paper's beside it; what did not run says
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -41,10 +41,13 @@ def sentences(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         if record.status != "done":
             yield f"{record.label}: {record.status.replace('_', ' ')}: {record.reason.splitlines()[0]}"
-    done = [record for record in records if record.status == "done"]
     about = {"device": _fits, "recomputation": _recomputation}
-    for part, of_part in groupby(done, key=lambda record: str(record.case.get("part", ""))):
-        yield from about.get(part, _beside)(list(of_part))
+    done: dict[Callable[[Sequence[Record]], Iterator[str]], list[Record]] = {}
+    for record in records:
+        if record.status == "done":
+            done.setdefault(about.get(str(record.case.get("part")), _beside), []).append(record)
+    for say, of_part in done.items():
+        yield from say(of_part)
 
 
 def _fits(records: Sequence[Record]) -> Iterator[str]:

@@ -81,11 +81,12 @@ def work(job: Job, rounds: int) -> Found:
     measured = take_turns(steps, layers, rounds, job.seed, devices.current(job.chosen.device))
     actions_s = mean_actions_s(ours.timeline)
     checked()  # still right after all rounds
-    peaks = {
-        name: peak_bytes(step, setups[name])
-        for name, step in steps.items()
-        if step is not None and job.work.real
-    }  # behind the timing, which must not meet what this leaves behind
+    peaks = {}
+    for name, step in steps.items() if job.work.real else ():  # behind the timing, which it must not disturb
+        if dist.is_initialized():
+            dist.barrier()  # of those that wait, too
+        if step is not None:
+            peaks[name] = peak_bytes(step, setups[name])
     details = {
         "checks": checks, "refused": refused, "partition": setups[first].partition, "actions_s": actions_s,
         "peak_bytes": peaks,
@@ -229,8 +230,6 @@ def peak_bytes(step: Callable[[], object], setup: Setup) -> int | None:
     the gradients, which it surely makes: then the operations run in threads of its own.
     """
     clear(setup.layers)
-    if dist.is_initialized():
-        dist.barrier()
     with LiveMemory() as memory:
         step()
     gradients = [p.grad for p in named_parameters(setup).values() if p.grad is not None]

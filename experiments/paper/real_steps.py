@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_bench.experiments.paper.largest import Placement, Setting, place_anyhow
+from gpipe_bench.experiments.paper.largest import FILTERS_STEP, Placement, Setting, place_anyhow
 from gpipe_bench.experiments.paper.profiles import meta_model
 from gpipe_bench.experiments.paper.timed.workloads import materialized
 from gpipe_bench.harness.experiment import Outcome
 from gpipe_bench.harness.record import Metric
 from gpipe_bench.harness.workers import memory_error
 from gpipe_bench.models import MODELS, example_batch, loss_fn
-from gpipe_bench.models.paper import GIB, HALVES, column
+from gpipe_bench.models.paper import GIB, HALVES, PAPER_NUM_LAYERS, column
 from gpipe_bench.pipeline import Pipeline, devices
 from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.peaks import StageMemory
@@ -210,13 +210,20 @@ def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
-def run_column(half: str, name: str, precision: str = "float32") -> Outcome:
-    """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap.
+def run_column(half: str, name: str, precision: str = "float32", *, smallest: bool = False) -> Outcome:
+    """Every distinct stage of a column of Table 1 on this GPU, under the paper's cap; `smallest`: of the
+    smallest model with as many stages, in few micro-batches.
 
     That a stage finds no room is a result: with the models without GPipe it is what the table is about.
     """
     size, setting = column(half, name), Setting.of(half, name, precision, ATTENTION[half])
-    placement = place_anyhow(setting, size.num_layers, size.num_filters, setting.microbatch_counts()[-1])
+    layers, filters, counts = size.num_layers, size.num_filters, setting.microbatch_counts()
+    if smallest:
+        counts = counts[:2]
+        layers, filters = (
+            (size.num_stages, 0) if half == "transformer" else (PAPER_NUM_LAYERS[0], FILTERS_STEP)
+        )
+    placement = place_anyhow(setting, layers, filters, counts[-1])
     found = under_cap(setting, placement)
     return Outcome(_peaks_of(found["stages"]), found)
 

@@ -59,16 +59,21 @@ def cases(options: RunOptions) -> list[Case]:
             }
             estimate_s = 0.8 if model.startswith("amoeba") else 0.2
             found.append(Case(step, estimate_s, f"{model} in {m} micro-batches"))
-    if options.profile == "full":
-        found += _on_a_gpu()
+    if options.profile == "full" or (smoke and options.device == "cuda"):
+        found += _on_a_gpu(smoke)
     return found
 
 
-def _on_a_gpu() -> list[Case]:
+def _on_a_gpu(smoke: bool) -> list[Case]:
     """Cases on a GPU, the most telling first: the model without GPipe beside the same with it. Their ratios
     are the paper's factors of 25 and 3.8.
     """
-    every = [(half, each) for half, columns in COLUMNS.items() for each in columns]
+    every = [
+        (half, each)
+        for half, columns in COLUMNS.items()
+        for each in columns
+        if not smoke or each.num_stages == 1 or each.name in SMOKE_COLUMNS[half]
+    ]
     of_one = [(half, each) for half, each in every if each.num_stages == 1]
     runs = [(half, each, precision) for precision in PRECISIONS for half, each in of_one]
     runs += [(half, each, "float32") for half, each in every if each.num_stages > 1]
@@ -181,7 +186,7 @@ def _run_device(key: dict[str, Any], options: RunOptions) -> Outcome:
         return Outcome(status="skipped", reason="needs a CUDA device: runs real stages under the paper's cap")
     from gpipe_bench.experiments.paper.real_steps import run_column
 
-    return run_column(key["half"], key["column"], key["precision"])
+    return run_column(key["half"], key["column"], key["precision"], smallest=options.profile == "smoke")
 
 
 def _modelled(name: str, value: float | None, unit: str, note: str = "") -> Metric:
@@ -197,7 +202,7 @@ EXPERIMENT = Experiment(
         "there with this engine, and real training steps that check the memory model."
     ),
     profiles={
-        "smoke": "a few columns, two real steps",
+        "smoke": "a few columns, two real steps; on a GPU stages of the smallest models",
         "short": "all columns at the paper's full size, all real steps on small models; no GPU needed",
         "full": "the same, and every distinct stage for real on a GPU under the paper's memory cap",
     },

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+from unittest import mock
+
 import torch
 from counting import counting, counts
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from gpipe_bench.pipeline import Pipeline, devices
+from gpipe_bench.experiments.paper.timed import steps
+from gpipe_bench.pipeline import ActionError, Pipeline, devices
+
+TIMEOUT_S = 10.0  # that a rank waits for another one
 
 
 def steady_step(schedule: str, remat: str) -> tuple[dict[str, int], int]:
@@ -63,44 +71,53 @@ def behind_a_message() -> tuple[int, bool]:
         return chosen, went_on
 
 
-MESSAGES, KERNELS = 300, 20
+def link_of() -> tuple[str, set[int]]:
+    """The measured link, and the thread blocks of the communicators that its messages took."""
+    device, took, give = torch.device("cuda", distributed.get_rank()), set[int](), steps._one_way_s
+
+    def noted(rank: int, num_bytes: int, device: torch.device, group: Any) -> float:
+        took.add(group._get_backend(device).options.config.max_ctas)
+        return give(rank, num_bytes, device, group)
+
+    with mock.patch.object(steps, "_one_way_s", noted):
+        return steps.measured_link(device).source, took
 
 
-def far_ahead(in_order: bool) -> float:
-    """Rank 1 gives its device hundreds of messages, of sizes that follow no power of two, before rank 0 asks
-    for any, and the last when rank 0 has given its own device all it has. What rank 0's device takes for the
-    kernels behind the messages, in ms; `in_order` or it asks for the last two the other way round.
+class Stops(nn.Linear):
+    """Stands still when it is due, for longer than the others wait."""
+
+    is_due = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.is_due:
+            self.is_due = False
+            time.sleep(2 * TIMEOUT_S)
+        return super().forward(input)
+
+
+def beside_one_that_stops(how: str) -> tuple[float, str]:
+    """After how many seconds a rank raises what, when rank 1 stops in the third step. `how` the others wait:
+    "item": for the loss, "ahead": the host gives the device step after step, "sum": replicas wait in a sum.
     """
-    rank, device = distributed.get_rank(), torch.device("cuda", distributed.get_rank())
-    tensors = [torch.zeros(1 + number % 7, device=device) for number in range(MESSAGES)]
-    if rank == 0 and not in_order:
-        tensors[-2:] = reversed(tensors[-2:])
-    move = distributed.irecv if rank == 0 else distributed.isend
-
-    def moved(those: slice) -> list[distributed.Work | None]:
-        return [move(tensor, 1 - rank) for tensor in tensors[those]]
-
-    def met() -> None:
-        distributed.all_reduce(torch.zeros(1))  # of the hosts
-
-    works = moved(slice(1))  # when the first is given, both are there
-    if rank == 1:
-        works += moved(slice(1, -1))
-        met()
-        met()
-        works += moved(slice(-1, None))
-    else:
-        met()
-        works += moved(slice(1, None))
-    for work in works:
-        assert work is not None
-        work.wait()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(KERNELS):
-        tensors[0].add_(1)
-    last.record()
-    if rank == 0:
-        met()
-    last.synchronize()
-    return first.elapsed_time(last)
+    rank, size, device = distributed.get_rank(), distributed.get_world_size(), devices.exact("cuda")
+    torch.manual_seed(0)
+    layers = [Stops(64, 64) for _ in range(size)]
+    mesh = init_device_mesh("cuda", (size, 1) if how == "sum" else (1, size), mesh_dim_names=("dp", "pp"))
+    pipeline = Pipeline(
+        layers, num_stages=mesh.size(1), num_microbatches=4, cost=[1] * size, mesh=mesh, devices=device,
+        timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    data = torch.randn(64, 64, device=device)
+    for _ in range(2):
+        pipeline.step(data, data, nn.functional.mse_loss).item()
+    distributed.barrier()
+    layers[-1 if how == "sum" else 1].is_due = rank == 1
+    begun_s = time.monotonic()
+    try:
+        while time.monotonic() < begun_s + 6 * TIMEOUT_S:
+            loss = pipeline.step(data, data, nn.functional.mse_loss)
+            if how == "item":
+                loss.item()
+    except ActionError as error:
+        return time.monotonic() - begun_s, str(error)
+    return 0.0, "nothing"

@@ -1,5 +1,5 @@
-"""Puts torch's CUDA build over the runtime without a device (`runtime.cpp`): downloads, compiles, says how to
-run it.
+"""Puts torch's CUDA build over the runtime without a device (`runtime.cpp`): downloads, compiles, says what
+a process over it needs.
 
 The wheels come from PyPI by pip, without what they depend on: every library of CUDA's that torch links
 against is replaced. What is made lies outside of the repository and is made again only when it has changed:
@@ -8,7 +8,6 @@ against is replaced. What is made lies outside of the repository and is made aga
     site/      torch and torchvision, unpacked; the other packages are those of the Python that runs
     lib/       the replaced libraries
     hook/      what Python reads first
-    run.sh     CHECKOUT ARGUMENTS...: that checkout's Python, over all this
 
 A GPU of the machine is never used, nor asked: the driver's libraries are among those that are replaced.
 """
@@ -46,15 +45,6 @@ OF_CUDA = re.compile(
 )
 # What a stream is given to compute, so that it takes its time there.
 COMPUTES = re.compile(r"cublas\w*?(?:[Gg]emm|[Gg]emv|[Dd]ot|[Gg]er|[Tt]rsm|[Ss]yrk)")
-RUN = """\
-#!/usr/bin/env bash
-# run.sh CHECKOUT ARGUMENTS...: Python with torch's CUDA build over a runtime without a device.
-# FAKE_GPUS devices (1) of FAKE_GIB (79.1); PYTHON names another interpreter than the checkout's.
-here="$(cd "$(dirname "$0")" && pwd)" checkout="$(cd "$1" && pwd)" && shift || exit 2
-export LD_LIBRARY_PATH="$here/lib" PYTHONPATH="$here/hook:$here/site:$checkout" PYTHONDONTWRITEBYTECODE=1
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" MKL_NUM_THREADS="${MKL_NUM_THREADS:-1}"
-exec "${PYTHON:-$checkout/.venv/bin/python}" "$@"
-"""
 
 
 class CannotBuildError(RuntimeError):
@@ -84,16 +74,17 @@ def prepare(folder: Path) -> Path:
 
 def _make(folder: Path) -> None:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    with _up_to_date(folder / "site", *PINNED, *UNUSED, tag) as is_made:
-        if not is_made:
-            _unpack(_wheels(folder / "wheels", tag), folder / "site", folder / "include")
+    site, include, lib = (folder / name for name in ("site", "include", "lib"))
     sources = [(HERE / name).read_text(encoding="utf-8") for name in ("runtime.cpp", "stand_in.py")]
-    with _up_to_date(folder / "lib", *sources, *PINNED, tag) as is_made:
-        if not is_made:
-            _compile(folder / "site", folder / "include", folder / "lib")
+    for made, of, make in (
+        (site, (*PINNED, *UNUSED, tag), lambda: _unpack(_wheels(folder / "wheels", tag), site, include)),
+        (lib, (*sources, *PINNED, tag), lambda: _compile(site, include, lib)),
+    ):
+        stamp, wanted = made.with_suffix(".sha256"), hashlib.sha256("\0".join(of).encode()).hexdigest()
+        if not stamp.exists() or stamp.read_text() != wanted:
+            make()
+            stamp.write_text(wanted)
     shutil.copytree(HERE / "hook", folder / "hook", dirs_exist_ok=True, ignore=lambda *_: ["__pycache__"])
-    (folder / "run.sh").write_text(RUN, encoding="utf-8")
-    (folder / "run.sh").chmod(0o755)
 
 
 def variables(folder: Path, root: Path, *, gpus: int = 1, gib: float | None = None) -> dict[str, str]:
@@ -104,21 +95,6 @@ def variables(folder: Path, root: Path, *, gpus: int = 1, gib: float | None = No
         "FAKE_GPUS": str(gpus),
     }
     return {**os.environ, **found, **({} if gib is None else {"FAKE_GIB": str(gib)})}
-
-
-class _up_to_date:  # noqa: N801
-    """Whether a folder was made of the same `sources`; says so from the end of the block on."""
-
-    def __init__(self, folder: Path, *sources: str) -> None:
-        self._stamp = folder.with_suffix(".sha256")
-        self._wanted = hashlib.sha256("\0".join(sources).encode()).hexdigest()
-
-    def __enter__(self) -> bool:
-        return self._stamp.exists() and self._stamp.read_text() == self._wanted
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._stamp.write_text(self._wanted)
 
 
 def _wheels(folder: Path, tag: str) -> list[Path]:

@@ -5,7 +5,6 @@ Collected and skipped wherever that runtime is not loaded; `nox -s cuda-without-
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,8 +17,7 @@ import over_nccl
 import pytest
 import torch
 from counting import counting, held_up, runtime
-from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessException
+from torch import Tensor, distributed, nn
 
 from gpipe_bench.experiments.paper.timed import layers
 from gpipe_bench.models import MODELS, example_batch, loss_fn
@@ -33,8 +31,8 @@ from gpipe_bench.pipeline import (
     launch,
     pipeline_memory,
 )
-from gpipe_bench.pipeline.clock import Clock
 from gpipe_bench.pipeline.memory.profile import precision
+from gpipe_bench.pipeline.ranks.failure import nccl_options
 from gpipe_bench.pipeline.stage.stage import Stage
 from gpipe_bench.planner import timing
 
@@ -85,18 +83,15 @@ def test_nothing_of_a_drivers_is_loaded_or_open() -> None:
             assert not os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia")
 
 
-@pytest.mark.parametrize("remat", ["always", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device(
-    schedule: str, remat: str
-) -> None:
+def a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device() -> None:
     """No synchronization, no cudaMalloc, no copy that holds up the host."""
-    _, take = lm(schedule=schedule, remat=remat)
-    assert held_up_in_a_step(take) == {}
+    for schedule, remat in (("gpipe", "always"), ("1f1b", "never"), ("zb-h1", "always"), ("zb-h1", "never")):
+        _, take = lm(schedule=schedule, remat=remat)
+        assert held_up_in_a_step(take) == {}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_nor_does_one_over_nccl(schedule: str) -> None:
+def test_a_steady_step_over_nccl_waits_for_nothing(schedule: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each stage")
     for found, queues in launch(over_nccl.steady_step, min(torch.cuda.device_count(), 4), schedule, "always"):
@@ -104,18 +99,12 @@ def test_nor_does_one_over_nccl(schedule: str) -> None:
         assert queues == 32, "the variable was there before the device was used"
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_messages_meet_in_the_order_in_which_their_ends_are_given(in_order: bool) -> None:
-    """However far one host is ahead of the other; and what is behind them takes what it takes."""
+def test_a_link_is_measured_as_a_pipelines_messages_find_it() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each rank")
-    if in_order:
-        kernel_ms = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-3
-        behind_ms, _ = launch(over_nccl.far_ahead, 2, True)
-        assert behind_ms == pytest.approx(over_nccl.KERNELS * kernel_ms, abs=1e-4)
-    else:  # there NCCL would wait for ever, or write past the end
-        with pytest.raises(ProcessException, match="SIGABRT"):
-            launch(over_nccl.far_ahead, 2, False)
+    for source, thread_blocks in launch(over_nccl.link_of, 2):
+        assert "measured between neighbouring ranks" in source
+        assert thread_blocks == {nccl_options(distributed.ProcessGroupNCCL, sums=False).config.max_ctas}
 
 
 @pytest.mark.parametrize("grid", ["--dp 2 --pp 2", "--fsdp 2 --pp 2", "--pp 2 --tp 2"])
@@ -139,33 +128,7 @@ def torchrun(ranks: int, *command: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_an_action_takes_what_the_device_takes_where_the_host_runs_ahead() -> None:
-    """Without a head start it takes what the host takes to ask for it: Python, on a fast device."""
-    device, kernels = devices.exact("cuda"), 20
-    clock = Clock([gpipe(1, 1).actions[0][0]], [device])
-    x = torch.zeros(8, device=device)
-
-    def seconds(head_start_s: float) -> float:
-        clock.begin()
-        devices.hold(device, head_start_s)
-        clock.start(0)
-        for _ in range(kernels):
-            x.add_(1)
-        clock.stop(0)
-        clock.complete = True
-        return clock.events()[0].duration_s
-
-    seconds(0.1)
-    kernel_s = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-6
-    assert seconds(0.2) == pytest.approx(kernels * kernel_s, abs=1e-6)
-    assert seconds(0.0) > kernels * kernel_s + 5e-6
-
-
-def test_a_device_waits_for_what_another_one_sends_it() -> None:
-    assert_waits_for_the_sender()
-
-
-def assert_waits_for_the_sender() -> None:
+def a_device_waits_for_what_another_one_sends_it() -> None:
     """What the receiver is given behind a copy is not over while the sender's device is busy."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -182,11 +145,7 @@ def assert_waits_for_the_sender() -> None:
     assert behind.query()
 
 
-def test_memory_that_another_stream_still_reads_is_not_given_away() -> None:
-    assert_memory_is_kept()
-
-
-def assert_memory_is_kept() -> None:
+def memory_that_another_stream_still_reads_is_not_given_away() -> None:
     """A tensor that came, was used and is gone leaves its place only when the device has used it."""
     device, transfers = devices.exact("cuda"), devices.Transfers()
     devices.hold(device, 0.01)
@@ -206,20 +165,15 @@ def assert_memory_is_kept() -> None:
     devices.synchronize(device)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_ten_steps_keep_no_more_memory_than_one(schedule: str) -> None:
-    assert_keeps_nothing(schedule)
+def ten_steps_keep_no_more_memory_than_one() -> None:
+    def held(steps: int) -> list[int]:
+        for _ in range(steps):
+            take()
+        return [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
 
-
-def assert_keeps_nothing(schedule: str = "gpipe") -> None:
-    _, take = lm(schedule=schedule)
-    for _ in range(3):
-        take()
-    before = [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
-    for _ in range(10):
-        take()
-    after = [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
-    assert after == before, "memory is kept from step to step"
+    for schedule in ("gpipe", "1f1b"):
+        _, take = lm(schedule=schedule)
+        assert held(3) == held(10), "memory is kept from step to step"
 
 
 def test_a_rank_takes_its_own_device_and_waits_for_messages_on_it() -> None:
@@ -230,32 +184,24 @@ def test_a_rank_takes_its_own_device_and_waits_for_messages_on_it() -> None:
     assert not second[1], "the device of rank 1 went on before the message was sent"
 
 
-def test_a_timed_step_is_over_on_the_device() -> None:
-    assert_times_the_device()
-
-
-def assert_times_the_device() -> None:
+def a_timed_step_is_over_on_the_device() -> None:
     device = devices.exact("cuda")
     devices.hold(device, 0.01)
     assert timing.time_step(lambda: devices.hold(device, BUSY_S), (), device=device) > BUSY_S / 2
 
 
-def test_seconds_of_a_layer_are_those_of_the_device() -> None:
+def seconds_of_a_layer_are_those_of_the_device() -> None:
     """And its backward is the one that a pipeline takes: it adds up no gradients of its inputs."""
-    assert_layers_take_the_devices_time()
-
-
-def assert_layers_take_the_devices_time() -> None:
     kernel_s = float(os.environ.get("FAKE_KERNEL_US", "0")) * 1e-6
     model = nn.Sequential(*_middle_layers())
-    launched: list[int] = []
+    launched: dict[nn.Module, int] = {}  # by the last backward of each
     take = layers._Taken.take
 
     def counted(taken: Any, kind: Kind) -> None:
         with counting() as found:
             take(taken, kind)
         if kind is Kind.B:
-            launched.append(found["launches"])
+            launched[taken._layer] = found["launches"]
 
     x = torch.zeros(2, 4, 8, 8, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
@@ -263,7 +209,7 @@ def assert_layers_take_the_devices_time() -> None:
         found = layers.alone(model, lambda y, t: y.sum(), x, x, x.device)
     in_pipeline = _launches_of_backwards(x)
     for index in range(1, len(model) - 1):  # the first has no gradient of its inputs, the last has the loss
-        alone = launched[(index + 1) * layers.REPEATS - 1]
+        alone = launched[model[index]]
         assert alone == in_pipeline[index], type(model[index]).__name__
         assert found[index][Kind.B] == pytest.approx(alone * kernel_s, abs=1e-6)
 
@@ -336,95 +282,70 @@ def memory_error(
     return (torch.cuda.max_memory_allocated() - before) / stage.working_set - 1
 
 
-def ends_of(how: str, ranks: int, timeout_s: float) -> dict[int, dict[str, Any]]:
-    """What the ranks say of which one has stopped, by rank."""
-    done = torchrun(ranks, HERE / "stuck_rank.py", how, timeout_s)
-    assert done.returncode != 0
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
-    assert found, done.stderr[-3000:]
-    return {each["rank"]: each for each in found}
-
-
 @pytest.mark.parametrize(("how", "ranks"), [("item", 3), ("ahead", 2), ("sum", 2)])
 def test_a_rank_that_stops_ends_the_others_in_time(how: str, ranks: int) -> None:
     """Not with an abort of torch's watchdog, a minute later. Replicas that wait for each other's host before
     a step cannot say which one is late.
     """
-    for each in ends_of(how, ranks, 10.0).values():
-        assert each["error"].startswith("ActionError"), each
-        named = "on rank 1 failed: rank 1 did not answer" in each["error"]
-        assert named or (how == "sum" and "a collective failed: Timed out" in each["error"]), each
-        assert each["seconds"] < 15.0
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("NCCL needs a GPU for each rank")
+    for seconds, error in launch(over_nccl.beside_one_that_stops, ranks, how)[::2]:
+        named = "on rank 1 failed: rank 1 did not answer" in error
+        assert named or (how == "sum" and "a collective failed: Timed out" in error), error
+        assert seconds < 15.0
 
 
-# Each of these mistakes is planted, and must be found by the test that it names
+# What holds, and the mistake that is planted to see whether it is found
 
 
-def _no_index(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "exact", torch.device)
+_receive, _forward, _kept = devices.Transfers.receive, Stage.forward, list[Any]()
 
 
-def _no_wait(patch: pytest.MonkeyPatch) -> None:
-    receive = devices.Transfers.receive
-
-    def without(self: devices.Transfers, tensors: Any, marks: Any, target: torch.device) -> None:
-        receive(self, tensors, (), target)
-
-    patch.setattr(devices.Transfers, "receive", without)
-
-
-def _no_record(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "record_stream", lambda *_: None)
-
-
-def _keep_the_first_inputs(patch: pytest.MonkeyPatch) -> None:
-    forward, kept = Stage.forward, list[Any]()
-
-    def keep(stage: Stage, m: int, *arguments: Any) -> Any:
-        given = forward(stage, m, *arguments)
-        if m == 0:
-            kept.append(stage._microbatches[m].inputs)
-        return given
-
-    patch.setattr(Stage, "forward", keep)
-
-
-def _no_last_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "synchronize", lambda device: None)
-
-
-def _no_hold(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(devices, "hold", lambda device, seconds: None)
+def _keep_the_first_inputs(stage: Stage, m: int, *arguments: Any) -> Any:
+    given = _forward(stage, m, *arguments)
+    if m == 0:
+        _kept.append(stage._microbatches[m].inputs)
+    return given
 
 
 @pytest.mark.filterwarnings("ignore:.*before the host had asked")
 @pytest.mark.parametrize(
-    ("plant", "check"),
+    ("check", "owner", "name", "mistake"),
     [
-        (_no_wait, assert_waits_for_the_sender),
-        (_no_record, assert_memory_is_kept),
-        (_keep_the_first_inputs, assert_keeps_nothing),
-        (_no_last_wait, assert_times_the_device),
-        (_no_hold, assert_layers_take_the_devices_time),
+        (a_steady_step_waits_for_nothing_and_takes_no_memory_from_the_device,
+         devices, "pinned", lambda tensor: tensor),
+        (a_device_waits_for_what_another_one_sends_it,
+         devices.Transfers, "receive", lambda self, tensors, _, target: _receive(self, tensors, (), target)),
+        (memory_that_another_stream_still_reads_is_not_given_away,
+         devices, "record_stream", lambda *_: None),
+        (ten_steps_keep_no_more_memory_than_one, Stage, "forward", _keep_the_first_inputs),
+        (a_timed_step_is_over_on_the_device, devices, "synchronize", lambda device: None),
+        (seconds_of_a_layer_are_those_of_the_device, devices, "hold", lambda device, seconds: None),
     ],
-)
-def test_a_planted_mistake_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)  # fmt: skip
+def test_it_holds_and_a_planted_mistake_is_found(
+    check: Callable[[], None], owner: Any, name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check()
-    plant(monkeypatch)
+    monkeypatch.setattr(owner, name, mistake)
     with pytest.raises(AssertionError):
         check()
 
 
-def test_what_holds_up_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, take = lm(devices="cuda")
-    monkeypatch.setattr(devices, "pinned", lambda tensor: tensor)
-    assert held_up_in_a_step(take)["pageable"] > 0
+def test_a_clock_that_has_risen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is held longer, and where that does not help somebody is told."""
+    cycles_per_s = devices._cycles_per_s(devices.exact("cuda"))
+    monkeypatch.setattr(devices, "_cycles_per_s", lambda device: cycles_per_s / 4)
+    seconds_of_a_layer_are_those_of_the_device()
+    monkeypatch.setattr(devices, "_cycles_per_s", lambda device: cycles_per_s / 1e6)
+    x = torch.zeros(2, 4, 8, 8, device="cuda")
+    with pytest.warns(UserWarning, match="had begun with layers 0, 1, .* before the host had asked"):
+        layers.alone(_middle_layers(), lambda y, t: y.sum(), x, x, x.device)
 
 
 def test_a_missing_index_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    _no_index(monkeypatch)
+    monkeypatch.setattr(devices, "exact", torch.device)
     with pytest.raises(ValueError, match="have moved from cuda to cuda:0"):
         lm(devices="cuda")[1]()
 

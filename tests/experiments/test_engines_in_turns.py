@@ -13,20 +13,24 @@ from command_line import call, lines
 from records import record
 from torch import nn
 
+from gpipe_bench.experiments.beyond import engine_turns
 from gpipe_bench.experiments.beyond.engines import COST, EXPERIMENT, SHARE, SPEED, numbers, tables
 from gpipe_bench.experiments.beyond.side_by_side import Found, side_by_side
 from gpipe_bench.experiments.beyond.trainings import (
     ALL_CORES,
+    ALONE,
     ALWAYS,
     BARE,
     FACTORIES,
     GLOO,
+    Configuration,
     configuration_of,
     job_of,
     own_engines,
 )
 from gpipe_bench.experiments.engines.checks import verify
 from gpipe_bench.experiments.engines.setup import Setup, resolve
+from gpipe_bench.experiments.paper.timed.steps import run_processes
 from gpipe_bench.experiments.report import build
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.experiment import Outcome, RunOptions
@@ -229,3 +233,11 @@ def test_smoke_measures_processes_and_checks_what_they_did(tmp_path: Path) -> No
         assert checks["torch-gpipe"]["gradient error"] < 1e-3
     assert set(found["details"]["actions_ms"]) == {"0F", "0R", "0B", "1F", "1R", "1B"}
     assert found["details"]["threads"] == ["1", "1"]
+
+
+def test_peaks_are_counted_beside_a_process_that_only_waits() -> None:
+    """The sequential model runs in the first process alone; whoever waits there must wait in all."""
+    chosen = Configuration("transformer", 2, 1, "never", ("ours", ALONE, ALL_CORES), (1, 1, 1), 1.0)
+    first, second = run_processes(engine_turns.work, 2, job_of(chosen, None), 1)
+    assert list(first.details["peak_bytes"]) == ["ours", ALONE, ALL_CORES]
+    assert list(second.details["peak_bytes"]) == ["ours", ALL_CORES]

@@ -81,6 +81,10 @@ def test_commands_are_taken_in_turn_and_the_next_call_goes_on(
     assert main(["--minutes", "0"]) == DONE  # the first one that is left, whatever it takes
     assert [len((out / name).read_text()) for name in ("fails", "killed", "works", "long")] == [2, 1, 1, 1]
     assert Store(out / "records.jsonl").load("table1") == Store(out / "records").load("table1")
+    assert (
+        main(["--profile", "smoke", "--minutes", "0"]) == FAILED
+    )  # tiny models, for which nothing has ended
+    assert (out / "smoke" / "ended.txt").read_text().split() == ["fails"]
 
 
 def test_a_command_is_interrupted_when_the_time_is_over(
@@ -140,11 +144,12 @@ def test_finding_out_what_is_missing_needs_nothing() -> None:
     assert "python -m pip install 'torch>=2.11' " in found.stderr
 
 
-def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("profile", ["smoke", "full"])
+def test_every_command_fits_into_a_call_and_names_cases_that_there_are(profile: str, tmp_path: Path) -> None:
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         assert 0 < step.minutes <= 9
-        words = gpu.command(step, tmp_path)
+        words = gpu.command(step, tmp_path, profile)
         if "pytest" in words:
             continue
         options = cli_parser(["run"]).parse_args(words[3:])
@@ -153,7 +158,7 @@ def test_every_command_fits_into_a_call_and_names_cases_that_there_are(tmp_path:
             key, _, value = text.partition("=")
             only[key] = (*only.get(key, ()), value)
         experiment = load(options.name)
-        cases = experiment.cases(RunOptions(profile="full", device="cuda"))
+        cases = experiment.cases(RunOptions(profile=options.profile, device=options.device))
         assert select(cases, only)
         assert options.results == tmp_path
     memory = {step.name: step.memory_gib for step in STEPS}

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.happens_before import Kind
-from fakes.streams import TYPE, FakeAccelerator
+from fakes.streams import TYPE, FakeAccelerator, Kind
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from torch import distributed as dist

@@ -6,11 +6,15 @@ it is done. A layer is called as a stage calls it: its inputs enter the graph as
 gradients that come in are made before.
 
 A GPU does many a layer sooner than Python can ask for it. So it is kept busy before each repeat for as long
-as the host needs to ask (`devices.hold`), and what is timed is the device's time.
+as the host needs to ask (`devices.hold`), and what is timed is the device's time. A GPU whose clock has risen
+since its first use is held for a shorter time than was asked for: where it had begun when the host had asked
+for all, it is held longer and the repeat is taken again, and a warning names the layers for which that did
+not help.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -30,6 +34,7 @@ from gpipe_bench.pipeline.stage.trees import Message, flatten, split, tensors_of
 
 REPEATS = 4  # the first warms up
 AHEAD, MOST_AHEAD_S = 1.5, 0.5  # of what a repeat takes the host to ask for
+LONGER, MOST_TIMES = 2.0, 16.0  # than that, where the device had begun when the host had asked for all
 KINDS = (Kind.F, Kind.R, Kind.B)
 
 Seconds = dict[Kind, float]
@@ -73,16 +78,44 @@ def alone(
     """The medians of every layer of a model on one micro-batch, the loss with the last one; the first of the
     repeats does not count.
     """
-    found, value = list[Seconds](), batch
+    found, value, ahead, late = list[Seconds](), batch, _Ahead(device), list[str]()
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
         taken = _Taken(layer, partial(_lost, compute_loss, target) if is_last else _as_it_is, value, index)
-        found.append(_timed(taken, device, repeats))
+        found.append(_timed(taken, ahead, repeats))
+        if ahead.failed:
+            late.append(str(index))
         layer.zero_grad(set_to_none=True)
         if not is_last:
             with torch.no_grad():
                 value = layer(value)
+    if late:
+        warnings.warn(
+            f"{device} had begun with layers {', '.join(late)} before the host had asked for all of them, so "
+            "their seconds may be the host's; time them on a host that does nothing else",
+            stacklevel=2,
+        )
     return found
+
+
+class _Ahead:
+    """How long a device is kept busy, in `LONGER` steps where it turns out to have been too short."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times, self.failed = device, 1.0, False
+
+    def hold(self, asked_s: float) -> None:
+        devices.hold(self.device, self.times * min(AHEAD * asked_s, MOST_AHEAD_S))
+
+    def was_enough(self, started: int | torch.Event) -> bool:
+        """Whether the device is still busy; `started` is the mark behind what it was busy with."""
+        if isinstance(started, int) or not started.query():
+            return True
+        if self.times < MOST_TIMES:
+            self.times *= LONGER
+            return False
+        self.failed = True
+        return True
 
 
 def _lost(compute_loss: Callable[..., Tensor], target: Any, output: Any) -> Any:
@@ -93,19 +126,22 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
-def _timed(taken: _Taken, device: torch.device, repeats: int) -> Seconds:
+def _timed(taken: _Taken, ahead: _Ahead, repeats: int) -> Seconds:
     actions = [Action(0, kind, number) for number in range(repeats) for kind in KINDS]
-    clock = Clock(actions, [device])
+    clock, ahead.failed = Clock(actions, [ahead.device]), False
     clock.begin()
     asked_s = 0.0
-    for position, action in enumerate(actions):
-        if action.kind is KINDS[0]:
-            devices.hold(device, min(AHEAD * asked_s, MOST_AHEAD_S))
+    for first in range(0, len(actions), len(KINDS)):
+        while True:
+            ahead.hold(asked_s)
             begun_s = perf_counter()
-        clock.start(position)
-        taken.take(action.kind)
-        clock.stop(position)
-        asked_s = perf_counter() - begun_s
+            for position in range(first, first + len(KINDS)):
+                clock.start(position)
+                taken.take(actions[position].kind)
+                clock.stop(position)
+            asked_s = perf_counter() - begun_s
+            if not first or ahead.was_enough(clock.times[2 * first]):
+                break
     clock.complete = True
     samples: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
     for event in clock.events():

@@ -36,6 +36,7 @@ from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import gpipe
 from gpipe_bench.pipeline.plan.partition import Partition, partition
 from gpipe_bench.pipeline.plan.timeline import Timeline
+from gpipe_bench.pipeline.ranks.failure import nccl_options
 from gpipe_bench.pipeline.stage.trees import split
 from gpipe_bench.planner.timing import boundary_bytes, copy_bandwidth, settle, time_step
 
@@ -331,23 +332,30 @@ def attempt(call: Callable[[], object]) -> str:
 
 
 def measured_link(device: torch.device) -> Link:
-    """The slowest of the links between neighbouring ranks of the default group; all ranks must call.
+    """The slowest of the links between neighbouring ranks, as a pipeline's messages find it; all ranks must
+    call.
 
     Between the GPUs of a machine it may be NVLink, a switch or the host's memory, which differ by a factor of
     thirty, and nothing else says which. A message of four bytes tells the latency, a large one the bandwidth.
     """
-    found = torch.tensor([(_one_way_s(rank, 4, device), _one_way_s(rank, BULK_BYTES, device))
+    group = None
+    if devices.is_accelerator(device):  # a pipeline's messages take fewer thread blocks than torch's own
+        options = nccl_options(dist.ProcessGroupNCCL, sums=False)
+        group = dist.new_group(backend="nccl", timeout=options._timeout, pg_options=options)
+    found = torch.tensor([[_one_way_s(rank, size, device, group) for size in (4, BULK_BYTES)]
                           for rank in range(dist.get_world_size() - 1)])  # fmt: skip
     dist.all_reduce(found, dist.ReduceOp.MAX)
     each = ", ".join(f"{BULK_BYTES / seconds / 1e9:.1f} GB/s" for _, seconds in found.tolist())
     latency_s, bulk_s = found.amax(0).tolist()
+    if group is not None:
+        dist.destroy_process_group(group)
     return Link(
         "between neighbours", latency_s, BULK_BYTES / bulk_s,
         source=f"measured between neighbouring ranks over {dist.get_backend()}, one at a time: {each}",
     )  # fmt: skip
 
 
-def _one_way_s(rank: int, num_bytes: int, device: torch.device) -> float:
+def _one_way_s(rank: int, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
     """Seconds one way of a message between a rank and the next, the median of several round trips, of which
     the first warms up; 0 on other ranks. All ranks must call.
     """
@@ -357,9 +365,9 @@ def _one_way_s(rank: int, num_bytes: int, device: torch.device) -> float:
         start_s = perf_counter()
         for source, target in ((rank, rank + 1), (rank + 1, rank)):
             if dist.get_rank() == source:
-                dist.send(ball, target)
+                dist.send(ball, target, group)
             else:
-                dist.recv(ball, source)
+                dist.recv(ball, source, group)
         devices.synchronize(device)
         found.append((perf_counter() - start_s) / 2)
     return median(found[1:]) if found else 0.0

@@ -10,18 +10,24 @@ current stream of the target was given before, and that one waits for it (a barr
 pinned memory runs in the target's stream; one from other memory, and any that is not asked to be
 asynchronous, holds up the host.
 
-Why not torch's own Python backend on `PrivateUse1` (`_setup_privateuseone_for_python_backend`): in 2.11 to
-2.13 it has one device with one stream, whatever is asked for; of its device guard only the type can be
-written in Python, so that no event and no switch of streams reaches the test; and every operation would need
-a kernel registered for it. The device type's name is used here, the backend is not.
+On a GPU nothing fails when a wait is missing: the numbers are right until the day when two streams meet in
+the other order. So the history keeps a vector clock for each stream and for the host: two uses of a buffer,
+one of them a write, that no chain of waits orders are a fault, whatever happened to happen. Memory belongs to
+the stream that was current when it was allocated, and its next allocation gets it at once when the last
+reference dies: a use in another stream must be over by then, or the allocator told of it (`record_stream`).
+
+Beside the clocks runs a simulation of time: an operation starts when its stream, and all that the stream
+waits for, is done. What has no cost takes no time, so that the longest is what a schedule can reach at best.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -30,17 +36,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fakes.happens_before import HOST, Buffer, Fault, History, Kind, Mark
 from gpipe_bench.pipeline import Action, devices
 from gpipe_bench.pipeline.memory.tracker import tensors_in
 
 TYPE = "privateuseone"
+HOST = "host"
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-def fake_devices(number: int) -> list[torch.device]:
-    """The first devices of the pretended accelerator."""
-    return [torch.device(TYPE, index) for index in range(number)]
 
 
 class FakeAccelerator:
@@ -52,7 +53,7 @@ class FakeAccelerator:
     """
 
     def __init__(self, num_devices: int, costs: Callable[[Action], float] | None = None) -> None:
-        self.devices = fake_devices(num_devices)
+        self.devices = [torch.device(TYPE, index) for index in range(num_devices)]
         self.history = History()
         self._costs = costs
         self._pending = 0.0
@@ -172,30 +173,25 @@ class FakeAccelerator:
     def ran(self, func: Any, given: list[Tensor], written: list[Tensor], made: list[Tensor]) -> None:
         """Notes one operation of torch: of what it was given it has written some, and made others."""
         label = f"{func} of {self._where}"
-        places = {self.device_of(tensor) for tensor in given if tensor.ndim or self._is_on_device(tensor)}
+        places = {self.device_of(tensor) for tensor in given if tensor.ndim}
+        places |= {place for tensor in given if (place := self.device_of(tensor)).type == TYPE}
         pretended = sorted({place for place in places if place.type == TYPE}, key=str)
+        reads, writes = self._known(given), self._known(written)
         if not pretended:
-            self._ran_on_host(label, given, written)
+            if reads or writes:
+                self.history.operation(HOST, label, reads=reads, writes=writes)
             return
         if len(places) > 1:
             self.history.faults.append(Fault(Kind.DEVICES, f"{label}: {', '.join(sorted(map(str, places)))}"))
         stream = self._streams[pretended[0]]
         new = {address_of(tensor): tensor for tensor in made}
-        writes = self._known(written) + [self._own(t, stream.device, stream.name) for t in new.values()]
+        writes += [self._own(tensor, stream.device, stream.name) for tensor in new.values()]
         cost = 0.0
         if stream.name.endswith("compute"):
             cost, self._pending = self._pending, 0.0
-        mark = self.history.operation(stream.name, label, reads=self._known(given), writes=writes, cost=cost)
+        mark = self.history.operation(stream.name, label, reads=reads, writes=writes, cost=cost)
         if _WAITING_TAGS & set(func.tags):
             self.history.host_wait([mark], label)
-
-    def _ran_on_host(self, label: str, given: list[Tensor], written: list[Tensor]) -> None:
-        reads, writes = self._known(given), self._known(written)
-        if reads or writes:
-            self.history.operation(HOST, label, reads=reads, writes=writes)
-
-    def _is_on_device(self, tensor: Tensor) -> bool:
-        return self.device_of(tensor).type == TYPE
 
     def _known(self, tensors: list[Tensor]) -> list[Buffer]:
         addresses = dict.fromkeys(address_of(tensor) for tensor in tensors)
@@ -328,10 +324,6 @@ class FakeStream:
     def wait_stream(self, stream: FakeStream) -> None:
         self._accelerator.history.wait(self.name, self._accelerator.history.mark(stream.name))
 
-    def synchronize(self) -> None:
-        history = self._accelerator.history
-        history.host_wait([history.mark(self.name)], f"Stream.synchronize of {self.name}")
-
 
 class FakeEvent:
     """A mark in a fake stream; times are those of the simulation, a unit taken for a millisecond."""
@@ -343,9 +335,6 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.mark = self._accelerator.history.mark(stream.name)
 
-    def wait(self, stream: FakeStream) -> None:
-        stream.wait_event(self)
-
     def synchronize(self) -> None:
         if self.mark is not None:
             self._accelerator.history.host_wait([self.mark], "Event.synchronize")
@@ -354,3 +343,158 @@ class FakeEvent:
         assert self.mark is not None, "elapsed_time of an event that was not recorded"
         assert end.mark is not None, "elapsed_time up to an event that was not recorded"
         return end.mark.time - self.mark.time
+
+
+# What happened before what
+
+
+class Kind(Enum):
+    """What a fault is."""
+
+    READ = "read without an edge from the write"
+    WRITE = "written without an edge from an earlier use"
+    FREED = "freed while another stream may use it"
+    HOST_WAIT = "the host waits for a device within a step"
+    PAGEABLE = "a copy from memory that is not pinned holds up the host within a step"
+    DEVICES = "one kernel on tensors of several devices"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that may go wrong, and where."""
+
+    kind: Kind
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.where}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in a stream: how much of each stream is over by then, and when that is."""
+
+    clock: Mapping[str, int]
+    time: float
+
+
+@dataclass
+class Buffer:
+    """Memory that one allocation gave. `home` is the stream that it goes back to."""
+
+    name: str
+    home: str
+    writer: tuple[str, int, str] | None = None  # stream, position in it, label
+    uses: dict[str, tuple[int, str]] = field(default_factory=dict)  # the latest in each stream
+    recorded: set[str] = field(default_factory=set)  # streams that the allocator was told of
+
+
+class History:
+    """Operations in the order in which they were enqueued, and the faults found among them."""
+
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.num_checked = 0  # uses of buffers that were held against the clocks
+        self._clocks: dict[str, dict[str, int]] = {HOST: {}}
+        self._tails: dict[str, float] = {HOST: 0.0}
+        self._in_step = False
+
+    @property
+    def makespan(self) -> float:
+        """When the last stream is done, in the unit of the costs."""
+        return max(self._tails.values())
+
+    @property
+    def host_time(self) -> float:
+        """When what the host has waited for so far was done."""
+        return self._tails[HOST]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """While this is open the host must not wait."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def restart_time(self) -> None:
+        """Counts time from zero again, as if all streams were done."""
+        self._tails = dict.fromkeys(self._tails, 0.0)
+
+    def operation(
+        self,
+        stream: str,
+        label: str,
+        *,
+        reads: Iterable[Buffer] = (),
+        writes: Iterable[Buffer] = (),
+        cost: float = 0.0,
+    ) -> Mark:
+        """Gives the stream something to do; returns the point where it is done."""
+        clock = self._clock(stream)
+        self._join(clock, self._clocks[HOST])
+        here = clock[stream] = clock.get(stream, 0) + 1
+        self._tails[stream] = max(self._tails[stream], self.host_time) + cost
+        for buffer in reads:
+            self.num_checked += 1
+            writer = buffer.writer
+            if writer is not None and clock.get(writer[0], 0) < writer[1]:
+                self._fault(
+                    Kind.READ, f"{label} in {stream} reads {buffer.name} of {writer[2]} in {writer[0]}"
+                )
+            buffer.uses[stream] = (here, label)
+        for buffer in writes:
+            self.num_checked += 1
+            for other, (position, earlier) in buffer.uses.items():
+                if clock.get(other, 0) < position:
+                    self._fault(
+                        Kind.WRITE, f"{label} in {stream} writes {buffer.name}, used by {earlier} in {other}"
+                    )
+            buffer.uses[stream] = (here, label)
+            buffer.writer = (stream, here, label)
+        return self.mark(stream)
+
+    def mark(self, stream: str) -> Mark:
+        """The point that the stream has been filled to: what an event records."""
+        clock = self._clock(stream)
+        return Mark(dict(clock), max(self._tails[stream], self.host_time))
+
+    def wait(self, stream: str, mark: Mark) -> None:
+        """What the stream is given from here on comes after the mark."""
+        self._join(self._clock(stream), mark.clock)
+        self._tails[stream] = max(self._tails[stream], mark.time)
+
+    def host_wait(self, marks: Iterable[Mark], what: str, kind: Kind = Kind.HOST_WAIT) -> None:
+        """The host goes on when the marks are over."""
+        if self._in_step:
+            self._fault(kind, what)
+        for mark in marks:
+            self.wait(HOST, mark)
+
+    def all_streams(self, prefix: str = "") -> list[Mark]:
+        """The ends of all streams whose names begin so: what a wait for a whole device waits for."""
+        return [self.mark(stream) for stream in self._clocks if stream != HOST and stream.startswith(prefix)]
+
+    def free(self, buffer: Buffer) -> None:
+        """The last reference has died: the memory is its home's again."""
+        if buffer.home == HOST:  # the allocator of pinned memory follows copies by itself
+            return
+        owner = self._clock(buffer.home)
+        for stream, (position, label) in buffer.uses.items():
+            over = owner.get(stream, 0) >= position or self._clocks[HOST].get(stream, 0) >= position
+            if stream != buffer.home and not over and stream not in buffer.recorded:
+                self._fault(Kind.FREED, f"{buffer.name} of {buffer.home}, used by {label} in {stream}")
+
+    def _clock(self, stream: str) -> dict[str, int]:
+        self._tails.setdefault(stream, 0.0)
+        return self._clocks.setdefault(stream, {})
+
+    @staticmethod
+    def _join(clock: dict[str, int], other: Mapping[str, int]) -> None:
+        for stream, position in other.items():
+            if position > clock.get(stream, 0):
+                clock[stream] = position
+
+    def _fault(self, kind: Kind, where: str) -> None:
+        self.faults.append(Fault(kind, where))

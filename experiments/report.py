@@ -335,8 +335,8 @@ def facts_of(records: Mapping[str, Sequence[Record]]) -> dict[str, str]:
         known = reproduced.errors()
         found |= {f"computed.{each}": f"{answers.count(each)}" for each in ("agrees", "differs", "no test")}
         found["computed.tested"] = f"{len(answers) - answers.count('no test')}"
-        found["error.ratios"] = f"{100 * known['ratios of speeds'].error:.0f} %"
-        found["error.bytes"] = f"{100 * known['bytes'].error:.0f} %"
+        found["error.ratios"] = reproduced.percent(known["ratios of speeds"].error)
+        found["error.bytes"] = reproduced.percent(known["bytes"].error)
     trained = records.get("consistency", ())
     same = of_case(trained, "done", part="same seed")
     if same:

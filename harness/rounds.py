@@ -1,15 +1,15 @@
 """How two ways of doing the same are timed on a machine that does other things too.
 
-What is measured apart differs by the time of day: where one was measured after the other, equal code often
-looks different. So all arms take turns, and every round runs them there and back in an order drawn anew:
+Timings taken at different times differ: if one is measured after the other, equal code often looks different.
+So all arms take turns, and every round runs them there and back in an order drawn anew:
 
     round 1   A B C   C B A
     round 2   C A B   B A C
 
 A drift within the round then weighs on all of them alike, and only numbers of one round are set against each
 other. Everything here that is timed beside something else takes its turns in this order: steps of the tables,
-engines, rates of a link, revisions under the guard. What the machine's cores did meanwhile is noted by each
-process, so that a disturbed timing can be told. Only the standard library is imported until then.
+engines, rates of a link, revisions under the guard. Each process notes what the machine's cores did meanwhile
+(`Usage`), so that disturbed timings show. psutil is imported only for that.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def slowest(of_ranks: Sequence[Times]) -> dict[str, list[float]]:
 def level(samples: Sequence[float], what: str) -> float:
     """The mean logarithm of an arm's samples in one round.
 
-    Raises ValueError for a sample that is not positive, in whose message `what` was measured.
-    """
+    Raises ValueError for a sample that is not positive; the message names `what`."""
     if not all(0 < each < math.inf for each in samples):
         raise ValueError(f"{what} is {list(samples)}; a sample must take time")
     return math.fsum(map(math.log, samples)) / len(samples)

@@ -1,10 +1,10 @@
 """One mini-batch through the stages of this process: divided, run, and ended on every rank whatever happens.
 
 Nothing is decided here: the schedule says what happens in which order, the stages know how, the transport
-moves what has to move. What is left is a loop (`run`) over what `prepare` has looked up once. A training step
-and a forward-only pass differ in a loss and in which actions are left. Around the loop is what must hold for
-both (`Steps`): the stages get their micro-batches and targets, all ranks learn how many examples there are,
-no cast is cached across the pass, and a failure leaves no rank waiting.
+moves what has to move. What is left is a loop (`run`) over what `prepare` has looked up once. Unlike a
+training step, a forward-only pass has no loss and only takes forward actions. Around the loop is what must
+hold for both (`Steps`): the stages get their micro-batches and targets, all ranks learn how many examples
+there are, no cast is cached across the pass, and a failure leaves no rank waiting.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ T = TypeVar("T", bound=BaseException)
 
 
 class Steps:
-    """Takes mini-batches through the stages of this process, which are given by their index; the devices are
-    those of every stage. `elsewhere` has the parameters that other processes train, by their id, with their
-    names, as far as this process still has them.
+    """Takes mini-batches through this process's stages (`stages`, by index; `stage_devices` has those of all
+    processes). `elsewhere` maps the id of a parameter that another process trains to a weak reference and its
+    name.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Steps:
                 "the pipeline is in the middle of a step or an evaluation, in another thread or in a hook; "
                 "take one after the other"
             )
-        # What is cached without a graph must not meet one, and the caches would keep a copy of every weight.
+        # A tensor cached without a graph must not be used in one, and caches would copy every weight.
         casts, parametrized = torch.is_autocast_cache_enabled(), parametrize._cache_enabled
         torch.set_autocast_cache_enabled(False)
         parametrize._cache_enabled = 0
@@ -134,8 +134,8 @@ class Steps:
             self._turn.release()
 
     def refused(self, error: T) -> T:
-        """The error of arguments with which no step can be taken, once the other ranks, which may have
-        begun, know that they need not wait.
+        """Returns `error`, which bad arguments caused, after telling the other ranks, which may have begun,
+        not to wait.
         """
         if self._ranks is not None:
             self._give_up(error)
@@ -291,9 +291,9 @@ def prepare(
 ) -> tuple[Instruction, ...]:
     """The actions that this process takes, in order, with everything looked up that a step needs.
 
-    With the stages of one worker that is its row. Several workers on one device take turns
-    (`walk.execution_order`); on devices of their own, which work side by side, they are served in the
-    order in which their actions would start. `training=False` leaves the forwards only.
+    For one worker, that is its row of the schedule. Workers on one device take turns
+    (`walk.execution_order`); with several devices, which run in parallel, actions are sorted by the time they
+    would start. `training=False` leaves the forwards only.
     """
     validate(schedule)
     workers = {schedule.worker(stage) for stage in stages}

@@ -1,7 +1,7 @@
-"""`compare NAME`: paper | ours | verdict, re-derived from records alone; `--full` has the reasons too.
+"""The verb `compare NAME` shows paper, ours and verdict, from records alone; `--full` adds reasons.
 
-Whoever has no records of an experiment is shown those that come with the project. `--results` names a folder
-of records, or one file of records of several experiments.
+If you have no records of an experiment, it shows those that the project ships. `--results` names a folder of
+records, or one file of records of several experiments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     """Adds the verb's options to its parser."""
     verb.add_argument("name", metavar="NAME", help="an experiment; `list` has their names")
     verb.add_argument("--profile", choices=PROFILES, help="default: that of the latest record")
-    verb.add_argument("--engine", metavar="NAME", help="of several runs the latest in which it took part")
+    verb.add_argument("--engine", metavar="NAME", help="the latest run in which this engine took part")
     verb.add_argument("--full", action="store_true", help="also ranges, reasons, footnotes and details")
     verb.add_argument(
         "--unknowns", action="store_true",

@@ -163,8 +163,10 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
         )
     else:
         form, *others = plan.forms() or ("",)
-        how = f"--script {NAME}{f' --format {form}' * (form != 'script')} writes it"
-        how += f" (--format {', '.join(others)})" if others else ""
+        how = f"--script {NAME} plans for this engine and writes it"
+        if form != "script":
+            how = f"--script {NAME} --format {form} plans for it and writes it"
+        how += f" (--format {', '.join(others)}: for others)" if others else ""
         parts.append(f"{how if form else 'no format here writes it'}; start it with\n\n{command}")
     return "\n\n".join(part for part in parts if part)
 

@@ -29,9 +29,10 @@ from gpipe_bench.harness import short_path
 from gpipe_bench.harness.experiment import Experiment, RunOptions
 from gpipe_bench.harness.record import Record, encode, printable
 from gpipe_bench.harness.report.grid import SCREEN, within
+from gpipe_bench.harness.report.table import answer
 from gpipe_bench.harness.runner import Reporter, RunResult, reporter, run_experiment
 from gpipe_bench.harness.store import Store, latest
-from gpipe_bench.harness.verdict import DIFFERS, JUDGED, Comparison
+from gpipe_bench.harness.verdict import JUDGED, Comparison
 from gpipe_bench.harness.workers import sensible_jobs
 from gpipe_bench.pipeline.plan.named import suggestion
 
@@ -69,7 +70,7 @@ def options(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--assert", dest="assert_", action="store_true",
-        help="exit with 1 if a verdict is `above` or `below`, after printing",
+        help="exit with 1 if an answer is `differs`, after printing",
     )  # fmt: skip
 
 
@@ -227,7 +228,7 @@ def _status(result: RunResult, comparisons: Sequence[Comparison], arguments: arg
         said += [f"error: {len(result.unsaved)} results could not be written to {results}"]
     status = CASE_FAILED if said else DONE
     if arguments.assert_ and not said:
-        bad = [each for each in comparisons if each.verdict in DIFFERS]
+        bad = [each for each in comparisons if answer(each) == "differs"]
         said += [f"{c.verdict}: {c.table} / {c.row} / {c.column}: {c.reason}" for c in bad]
         if not any(each.verdict in JUDGED for each in comparisons):
             said += ["nothing to assert: no cell has a number of ours and a comparable one of the paper"]

@@ -65,6 +65,11 @@ def errors() -> dict[Kind, PredictorError]:
     return predictor_errors(found.values())
 
 
+def percent(error: float) -> str:
+    """`55 %`, `7.6 %`: so many digits that a reader can check an answer."""
+    return f"{100 * error:.{0 if error >= 0.1 else 1}f} %"
+
+
 def error_of(table: str, row: str, value: float | None = None) -> float:
     """The error of a computed number, as a factor minus 1.
 
@@ -251,7 +256,7 @@ def _table(
 def _ours(cell: Cell, unit: str) -> str:
     if cell.ours is None:
         return "-"
-    return show(cell.ours, unit, 3) + (f" +- {100 * cell.error:.0f} %" if cell.error else "")
+    return show(cell.ours, unit, 3) + (f" +- {percent(cell.error)}" if cell.error else "")
 
 
 def _ratio(cell: Cell) -> str:

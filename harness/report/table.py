@@ -29,13 +29,13 @@ WORDS: Mapping[Verdict, Answer] = {
     "below": "differs", "not judged": "not judged", "not comparable": "no test", "not run": "not run",
 }  # fmt: skip
 MEANINGS: Mapping[Answer, str] = {
-    "agrees": "the printed number, with its rounding, lies within ours and its error",
+    "agrees": "the printed number, with its rounding, meets ours with its error",
     "follows": "it follows by arithmetic, could not have come out otherwise, and is counted apart",
     "differs": "all of ours, with its error, lies beside the printed number, or memory ran out",
     "no test": "our error is so large that ours would meet much else (computed: above 25 %; run here: above "
     "20 % to either side), the paper contradicts itself there, or what it stands over does not fit",
     "not judged": "a cell of a table that small models ran here; the paper's sentences about it are judged",
-    "not run": "there is no number of ours; what it would take stands beside it",
+    "not run": "none of ours is on record, as in smaller profiles; a note may say why",
 }
 
 
@@ -49,7 +49,9 @@ def reason_text(cell: Comparison) -> str:
     if not _is_too_uncertain(cell):
         return cell.reason
     error, most = _error_of(cell), load_reproduction().error.no_test_above
-    return f"our error of {100 * error:.0f} % is above {100 * most:.0f} %, which is too large for a test"
+    return (
+        f"our error of {reproduced.percent(error)} is above {100 * most:.0f} %, which is too large for a test"
+    )
 
 
 def _is_too_uncertain(cell: Comparison) -> bool:
@@ -298,7 +300,7 @@ def range_text(entry: Comparison, digits: int = 4) -> str:
 def spread_text(entry: Comparison) -> str:
     """How far ours may be off: `+- 55 %` of what was computed, `3.1 to 4.2 GB`, or the interval."""
     if entry.is_computed and entry.parts:
-        return f"+- {100 * _error_of(entry):.0f} %"
+        return f"+- {reproduced.percent(_error_of(entry))}"
     if (over := range_text(entry)) or entry.low is None or entry.high is None:
         return over
     return show_interval(entry.low, entry.high, entry.unit)

@@ -1,10 +1,10 @@
-"""Layers of a stage, each compiled by torch for itself.
+"""Compiles each layer of a stage on its own with torch.
 
-Layer by layer, because what surrounds a layer must stay outside of it: its random stream, and the cuts,
-which may lie anywhere and must not show in the bits. A layer is compiled whole or not at all, and always in
-the form that a backward needs: the forward of re-materialization and its recomputation are then the same
-program, which makes them the same numbers. What cannot be compiled runs as it is, with a warning that says
-why; so does what comes with more sizes than torch keeps code for, and what has code keeps it.
+Each on its own, because two things must stay outside the code: a layer's random stream, and the cuts, which
+may lie anywhere and must not change a bit. A layer is compiled whole or not at all, and always in the form
+that a backward needs: the forward of re-materialization and its recomputation are then the same program,
+which makes them the same numbers. What cannot be compiled runs as it is, with a warning that says why; so do
+inputs of more sizes than torch keeps code for; sizes with code still use it.
 
 `signature` tells whether two layers are the same one, so that each is compiled, or profiled, once. `repr` is
 not enough: it leaves out attributes that a module does not print. Here every attribute counts.
@@ -41,7 +41,7 @@ class Compilation(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Those of the mode, and random numbers from torch's generators, as without a compiler."""
+        """The mode's options, plus random numbers from torch's generators, as in eager mode."""
         if self.backend != BACKEND:
             return None
         from torch._inductor import list_mode_options  # takes a second: only where layers are compiled
@@ -118,7 +118,7 @@ class Compiled:
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    """The beginning of a graph that is not a leaf, which a layer may overwrite."""
+    """A non-leaf start of a graph, which a layer may modify in place."""
     return enter(tensor, [None], 0) if tensor.requires_grad else tensor
 
 
@@ -148,8 +148,8 @@ class _CompiledCall:
     """A compiled call for all layers of a kind.
 
     Torch keeps the forms that it compiled (sizes, modes) with the code of a function, a few at most, so each
-    kind has code of its own. Once `is_full`, what has a form goes on with it and all else runs as it is: the
-    choice is the same in a forward and its recomputation.
+    kind has code of its own. Once `is_full`, compiled forms stay in use and all else runs eagerly, so a
+    forward and its recomputation choose alike.
     """
 
     has_warned = False  # once in a process: where one layer comes with too many sizes, others do

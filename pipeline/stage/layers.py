@@ -2,8 +2,8 @@
 
 A layer draws random numbers, changes the averages of batch normalization and meets autocast's cache of casts
 as a side effect of being called, and a pipeline calls it more often and in another order than the plain model
-does. What must surround such a call, forward or backward, is the same whatever the action; it stands here
-once, so that the actions of a stage are about what it keeps and nothing else.
+does. Every action needs the same setup around such a call, forward or backward. It is written once, here, so
+that a stage's actions only deal with what the stage keeps.
 
 There is one random stream per (seed, step, layer, micro-batch). Random layers draw from the process's default
 generator, so their masks depend on everything that drew before them: on K, on the order of the micro-batches,
@@ -41,9 +41,9 @@ class LayerRunner:
     """Consecutive layers of the model, and the loss behind the last of them, on one device.
 
     `first_layer` is the index of `layers[0]` in the whole model; it keys the random streams, so that a layer
-    draws the same wherever the cuts are; `first_microbatch` is the number of micro-batch 0 among those of all
-    replicas, which keys them too. `statistics` are those of these layers. With a `compilation`
-    the layers are compiled (`compiled`). `portals` are those of layers that stash or pop.
+    draws the same wherever the cuts are; `first_microbatch` is micro-batch 0's number among those of all
+    replicas; it keys the streams too. `statistics`: batch-norm averages. With a `compilation` the layers are
+    compiled (`compiled`). `portals` are those of layers that stash or pop.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LayerRunner:
         targets: Sequence[Tree | None] | Arriving,
         loss_fn: LossFn | None,
     ) -> None:
-        """Prepares step number `step`, which numbers the random streams, under the autocast of the moment."""
+        """Prepares step number `step`, which keys the random streams, under the current autocast."""
         self._targets, self._loss_fn = targets, loss_fn
         calls: Sequence[Callable[..., Any]] = self._compiled or self.layers
         if self._portals is not None:
@@ -137,7 +137,7 @@ class LayerRunner:
         return value
 
     def _as_in_a_graph(self, value: Tree) -> Tree:
-        """The inputs saying what will need a gradient in the recomputation, which runs the same programs."""
+        """The inputs, marked as in the recomputation, so that both run the same compiled programs."""
         needs_grad = self.entering or ()
         if torch.is_grad_enabled() or not any(needs_grad):
             return value
@@ -190,8 +190,8 @@ class Arriving:
 
     A micro-batch that is fetched when its forward begins holds up the host, which could enqueue what follows.
     So all are sent when the step begins, one after another beside what the device computes, and each is
-    waited for by the device where it is first used. What is taken `once` lives from then on as long as who
-    has taken it wants.
+    waited for by the device where it is first used. With `once`, a taken micro-batch is forgotten here; its
+    taker keeps it.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Arriving:
 def deliver(
     trees: Sequence[Batch], device: torch.device, transfers: Transfers, what: str, *, once: bool = False
 ) -> Sequence[Batch] | Arriving:
-    """The micro-batches, which are parts of one mini-batch, on `device`: as they are if it is there."""
+    """The micro-batches, which are parts of one mini-batch, on `device`: unchanged if already there."""
     if trees[0] is None or all(tensor.device == device for tensor in flatten(trees[0], what)[0]):
         return trees
     return Arriving(trees, device, transfers, what, once=once)

@@ -1,4 +1,4 @@
-"""The GPU path over torch's CUDA build without a GPU: `nox -s cuda-without-gpu`.
+"""Tests the GPU path of torch's CUDA build, no GPU: `nox -s cuda-without-gpu`.
 
 Downloads and builds what is missing (`stand_in.py`), then takes the tests of this folder, and walks `.ci/gpu`
 with tiny models on several machines: every step ends, or says on its line why it cannot run there. A call
@@ -7,8 +7,7 @@ that failed, or a step without such a line, makes the exit status 1. What each c
     nox -s cuda-without-gpu                                       all machines (--list)
     nox -s cuda-without-gpu -- pipelines --gpus 4 --gib 44.4      these steps at their real size on another
 
-At its real size a step has failed, too, if it took more memory than it says that it needs.
-"""
+At its real size a step also fails if it uses more memory than its `memory_gib`."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ GPU = ("-m", "gpipe_bench.experiments.gpu", "--minutes", "600")
 
 
 class Walk(NamedTuple):
-    """A command over so many devices of so much memory, and the steps of `.ci/gpu` that it should take."""
+    """A command for `gpus` devices of `gib` each, the steps it must report, and the peak allowed."""
 
     name: str
     gpus: int
@@ -69,7 +68,7 @@ WALKS = (
     Walk.whole(4, 24.0),
     Walk.whole(8, H100_GIB),
 )
-"""With one device more memory at each: what ended with less has ended, and the rest goes on from there."""
+"""On one device, memory grows: steps that finished with less are kept, and only the rest runs."""
 
 
 def main() -> int:

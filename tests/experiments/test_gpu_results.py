@@ -1,4 +1,4 @@
-"""What a step of `.ci/gpu` says at its end, of records that are made up."""
+"""Tests the summary that a step of `.ci/gpu` prints at its end, on made-up records."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_numbers_beside_the_papers_are_counted_and_what_found_no_room_is_named(
 
 
 def test_the_lines_are_about_the_steps_own_cases_as_they_are_now(tmp_path: Path) -> None:
-    """Not about cases of another step of the same experiment, nor what is on record from before."""
+    """Cases of another step of the experiment and older records of a case are left out."""
     store = Store(tmp_path)
     case = {"part": "device", "half": "amoebanet", "precision": "float32"}
     for column, reason in (("naive-1", "before"), ("naive-1", "now"), ("pipeline-2", "another step's")):

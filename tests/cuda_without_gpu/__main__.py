@@ -7,7 +7,8 @@ that failed, or a step without such a line, makes the exit status 1. What each c
     nox -s cuda-without-gpu                                       all machines (--list)
     nox -s cuda-without-gpu -- pipelines --gpus 4 --gib 44.4      these steps at their real size on another
 
-At its real size a step also fails if it uses more memory than its `memory_gib`."""
+At its real size a step also fails if it uses more memory than its `memory_gib`.
+"""
 
 from __future__ import annotations
 

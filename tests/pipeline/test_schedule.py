@@ -1,5 +1,6 @@
 """Schedules are data: what they contain, in which order, what follows from them, what they recompute, what is
-refused, and how torch's runtime reads and writes them. Workers may hold several stages.
+refused, when their receives are posted, and how torch's runtime reads and writes them. Workers may hold
+several stages.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from gpipe_bench.pipeline import (
     to_csv,
     validate,
 )
-from gpipe_bench.pipeline.plan.edges import turns
+from gpipe_bench.pipeline.plan.edges import Edge, refuse_other_orders, rings_of, turns
 from gpipe_bench.pipeline.plan.named import SCHEDULES, loop, vee
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Remat, from_text, of_stages, to_text
 from gpipe_bench.pipeline.plan.walk import Transfer, channels, dependencies, execution_order, transfers
+from gpipe_bench.pipeline.ranks.connect import refuse_edges
 from gpipe_bench.planner.predict import breakdown
 
 
@@ -324,6 +326,50 @@ def test_any_change_of_a_row_is_refused_or_runs() -> None:
             continue
         assert len(replay(changed, SLOTS).events) == sum(map(len, rows))
     assert 10 < refused < 140
+
+
+# Rings: when receives are posted
+
+
+def test_one_f_one_b_posts_as_buffers_become_free() -> None:
+    """The example of the module's docstring."""
+    ring = rings_of(one_f_one_b(3, 5))[0, False].tight
+    assert ring.num_slots == 3
+    assert ring.initial == (0, 1, 2)
+    assert ring.following == (3, 4, None, None, None)
+    assert ring.slot == (0, 1, 2, 0, 1)
+    ring = rings_of(gpipe(3, 4))[0, False].tight  # every activation at once
+    assert (ring.initial, ring.following) == ((0, 1, 2, 3), (None,) * 4)
+
+
+@pytest.mark.parametrize(("remat", "num_slots"), [("never", 2), ("always", 1), ("except_last", 1)])
+def test_gradients_have_one_buffer_where_a_recomputation_hides_the_transfer(
+    remat: str, num_slots: int
+) -> None:
+    rings = rings_of(gpipe(3, 4, remat=remat))[1, True]
+    assert rings.tight.num_slots == num_slots
+    assert rings.tight.initial == (3, 2)[:num_slots]
+    assert rings.tight.order == (3, 2, 1, 0)
+    assert rings.small.initial == (3, 2, 1, 0)  # small ones are all posted at once
+    assert rings.small.following == (None,) * 4
+    by_stage = gpipe(5, 4, remat=("always", "never", "except_last", "never", "always"))
+    assert [rings_of(by_stage)[stage, True].tight.num_slots for stage in range(4)] == [1, 2, 1, 2]
+
+
+def test_portals_between_accelerators_in_another_order_are_refused() -> None:
+    """Nothing else tells the micro-batches of an edge apart."""
+    row = [Action.parse(text) for text in ["0F0", "0F1", "1F1", "1F0", "2F1", "2F0"]]
+    back = [Action.parse(text) for text in ["2B0", "2B1", "1B0", "1B1", "0B0", "0B1"]]
+    actions = tuple(tuple(a for a in (*row, *back) if (a.stage == 2) is last) for last in (False, True))
+    schedule = Schedule("own", 3, 2, "never", actions, (0, 0, 1))
+    with pytest.raises(ValueError, match=r"micro-batches in different orders \(\[0, 1\]\.\.\."):
+        refuse_other_orders(schedule, [Edge(2, 0, 2, ("a",))])
+
+
+def test_more_portals_and_micro_batches_than_tags_are_refused() -> None:
+    long = Schedule("long", 2**12, 2**12, "never", ((),) * 2**12)
+    with pytest.raises(ValueError, match="portals between them with 4096 micro-batches"):
+        refuse_edges(long, (), accelerated=False)
 
 
 # Schedule files of torch's pipeline runtime, both ways, without processes

@@ -35,7 +35,7 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks import ends
 from gpipe_bench.pipeline.ranks.failure import nccl_options
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, unreachable
+from gpipe_bench.pipeline.ranks.wire import DeviceWaits, unreachable
 
 WIDTH = 3
 mse_loss = nn.functional.mse_loss
@@ -399,22 +399,6 @@ def test_messages_take_few_thread_blocks_where_torch_can_say_so(config: object) 
     assert getattr(config, "max_ctas", None) is None
     assert nccl_options(nccl, sums=False)._timeout > timedelta(days=365)
     assert getattr(config, "max_ctas", 4) == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.float32])
-def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torch.dtype) -> None:
-    given: list[Tensor] = []
-    wire = SimpleNamespace(
-        **dict.fromkeys(("send", "recv"), lambda tensors, peer, tag: given.extend(tensors))
-    )
-    connection = Connection(wire, 0, {}, frozenset({torch.float32}))
-    buffer = connection.buffer(TensorSpec((), (), dtype), 0, torch.device("cpu"))
-    connection.receive(buffer, 0, 0)
-    connection.send(buffer.flat, 0, 0)
-    for tensor in given:
-        assert tensor.dtype == (torch.float32 if dtype == torch.float32 else torch.uint8)
-        assert tensor.numel() * tensor.element_size() == dtype.itemsize
-        assert tensor.data_ptr() == buffer.tensor.data_ptr()
 
 
 def test_a_device_that_stands_still_is_told_from_one_that_is_slow_or_did_not_run() -> None:

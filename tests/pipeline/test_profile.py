@@ -121,17 +121,6 @@ def test_a_loss_may_leave_outputs_unused() -> None:
     assert layers[1].gradient_bytes == CONV
 
 
-def test_whether_an_input_is_copied_depends_on_its_layout() -> None:
-    flatten = nn.Flatten()
-    transposed = Call(lambda self, x: x.transpose(1, 3))
-    _, after = Profiler().chain([transposed, flatten], one(image()))
-    assert after.inputs.tensors[0].layout == (0, 3, 2, 1)
-    assert after.free.forward_peak == X
-    assert profile(flatten).free.forward_peak == 0
-    last = Call(lambda self, x: x.to(memory_format=torch.channels_last))
-    assert Profiler().chain([last, flatten], one(image()))[1].inputs.tensors[0].layout == (0, 2, 3, 1)
-
-
 def test_under_autocast_activations_and_weights_are_cast_but_parameters_stay() -> None:
     found = Profiler(torch.bfloat16).layer(nn.Linear(SIDE, 3), one(image()))
     assert (found.parameter_bytes, found.gradient_bytes) == ((SIDE * 3 + 3) * 4, (SIDE * 3 + 3) * 4)
@@ -168,20 +157,6 @@ def test_parameters_shared_between_layers_are_refused() -> None:
         Profiler().chain([a, nn.ReLU(), b], one(image()))
     relu = nn.ReLU()  # without parameters, the same module may stand twice
     assert len(Profiler().chain([a, relu, relu], one(image()))) == 3
-
-
-def test_boundaries_describe_what_travels() -> None:
-    x, ids = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, dtype=torch.int64)
-    found = Boundary.of((x, ids, x))
-    assert (found.same_as, found.distinct, found.is_tuple) == ((0, 1, 0), (0, 1), True)
-    assert found.num_bytes == 2 * 3 * 4 + 2 * 8
-    joined = found.join(Boundary.of(ids))
-    assert (joined.same_as, joined.num_bytes) == ((0, 1, 0, 3), 2 * 3 * 4 + 2 * 8 + 2 * 8)
-    assert not Boundary.of(x).is_tuple
-    spec = TensorSpec.of(torch.zeros(2, 3, 4).permute(2, 0, 1))
-    assert (spec.shape, spec.layout) == ((4, 2, 3), (1, 2, 0))
-    assert spec.empty().stride() == (1, 12, 4)
-    assert TensorSpec.of(torch.zeros(2, 1).expand(2, 3)).layout is None
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 import pytest
@@ -294,15 +293,6 @@ def test_events_are_ordered_and_start_at_zero() -> None:
     assert timeline.bubble == pytest.approx(1 - 2.5 / 6)
     empty = Timeline.of([], 2)
     assert (empty.makespan_s, empty.bubble) == (0.0, 0.0)
-
-
-def test_a_timeline_is_kept_as_data_and_read_back() -> None:
-    schedule = split_backward(gpipe(3, 2, "always"))
-    timeline = replay(
-        schedule, {kind: slots / 1000 for kind, slots in SLOTS.items()}, LINKS["pcie3-host"],
-        activation_bytes=[1e6, 2e6], setup_s=[0.001, 0, 0], update_s=[0.002, 0.001, 0.003],
-    )  # fmt: skip
-    assert Timeline.from_data(json.loads(json.dumps(timeline.to_data()))) == timeline
 
 
 def test_gantt_chart() -> None:

@@ -142,12 +142,6 @@ def written(*rows: str, remat: str = "never") -> Schedule:
     return from_csv("\n".join(row.replace(" ", ",") for row in rows), remat=remat)
 
 
-def test_a_split_backward_is_valid() -> None:
-    split = written("0F0 0F1 0I1 0I0 0W1 0W0", "1F0 1F1 1I1 1I0 1W1 1W0")
-    validate(split)
-    assert split.in_flight(0) == 2
-
-
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
@@ -449,9 +443,3 @@ def test_cells_that_torch_may_write() -> None:
     for wrong in ("0F0xyz", "(0F0;0B0)", "(0F0,0B0)OVERLAP_F_B", "0SEND_F", "SEND_F0", "()OVERLAP_F_B"):
         with pytest.raises(ValueError, match="is not an action"):
             from_csv(f'0F1,"{wrong}",0B1')
-
-
-def test_a_recomputation_is_a_cell_of_its_own() -> None:
-    schedule = named("zb-v", 2, 3, remat="except_last")
-    assert "3R1,3I1,3W1" in to_csv(schedule)
-    assert from_csv(to_csv(schedule), "zb-v") == schedule

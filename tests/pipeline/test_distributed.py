@@ -14,25 +14,12 @@ import torch
 import torch.distributed.run
 from case_runner import Outcomes, assert_passed, named
 from odd_layers import WIDTH, WORDS, sgd, tied_model, train, words
-from ranks import (
-    Ranks,
-    assert_gradients,
-    grid,
-    halves,
-    joint_step,
-    raises,
-)
+from ranks import Ranks, assert_gradients, grid, halves, joint_step, raises
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
 from tree_models import ByKey, Keyed
 
-from gpipe_bench.pipeline import (
-    ActionError,
-    InProcess,
-    Kind,
-    Pipeline,
-    VerifyError,
-)
+from gpipe_bench.pipeline import ActionError, InProcess, Kind, Pipeline, VerifyError
 from gpipe_bench.pipeline.ranks import ends
 
 pytestmark = pytest.mark.processes  # four at a time

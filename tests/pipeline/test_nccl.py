@@ -88,10 +88,7 @@ def chain(num_stages: int) -> list[nn.Module]:
 def skipping(num_stages: int) -> list[nn.Module]:
     """The first one's output goes to all others, and each skips one, too."""
     torch.manual_seed(0)
-    return [
-        Stash("first", tanh()).double(),
-        *(Pop("first", Add()).double() for _ in range(num_stages - 1)),
-    ]
+    return [Stash("first", tanh()).double(), *(Pop("first", Add()).double() for _ in range(num_stages - 1))]
 
 
 def crossing(num_stages: int) -> list[nn.Module]:

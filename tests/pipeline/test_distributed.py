@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.run
 from case_runner import Outcomes, assert_passed, named
-from odd_layers import WIDTH, WORDS, sgd, tied_model, train, words
+from odd_layers import WIDTH, WORDS, OverwritesOne, sgd, tied_model, train, words
 from ranks import Ranks, assert_gradients, grid, halves, joint_step, raises
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
@@ -92,11 +92,6 @@ class Views(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = super().forward(x)
         return h, h.view(-1, 2, 3)
-
-
-class OverwritesOne(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0].mul_(3) * pair[1].flatten(1)
 
 
 def an_input_that_shares_memory_is_overwritten() -> None:

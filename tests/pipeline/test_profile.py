@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from real_steps import Call
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -23,19 +24,6 @@ from gpipe_bench.pipeline.stage.compiled import signature
 N, C, SIDE = 2, 4, 8  # examples, channels, height and width
 X = N * C * SIDE * SIDE * 4  # bytes of one activation
 PIXELS = N * C * SIDE * SIDE
-
-
-class Call(nn.Module):
-    """A layer that calls a function of itself and its input."""
-
-    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, value: Any) -> Any:
-        return self.function(self, value)
 
 
 def image(channels: int = C, *, grad: bool = True, dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -83,10 +71,10 @@ CONV = (C * C * 9 + C) * 4  # bytes of its parameters
         (nn.BatchNorm2d(C).eval(), X + 2 * C * 4, 2 * C * 4),  # profiled as in training, whatever the mode
         (nn.LayerNorm(SIDE), X + 2 * (PIXELS // SIDE) * 4, 2 * (PIXELS // SIDE) * 4),
         (nn.Dropout(0.5), X, X),  # on the CPU the scaled mask, in the input's type
-        (Call(lambda self, x: x + 1), 0, 0),
-        (Call(lambda self, x: x * x), X, 0),
-        (Call(lambda self, x: x.detach()), 0, 0),
-        (Call(lambda self, x: x[:, :1]), 0, 0),
+        (Call(lambda x: x + 1), 0, 0),
+        (Call(lambda x: x * x), X, 0),
+        (Call(lambda x: x.detach()), 0, 0),
+        (Call(lambda x: x[:, :1]), 0, 0),
     ],
 )  # fmt: skip
 def test_what_a_graph_keeps(layer: nn.Module, kept: int, inside: int) -> None:
@@ -103,14 +91,14 @@ def test_only_parameters_with_a_gradient_have_one() -> None:
     found = profile(part)
     assert (found.num_parameters, found.parameter_bytes) == (CONV // 4, 2 * CONV)
     assert (found.gradient_bytes, sum(found.trained_sizes)) == (CONV, CONV)
-    idle = profile(Call(lambda self, x: self.used(x), used=conv(), idle=conv()))
+    idle = profile(Call(lambda x, used, idle: used(x), conv(), conv()))
     assert (idle.num_parameters, idle.parameter_bytes) == (2 * CONV // 4, 2 * CONV)
     assert (idle.gradient_bytes, sum(idle.trained_sizes)) == (CONV, CONV)
     assert profile(nn.ReLU()).trained_sizes == ()
 
 
 def test_a_loss_may_leave_outputs_unused() -> None:
-    two = Call(lambda self, x: (self.a(x), self.b(x)), a=conv(), b=conv())
+    two = Call(lambda x, a, b: (a(x), b(x)), conv(), conv())
     target = one(image(grad=False))
     layers, loss = Profiler().model(
         [nn.Tanh(), two], lambda output, wanted: (output[1] - wanted).square().mean(), one(image()), target

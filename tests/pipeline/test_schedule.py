@@ -44,7 +44,7 @@ from gpipe_bench.pipeline import (
     validate,
 )
 from gpipe_bench.pipeline.plan.edges import Edge, refuse_other_orders, rings_of, turns
-from gpipe_bench.pipeline.plan.named import SCHEDULES, loop, vee
+from gpipe_bench.pipeline.plan.named import loop, vee
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Remat, from_text, of_stages, to_text
 from gpipe_bench.pipeline.plan.walk import Transfer, channels, dependencies, execution_order, transfers
 from gpipe_bench.pipeline.ranks.connect import refuse_edges
@@ -103,29 +103,6 @@ def test_one_worker_consumes_before_it_produces_again() -> None:
     assert " ".join(map(str, execution_order(gpipe(3, 2, remat="except_last")))) == (
         "0F0 1F0 2F0 0F1 1F1 2F1 2B1 1B1 0B1 2R0 2B0 1R0 1B0 0R0 0B0"
     )
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_one_worker_holds_one_recomputed_micro_batch_at_a_time(name: str) -> None:
-    """Between R and its B nothing else is recomputed, whatever other stages could go on with."""
-    for num_stages, num_microbatches in itertools.product(range(1, 6), repeat=2):
-        recomputed: Action | None = None
-        for action in execution_order(SCHEDULES[name](num_stages, num_microbatches, remat="always")):
-            if action.kind is Kind.R:
-                assert recomputed is None, f"{recomputed} is not used up before {action}"
-                recomputed = action
-            elif action.kind is Kind.B:
-                assert recomputed == Action(action.stage, Kind.R, action.microbatch)
-                recomputed = None
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_micro_batches_in_flight(name: str) -> None:
-    for num_stages, number in itertools.product(range(1, 6), range(1, 8)):
-        schedule = SCHEDULES[name](num_stages, number)
-        for stage in range(num_stages):
-            most = {"naive": 1, "gpipe": number, "1f1b": min(number, num_stages - stage)}
-            assert schedule.in_flight(stage) == most[name]
 
 
 def test_text_form_of_an_action() -> None:

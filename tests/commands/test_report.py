@@ -21,7 +21,15 @@ from gpipe_bench.experiments import registry
 from gpipe_bench.experiments import report as report_build
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands.output import DONE
-from gpipe_bench.experiments.report import answers, build, draw, drawn, readings, sources, table_infos
+from gpipe_bench.experiments.report import (
+    answers,
+    build,
+    draw,
+    drawn,
+    readings,
+    sources,
+    table_infos,
+)
 from gpipe_bench.harness import REFERENCE
 from gpipe_bench.harness.paper import load_paper, of_the_paper
 from gpipe_bench.harness.report import reproduced

@@ -311,6 +311,12 @@ def test_on_a_gpu_the_allocator_agrees(small: tuple[str, Setting, Placement]) ->
 NAME = "transformer-lm"
 
 
+def test_the_model_meets_real_steps() -> None:
+    found = verify(NAME, 2, "always", 4)
+    assert len(found.tracked) == 2
+    assert found.largest_error < 1e-4
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_a_stage_keeps_from_the_first_step_is_counted(
     stage: int, monkeypatch: pytest.MonkeyPatch

@@ -160,15 +160,7 @@ OURS = [line.partition("&& ")[2] if line.startswith("cd ") else line for line in
 OURS = [line.removeprefix("gpipe-bench ") for line in OURS if line.startswith("gpipe-bench ")]
 # These cost nothing or little; of the others it is looked whether they are understood.
 RUN = ("list", "compare", "schedule", "plan gpt2-xl --bytes", "check-engine own_", "run table1 --only")
-PARSED = (
-    "--device cuda",
-    "--engine",
-    "--machine ",
-    "my_engine",
-    "engines",
-    "laptop.jsonl",
-    "results/local",
-)
+PARSED = ("--device cuda", "--engine", "--machine ", "my_engine", "engines", "laptop.jsonl", "results/local")
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,7 @@ def test_the_page_lists_every_session_and_no_page_another_one() -> None:
     assert {*re.findall(r"nox (?:--no-venv )?-s ([\w-]+)", pages)} - {"NAME", "idle"} <= set(sessions)
 
 
-def test_titles_read_from_the_source_are_the_experiments_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_titles_read_from_the_source_are_the_experiments_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in registry.EXPERIMENTS:
         experiment = registry.load(name)
         assert (experiment.name, experiment.title) == (name, registry.title(name))
@@ -72,10 +70,7 @@ def test_every_session_of_the_page_runs_its_command(sessions: list[str], argumen
         assert f"* {session}: success" in process.stderr
     ran = [line.split(" -m ")[-1].split() for line in process.stderr.splitlines() if "python -m " in line]
     if sessions is PYTEST:
-        assert [words[:2] for words in ran] == [
-            ["pytest", "--version"],
-            ["pytest", "tests/checks"],
-        ]
+        assert [words[:2] for words in ran] == [["pytest", "--version"], ["pytest", "tests/checks"]]
     else:
         assert {tuple(words[:3]) for words in ran} >= {
             ("experiments", "run", name) for name in registry.EXPERIMENTS

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from records import metric, ran, record
-from waiting_grid import Waits
 
 from gpipe_bench.experiments.beyond import grid, plan, published, published_steps, schedules
 from gpipe_bench.experiments.beyond.plan import EXPERIMENT as PLAN
@@ -208,18 +207,3 @@ def test_traffic_by_hand() -> None:
     assert grid.pipeline_bytes(ahead, back, 2, (1, 1, 1, 997)) == 30  # the cut is before the last
     assert grid.pipeline_bytes(ahead, back, 4, costs) == 30 + 16  # the third: its output, and a gradient back
     assert [grid.replica_bytes(4000, ranks) for ranks in (2, 4)] == [4000, 6000]
-
-
-# Sums over replicas leave inside the last backward and run beside it
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_step_reaches_nine_tenths_of_the_replays_speed(schedule: str) -> None:
-    """Which it cannot without overlap: all sums behind the backward would take longer than that allows."""
-    case = Waits(schedule)
-    replayed_s = case.replayed().makespan_s
-    assert replayed_s / case.replayed(overlap=False).makespan_s < 0.9
-    # The machine is busy with other things, too, which can only make a step slower.
-    step_s, timeline = case._replace(num_steps=20, enough_s=replayed_s / 0.9).measure()
-    assert replayed_s / step_s >= 0.9, timeline

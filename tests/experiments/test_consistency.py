@@ -27,11 +27,7 @@ from gpipe_bench.experiments.paper.consistency.judging import (
     statistical,
     welch,
 )
-from gpipe_bench.experiments.paper.consistency.recipes import (
-    DAWNBENCH,
-    DIGITS,
-    TOPICS,
-)
+from gpipe_bench.experiments.paper.consistency.recipes import DAWNBENCH, DIGITS, TOPICS
 from gpipe_bench.experiments.paper.consistency.tables import beyond_the_margin, spreads, tables
 from gpipe_bench.experiments.paper.consistency.tasks import (
     Images,
@@ -114,10 +110,7 @@ def record(part: str, score: float | None, *, model: str = "images", **more: Any
             metric("numbers compared", 1000, "parameters"),
         ]
     if part == "asynchronous":
-        metrics += [
-            metric("weights kept", 20.0, "bytes"),
-            metric("weights of the model", 8.0, "bytes"),
-        ]
+        metrics += [metric("weights kept", 20.0, "bytes"), metric("weights of the model", 8.0, "bytes")]
     better = model == "images"
     details = {
         "metric": METRICS[model], "higher_is_better": better, "required": 0.97 if better else 130.0,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_line import call, lines
+from command_line import call
 from records import record
 from torch import nn
 
@@ -208,31 +207,6 @@ def test_compare_and_report_show_the_runs_in_which_an_engine_took_part(tmp_path:
 
 
 # For real, as little as possible
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_smoke_measures_processes_and_checks_what_they_did(tmp_path: Path) -> None:
-    """One of the smoke profile's cases, over processes; the others run the same code."""
-    command = ["run", "engines", "--profile", "smoke", "--json", "--results", tmp_path]
-    status, out, err = call(*command, "--only", "workload=transformer", "--only", "where=processes")
-    assert status == 0, err
-    (found,) = lines(out)
-    values = {(each["name"], *each["key"].values()): each for each in found["metrics"]}
-    rounds = found["details"]["rounds"]
-    steps = {name: values["step", name]["samples"] for name in ("ours", "torch-gpipe")}
-    assert len(steps["ours"]) == 2 * rounds
-    speed = values[SPEED, "ours", "torch-gpipe"]["samples"]
-    assert len(speed) == rounds
-    ours, theirs = (math.prod(samples[:2]) for samples in steps.values())
-    assert speed[0] == pytest.approx(math.sqrt(theirs / ours))
-    # Four micro-batches of two examples; ours keeps the last one's activations, theirs recomputes all.
-    for checks in found["details"]["checks"]:
-        ours = checks["ours"]
-        assert (ours["forwards"], ours["backwards"], ours["examples"]) == (7, 4, 2)
-        assert (checks["torch-gpipe"]["forwards"], checks["torch-gpipe"]["backwards"]) == (8, 4)
-        assert checks["torch-gpipe"]["gradient error"] < 1e-3
-    assert set(found["details"]["actions_ms"]) == {"0F", "0R", "0B", "1F", "1R", "1B"}
-    assert found["details"]["threads"] == ["1", "1"]
 
 
 def test_peaks_are_counted_beside_a_process_that_only_waits() -> None:

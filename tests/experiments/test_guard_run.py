@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from gpipe_bench.experiments.commands import cli
 from gpipe_bench.experiments.commands import guard as verb
 from gpipe_bench.experiments.commands.guard import COUNTERS
 from gpipe_bench.experiments.commands.output import BAD_USAGE, CASE_FAILED, DONE, VERDICT_FAILED
-from gpipe_bench.experiments.guard.arms import Arm, Base, Subject, WorkerError, arms_of
+from gpipe_bench.experiments.guard.arms import Arm, Base, Subject, WorkerError
 from gpipe_bench.experiments.guard.counters import (
     CASES,
     content,
@@ -27,7 +26,7 @@ from gpipe_bench.experiments.guard.counters import (
     load,
 )
 from gpipe_bench.experiments.guard.own import BENCHMARKS
-from gpipe_bench.experiments.guard.run import Finding, guard, measure
+from gpipe_bench.experiments.guard.run import Finding, guard
 from gpipe_bench.harness.guard import Change, Judgement
 from gpipe_bench.pipeline.stage.layers import LayerRunner
 
@@ -38,19 +37,6 @@ SLOWER = replace(SAME, verdict="regression", head=Change(0.1, 0.08, 0.12))
 IMPROVED = replace(SAME, verdict="improved", head=Change(-0.1, -0.12, -0.08))
 UNSURE = replace(SAME, verdict="inconclusive", head=Change(0.0, -0.2, 0.2))
 VOID = replace(SAME, verdict="contaminated", control=Change(0.1, 0.08, 0.12))
-
-
-# Behind the engine: after its actions it stays busy for four times as long as they took.
-BUSY_FOR_LONGER = """
-
-def run(*arguments, _run=run, **options):
-    from time import perf_counter
-    begin_s = perf_counter()
-    _run(*arguments, **options)
-    end_s = perf_counter() + 4.0 * (perf_counter() - begin_s)
-    while perf_counter() < end_s:
-        pass
-"""
 
 
 def finding(name: str, *runs: Judgement) -> Finding:
@@ -72,22 +58,6 @@ def copied(tmp_path: Path) -> Path:
 
 def own(root: Path = ROOT) -> Subject:
     return Subject(root, [], (".",), ROOT / verb.OWN)
-
-
-@pytest.mark.alone  # steps are timed
-def test_a_slow_engine_is_measured_as_slow_and_the_processes_end(copied: Path) -> None:
-    with (copied / "pipeline" / "step.py").open("a", encoding="utf-8") as file:
-        file.write(BUSY_FOR_LONGER)
-    before = set(psutil.Process().children())
-    found, subject = Finding("tiny-layers"), own(copied)
-    with arms_of(subject, ROOT) as arms:
-        judged = measure(arms, found, "seed", subject, looks=(2,), sample_s=0.01)
-        children = set(psutil.Process().children()) - before
-        assert len(children) == 3
-    assert 1.5 < judged.head.value < 8  # five times the engine's share of a step
-    assert judged.cpu.value > 1.5  # it computes, rather than waits
-    assert found.notes == []
-    assert not any(child.is_running() for child in children)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from covering import pairwise
+from odd_layers import OverwritesOne
 from tiny_models import assert_trains_as_plain, mlp_batch, seeded
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
@@ -241,12 +242,6 @@ class Views(nn.Linear):
         if self.kind == "without a gradient":
             return h, h.detach().view(-1, 2, 3)
         return h[:, :3], h[:, 3:].view(-1, 1, 3)
-
-
-class OverwritesOne(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        a, b = pair
-        return a.mul_(3).sum(1, keepdim=True) * b.square().flatten(1)
 
 
 @pytest.mark.parametrize("remat", REMAT_MODES)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from odd_layers import OverwritesOne
 from tiny_models import EXACT, assert_own_gradients, mlp_batch, plain_step, seeded
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -89,12 +90,6 @@ def test_a_target_in_the_memory_of_a_batch_that_is_overwritten() -> None:
     pipeline = Pipeline(layers, num_stages=1, num_microbatches=2)
     with pytest.raises(ActionError, match=r"pass target.clone\(\)"):
         pipeline.step(batch, batch, mse_loss)
-
-
-class OverwritesOne(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        a, b = pair
-        return a.mul_(3).sum(1, keepdim=True) * b.square().flatten(1)
 
 
 def test_tensors_of_the_mini_batch_that_share_memory_part() -> None:

@@ -361,10 +361,7 @@ def one_of_two(rank, folder, port, victim, call):
             assert number == 2
 
 
-@pytest.mark.parametrize(
-    ("victim", "call", "left"),
-    [(0, "replace", 1), (0, "unlink", 2), (1, "fsync", 1)],
-)
+@pytest.mark.parametrize(("victim", "call", "left"), [(0, "replace", 1), (0, "unlink", 2), (1, "fsync", 1)])
 def test_one_rank_of_two_is_killed_in_a_save(tmp_path, victim, call, left):
     port = free_port()
     children = [in_child(one_of_two, rank, tmp_path, port, victim, call) for rank in (0, 1)]

@@ -25,17 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from gpipe_bench.pipeline import (
-    NAMED,
-    SLOTS,
-    Action,
-    Pipeline,
-    Schedule,
-    clock,
-    devices,
-    named,
-    replay,
-)
+from gpipe_bench.pipeline import NAMED, SLOTS, Action, Pipeline, Schedule, clock, devices, named, replay
 from gpipe_bench.pipeline.arguments import devices_of
 from gpipe_bench.pipeline.plan.named import SCHEDULES
 

@@ -4,12 +4,8 @@ compute what the plain model does is the table of `test_over_processes`.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -17,36 +13,14 @@ import pytest
 import torch
 import torch.distributed.run
 from case_runner import Outcomes, assert_passed, named
-from odd_layers import WIDTH, WORDS, sgd, tied_model, train, words
-from ranks import (
-    TIMEOUT_S,
-    Ranks,
-    assert_gradients,
-    assert_loss,
-    grid,
-    halves,
-    joint_step,
-    raises,
-)
+from odd_layers import WIDTH, WORDS, OverwritesOne, sgd, tied_model, train, words
+from ranks import Ranks, assert_gradients, grid, halves, joint_step, raises
 from tiny_models import everything, everything_batch, mlp, mlp_batch, seeded
 from torch import Tensor, nn
-from torch import distributed as dist
 from tree_models import ByKey, Keyed
 
-from gpipe_bench.experiments.engines.known import CLASSES, TorchRuntime
-from gpipe_bench.pipeline import (
-    Action,
-    ActionError,
-    InProcess,
-    Kind,
-    Pipeline,
-    Schedule,
-    VerifyError,
-    validate,
-)
-from gpipe_bench.pipeline.plan.schedule import from_csv
+from gpipe_bench.pipeline import ActionError, InProcess, Kind, Pipeline, VerifyError
 from gpipe_bench.pipeline.ranks import ends
-from gpipe_bench.pipeline.ranks.wire import Connection
 
 pytestmark = pytest.mark.processes  # four at a time
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -120,11 +94,6 @@ class Views(nn.Linear):
         return h, h.view(-1, 2, 3)
 
 
-class OverwritesOne(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0].mul_(3) * pair[1].flatten(1)
-
-
 def an_input_that_shares_memory_is_overwritten() -> None:
     """Which would show in the other one, were they not in other processes than the layer before."""
     ranks = Ranks()
@@ -189,22 +158,6 @@ def messages_of_many_sizes_take_little_memory() -> None:
                 pipeline(batch if ranks.is_first else None)
             found.append(pipeline.shared_message_bytes)
     assert 0 < found[1] <= 2 * found[0], found
-
-
-def no_message_of_a_host_takes_the_network() -> None:
-    """Also from the last rank to the first, where stages go round, and the loss to everybody."""
-    ranks, elsewhere, send = Ranks(), list[int](), Connection.send
-    pipeline = ranks.pipeline(seeded(everything), num_stages=8, schedule="interleaved", remat="never")
-
-    def spy(self: Connection, tensor: Tensor, target: int, *arguments: Any) -> Any:
-        if target not in self._neighbours:
-            elsewhere.append(target)
-        return send(self, tensor, target, *arguments)
-
-    with mock.patch.object(Connection, "send", spy):
-        for _ in range(2):
-            pipeline.step(*ranks.own(*everything_batch(8)), cross_entropy)
-    assert elsewhere == []
 
 
 def over_both_transports() -> Iterator[Ranks]:
@@ -273,30 +226,6 @@ def a_parameter_keeps_the_gradient_that_arrives() -> None:
                 torch.testing.assert_close(parameter.grad, sums[name], rtol=1e-12, atol=1e-14)
 
 
-def the_loss_is_told_before_the_last_weights() -> None:
-    """In a V the rank of the loss has the longest row; here it takes its last action only after the other
-    one's step has returned.
-    """
-    pair = halves()
-    pipeline = pair.pipeline(seeded(everything), 2, num_stages=4, schedule="zb-v", remat="never")
-    last_action = pipeline.schedule.actions[0][-1]
-    other, word = dist.get_global_rank(pair.group, 1 - pair.rank), torch.zeros(1)
-    has_returned = dist.irecv(word, other) if pair.is_first else None
-
-    @contextmanager
-    def observe(action: Action) -> Any:
-        if has_returned is not None and action == last_action:
-            has_returned.wait(timedelta(seconds=TIMEOUT_S))
-        yield
-
-    own = everything_batch(6) if pair.is_first else (None, None)
-    for watched in (None, observe):  # in the first step the ranks agree on what travels
-        loss = pipeline.step(*own, cross_entropy, observe=watched)
-    if not pair.is_first:
-        dist.send(word, other)
-    assert_loss(loss, joint_step(seeded(everything), [everything_batch(6)], cross_entropy, 2, step=1))
-
-
 def timeline_of_all_ranks() -> None:
     """On one clock, what a stage needs has ended elsewhere before it starts."""
     ranks = Ranks()
@@ -311,37 +240,6 @@ def timeline_of_all_ranks() -> None:
         if event.action.kind is Kind.F and event.action.stage:
             assert end_s[event.action._replace(stage=event.action.stage - 1)] <= event.start_s
     assert (timeline.conditions["threads"], "pinned_cores" in timeline.conditions) == ("1", True)
-
-
-def rows_of(runtime: TorchRuntime) -> Schedule:
-    """The schedule that torch runs."""
-    # A schedule with one stage per process makes its rows only when it is asked.
-    order = getattr(runtime.running, "pipeline_order", None) or runtime.running._get_pipeline_order()
-    rows = (order[rank] for rank in sorted(order))
-    text = "\n".join(",".join("" if cell is None else str(cell) for cell in row) for row in rows)
-    return from_csv(text, "torch")
-
-
-def torchs_rows_in_our_engine() -> None:
-    """Whatever torch dumps is valid and runs here, with the gradients of the plain model."""
-    pair = halves()
-    for name in CLASSES:
-        torch.manual_seed(3)
-        num_stages = 2 if name in ("gpipe", "1f1b") else 4
-        stages: list[list[nn.Module]] = [[nn.Linear(6, 6).double(), nn.Tanh()] for _ in range(num_stages)]
-        model = nn.Sequential(*itertools.chain(*stages))
-        runtime = TorchRuntime(name, stages, 4, pair.group, torch.device("cpu"))
-        schedule = rows_of(runtime)
-        if name == "1f1b" and Action(1, Kind.F, 0) not in set(schedule):
-            with raises(ValueError, "the row of stage 1 holds 1F4"):
-                validate(replace(schedule, num_microbatches=4))  # torch counts these forwards from 1
-            continue
-        validate(schedule)
-        assert tuple(map(schedule.worker, range(len(stages)))) == runtime.placement
-        wanted = joint_step(copy.deepcopy(model), [mlp_batch(8)], mse_loss, 4)
-        pipeline = pair.pipeline(model, num_stages=num_stages, schedule=schedule)
-        assert_loss(pipeline.step(*mlp_batch(8), mse_loss), wanted)
-        assert_gradients(pipeline, wanted)
 
 
 # Building, verifying and closing
@@ -492,8 +390,7 @@ CASES = named(
     shapes_that_change_unannounced, a_loss_of_another_dtype_is_refused,
     an_input_that_shares_memory_is_overwritten, memory_layout_survives, stages_without_anything_to_train,
     an_optimizer_that_decides_by_all_gradients, messages_of_many_sizes_take_little_memory,
-    no_message_of_a_host_takes_the_network, the_loss_is_told_before_the_last_weights, timeline_of_all_ranks,
-    torchs_rows_in_our_engine, arguments_that_do_not_fit, verify_compares_with_the_whole_model,
+    timeline_of_all_ranks, arguments_that_do_not_fit, verify_compares_with_the_whole_model,
     verify_names_what_a_cut_leaves_behind, what_is_closed_stays_closed, tied_weights_are_one_weight,
     a_frozen_tie_gets_no_gradient, a_tie_of_sparse_gradients_is_refused,
     a_tied_weight_that_was_replaced_is_refused,

@@ -37,7 +37,6 @@ from gpipe_bench.pipeline import Action, ActionError, Kind, Pipeline, checkpoint
 from gpipe_bench.pipeline import named as named_schedule
 from gpipe_bench.pipeline.errors import PeerError, StoreError
 from gpipe_bench.pipeline.mesh.reduce import DataParallel
-from gpipe_bench.pipeline.ranks import failure
 from gpipe_bench.pipeline.ranks.failure import FailureDetector, Store, missing, peer_error_of
 
 pytestmark = pytest.mark.processes  # four at a time
@@ -258,22 +257,6 @@ def test_a_store_that_cannot_be_asked(host: int | None, silent: bool, wanted: tu
     waits = PeerError(Action.parse(action), rank, "did not answer: timed out", timed_out=True)
     found = FailureDetector(keys, 2, range(3)).explain(waits)
     assert (found.rank, str(found.action)) == (rank, action)
-
-
-def test_a_silent_store_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection stays locked, so each further question would take as long in vain."""
-    asked, never = [], threading.Event()
-    store = Store.__new__(Store)
-    store._failed, store._whole = None, store
-    store._group = threading.Event()  # type: ignore[assignment]  # anything that can be a key
-    store._store = SimpleNamespace(check=lambda keys: asked.append(keys) or never.wait())
-    monkeypatch.setattr(failure, "ANSWER_S", 0.01)
-    for _ in range(2):
-        with pytest.raises(StoreError, match="the store of the process group") as caught:
-            store.get("failure", 0.01)
-        assert caught.value.silent
-    never.set()
-    assert asked == [["failure"]]
 
 
 # Ranks that are killed or stopped

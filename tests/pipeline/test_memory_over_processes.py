@@ -29,15 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpipe_bench.experiments.beyond.plan_steps import title
-from gpipe_bench.pipeline import (
-    Boundary,
-    Pipeline,
-    Profiler,
-    grid_peak_bytes,
-    launch,
-    named,
-    pipeline_memory,
-)
+from gpipe_bench.pipeline import Boundary, Pipeline, Profiler, grid_peak_bytes, launch, named, pipeline_memory
 from gpipe_bench.pipeline.memory.grids import Sharing, held_stage
 from gpipe_bench.pipeline.memory.tracker import StorageWatch
 from gpipe_bench.pipeline.memory.workers import shared_weights

@@ -7,11 +7,9 @@ layers along `tp`. That training is the plain model's is the table of `test_over
 from __future__ import annotations
 
 import copy
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,7 +19,6 @@ from case_runner import Outcomes, assert_passed, named
 from odd_layers import Picky
 from ranks import (
     PATIENCE_S,
-    TIMEOUT_S,
     UNEVEN,
     Part,
     Ranks,
@@ -49,7 +46,6 @@ from gpipe_bench.models.tasks import token_loss
 from gpipe_bench.models.transformer.seq2seq import transformer_seq2seq
 from gpipe_bench.pipeline import Action, ActionError, Pipeline
 from gpipe_bench.pipeline.mesh.grid import Replicas
-from gpipe_bench.pipeline.mesh.reduce import Divided
 
 pytestmark = pytest.mark.processes  # four at a time
 cross_entropy, mse_loss = nn.functional.cross_entropy, nn.functional.mse_loss
@@ -327,21 +323,6 @@ def a_replica_that_takes_fewer_steps_ends_the_others() -> None:
             pipeline.step(torch.ones(4, 6), torch.ones(4, 6), mse_loss)
 
 
-def a_closed_pipeline_leaves_nothing_open() -> None:
-    """No sockets of gloo's, however many pipelines a grid has had."""
-    gc.collect()  # pipelines of other cases
-    open_files = []
-    for _ in range(6):
-        with replicas(seeded(mlp), 2, timeout_s=TIMEOUT_S) as pipeline:
-            pipeline.step(*own_part(pipeline, [mlp_batch(4, seed=r) for r in range(2)]), mse_loss)
-            pipeline.gather_all(None)
-            pipeline.close()  # as does the end of the block behind it
-        del pipeline
-        dist.barrier()
-        open_files.append(len(list(Path("/proc/self/fd").iterdir())))
-    assert open_files[-1] <= max(open_files[:3]), open_files  # the first opens what a process has once
-
-
 # Whole layers in parts
 
 
@@ -402,24 +383,6 @@ def norms_of_parts() -> None:
         assert_gradients(pipeline, wanted)
 
 
-def states_are_divided_under_plain_names() -> None:
-    plain = seeded(transformer)
-    for mesh in (grid(fsdp=2, pp=2), grid(pp=2, tp=2)):
-        layers = seeded(transformer)
-        if "tp" in mesh.mesh_dim_names:
-            tensor_parallel(layers, mesh["tp"])
-        pipeline = on(mesh, layers)
-        pipeline.step(*own_part(pipeline, [words(4), words(4)]), token_loss)
-        state = pipeline.state_dict()
-        assert state.keys() <= plain.state_dict().keys()
-        for name, value in state.items():
-            assert isinstance(value, DTensor), name
-            assert torch.equal(value.full_tensor(), plain.state_dict()[name]), name
-        pipeline.load_state_dict({name: value * 2 for name, value in state.items()})
-        for name, parameter in pipeline.named_parameters():
-            assert torch.equal(whole(parameter), plain.state_dict()[name] * 2), name
-
-
 def what_cannot_be_sharded_is_refused() -> None:
     mesh, tied, mixed, turning = grid(fsdp=2, pp=2), transformer(), transformer(), transformer()
     tied[-1].linear.weight = tied[0].table.weight
@@ -477,18 +440,6 @@ def what_not_all_replicas_use_is_refused_by_all() -> None:
             with raises((ValueError, ActionError), text):
                 for _ in range(2):  # the last stage may have finished its part of the first
                     pipeline.step(*own_part(pipeline, parts), mse_loss)
-
-
-def a_rank_that_cannot_divide_is_named_by_the_others() -> None:
-    """On a mesh of its own, which ends with the failure."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "pp"))
-    breaks = dist.get_rank() == 1
-    broken = mock.Mock(side_effect=ArithmeticError("the fuse has blown"))
-    with (
-        mock.patch.object(Divided, "divide", broken) if breaks else nullcontext(),
-        raises(ArithmeticError if breaks else ActionError, "the fuse has blown"),
-    ):
-        on(mesh, seeded(mlp)).step(*mlp_batch(7), mse_loss)
 
 
 # Parts of layers
@@ -607,15 +558,14 @@ def heads_of_the_whole_layer_are_refused() -> None:
 
 # Those that leave a mesh with groups that are cut come last.
 CASES = named(
-    collectives_are_counted, norms_of_parts, states_are_divided_under_plain_names,
-    what_cannot_be_sharded_is_refused, what_not_all_replicas_use_is_refused_by_all,
-    a_rank_that_cannot_divide_is_named_by_the_others, masks_of_divided_layers,
+    collectives_are_counted, norms_of_parts, what_cannot_be_sharded_is_refused,
+    what_not_all_replicas_use_is_refused_by_all, masks_of_divided_layers,
     layers_that_are_divided_in_part_are_refused, what_tensor_parallel_refuses,
     heads_of_the_whole_layer_are_refused, parameters_without_a_gradient, parameters_that_come_later,
     parameters_that_nobody_would_sum, averages_follow_all_replicas, replicas_begin_alike,
     an_infinite_gradient_on_one_rank_is_seen_by_all, collectives_of_a_step,
     buckets_leave_inside_the_last_backward, a_replica_that_fails,
-    a_replica_that_takes_fewer_steps_ends_the_others, a_closed_pipeline_leaves_nothing_open,
+    a_replica_that_takes_fewer_steps_ends_the_others,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ ranks that do not come, stop or go are named; and what a rank asks of the real o
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,9 +17,11 @@ from unittest import mock
 import pytest
 import torch
 from fakes.nccl import FakeNetwork, Killed, run
+from random_schedules import HELD_UP, LATE_WEIGHTS, random_placement, random_schedule
 from torch import Tensor, nn
 
 from gpipe_bench.pipeline import (
+    NAMED,
     Action,
     ActionError,
     Pipeline,
@@ -32,7 +35,7 @@ from gpipe_bench.pipeline import (
 from gpipe_bench.pipeline.errors import PeerError
 from gpipe_bench.pipeline.ranks import ends
 from gpipe_bench.pipeline.ranks.failure import nccl_options
-from gpipe_bench.pipeline.ranks.wire import Connection, DeviceWaits, TensorSpec, unreachable
+from gpipe_bench.pipeline.ranks.wire import DeviceWaits, unreachable
 
 WIDTH = 3
 mse_loss = nn.functional.mse_loss
@@ -85,10 +88,7 @@ def chain(num_stages: int) -> list[nn.Module]:
 def skipping(num_stages: int) -> list[nn.Module]:
     """The first one's output goes to all others, and each skips one, too."""
     torch.manual_seed(0)
-    return [
-        Stash("first", tanh()).double(),
-        *(Pop("first", Add()).double() for _ in range(num_stages - 1)),
-    ]
+    return [Stash("first", tanh()).double(), *(Pop("first", Add()).double() for _ in range(num_stages - 1))]
 
 
 def crossing(num_stages: int) -> list[nn.Module]:
@@ -199,18 +199,29 @@ def test_training_is_exact(name: str, workers: int, number: int, remat: str, mak
         trains_exactly(named(name, workers, number, remat=remat), make)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "make", "small"),
-    [
-        (named("gpipe", 3, 6, remat="always"), chain, True),
-        (named("1f1b", 4, 6, remat="always"), crossing, True),
-        (named("interleaved", 2, 4), crossing, False),
-        (named("zb-v", 2, 4), chain, False),
-    ],
-    ids=["gpipe", "1f1b", "interleaved", "zb-v"],
-)
-def test_a_wait_for_the_device_ends_at_every_action(schedule: Schedule, make: Make, small: bool) -> None:
+def waited_for() -> dict[str, tuple[Schedule, Make, bool]]:
+    """Named schedules, those in which a stage keeps longer what it receives, some that nobody would write."""
+    generator = random.Random(2)
+    found: list[tuple[Schedule, Make, bool]] = [
+        *((named(name, 2, 4, remat="always"), chain, True) for name in NAMED),
+        (named("gpipe", 3, 6, remat="always"), chain, True), (named("zb-v", 2, 4), chain, False),
+        (named("1f1b", 4, 6, remat="always"), crossing, True), (named("interleaved", 2, 4), crossing, False),
+        (LATE_WEIGHTS, chain, True), (HELD_UP, chain, True),
+    ]  # fmt: skip
+    while len(found) < 40:
+        num_stages = generator.randint(2, 5)
+        placement = random_placement(generator, num_stages)
+        found.append((random_schedule(generator, num_stages, 3, placement=placement), chain, True))
+    return {f"{number} {each[0].name}": each for number, each in enumerate(found)}
+
+
+WAITED_FOR = waited_for()
+
+
+@pytest.mark.parametrize("name", WAITED_FOR)
+def test_a_wait_for_the_device_ends_at_every_action(name: str) -> None:
     """One rank waits for its whole device before one of its actions: everywhere once."""
+    schedule, make, small = WAITED_FOR[name]
 
     def take(network: FakeNetwork) -> list[Tensor]:
         with pipeline_on(network, schedule, make) as pipeline:
@@ -385,22 +396,6 @@ def test_messages_take_few_thread_blocks_where_torch_can_say_so(config: object) 
     assert getattr(config, "max_ctas", None) is None
     assert nccl_options(nccl, sums=False)._timeout > timedelta(days=365)
     assert getattr(config, "max_ctas", 4) == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.float32])
-def test_types_of_the_network_travel_as_they_are_and_others_as_bytes(dtype: torch.dtype) -> None:
-    given: list[Tensor] = []
-    wire = SimpleNamespace(
-        **dict.fromkeys(("send", "recv"), lambda tensors, peer, tag: given.extend(tensors))
-    )
-    connection = Connection(wire, 0, {}, frozenset({torch.float32}))
-    buffer = connection.buffer(TensorSpec((), (), dtype), 0, torch.device("cpu"))
-    connection.receive(buffer, 0, 0)
-    connection.send(buffer.flat, 0, 0)
-    for tensor in given:
-        assert tensor.dtype == (torch.float32 if dtype == torch.float32 else torch.uint8)
-        assert tensor.numel() * tensor.element_size() == dtype.itemsize
-        assert tensor.data_ptr() == buffer.tensor.data_ptr()
 
 
 def test_a_device_that_stands_still_is_told_from_one_that_is_slow_or_did_not_run() -> None:

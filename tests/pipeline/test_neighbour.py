@@ -51,9 +51,7 @@ def test_both_write_more_than_a_socket_holds(ends: tuple[Neighbour, Neighbour]) 
         assert list(pool.map(exchange, ends)) == [list(range(many))] * 2
 
 
-def test_shared_memory_is_given_out_again_when_nothing_lives_in_it(
-    ends: tuple[Neighbour, Neighbour],
-) -> None:
+def test_shared_memory_is_given_out_again_when_nothing_lives_in_it(ends: tuple[Neighbour, Neighbour]) -> None:
     other, end = ends
 
     def received() -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from covering import pairwise
+from odd_layers import Add
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,18 +23,11 @@ from gpipe_bench.pipeline import (
     PortalSequential,
     Profiler,
     Stash,
-    named,
 )
-from gpipe_bench.pipeline.plan.edges import Edge, messages_of
+from gpipe_bench.pipeline.plan.edges import Edge
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 
-SPLIT = "zb-h1"
 UNET = {"num_convs": 1, "num_filters": 4, "depth": 2, "dropout": 0.0, "image_size": 8}
-
-
-class Add(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] + pair[1]
 
 
 def _linear() -> nn.Linear:
@@ -154,19 +148,6 @@ def test_a_skip_over_stages_is_sent_once_and_so_is_its_gradient() -> None:
     wide, thin = 6 * 100 * 4, 6 * 2 * 4
     # Once forward to the last stage, once back to the first; recomputing sends nothing.
     assert counting.received == {1: wide, 2: thin, 3: thin + wide, 0: wide}
-
-
-def test_the_messages_follow_from_the_declarations_the_cuts_and_the_schedule() -> None:
-    layers = [Stash("a", _linear()), Stash("b"), Pop("b", Add()), Pop("a", Add())]
-    edges = Pipeline(layers, partition=[1, 2, 1], num_microbatches=2).portals
-    assert edges == (Edge(2, 0, 2, ("a",)),)
-    schedule = named("1f1b", 3, 2, remat="never")
-    messages = [each for back in (False, True) for each in messages_of(schedule, edges[0], back=back)]
-    assert [f"{message.source} {message.target}" for message in messages] == [
-        "0F0 2F0", "0F1 2F1", "2B0 0B0", "2B1 0B1",
-    ]  # fmt: skip
-    split = messages_of(named(SPLIT, 3, 2, remat="never"), edges[0], back=True)
-    assert [f"{message.source} {message.target}" for message in split] == ["2I0 0I0", "2I1 0I1"]
 
 
 def test_names_that_are_one_string_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 import pytest
@@ -16,11 +15,9 @@ from gpipe_bench.pipeline import (
     LINKS,
     SLOTS,
     Action,
-    Event,
     Kind,
     Link,
     Schedule,
-    Timeline,
     gpipe,
     naive,
     one_f_one_b,
@@ -283,26 +280,6 @@ def test_the_largest_pipeline_of_the_paper_can_be_replayed() -> None:
 
 
 # Timelines: what is read off them, kept of them and drawn
-
-
-def test_events_are_ordered_and_start_at_zero() -> None:
-    late, early = Event(Action.parse("1F0"), 12.0, 13.0), Event(Action.parse("0F0"), 10.0, 11.5)
-    timeline = Timeline.of([late, early], 2)
-    assert [str(e.action) for e in timeline.events] == ["0F0", "1F0"]
-    assert timeline.events[0].start_s == 0.0
-    assert (timeline.makespan_s, timeline.busy_s(0)) == (3.0, 1.5)
-    assert timeline.bubble == pytest.approx(1 - 2.5 / 6)
-    empty = Timeline.of([], 2)
-    assert (empty.makespan_s, empty.bubble) == (0.0, 0.0)
-
-
-def test_a_timeline_is_kept_as_data_and_read_back() -> None:
-    schedule = split_backward(gpipe(3, 2, "always"))
-    timeline = replay(
-        schedule, {kind: slots / 1000 for kind, slots in SLOTS.items()}, LINKS["pcie3-host"],
-        activation_bytes=[1e6, 2e6], setup_s=[0.001, 0, 0], update_s=[0.002, 0.001, 0.003],
-    )  # fmt: skip
-    assert Timeline.from_data(json.loads(json.dumps(timeline.to_data()))) == timeline
 
 
 def test_gantt_chart() -> None:

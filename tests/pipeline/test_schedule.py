@@ -1,5 +1,6 @@
 """Schedules are data: what they contain, in which order, what follows from them, what they recompute, what is
-refused, and how torch's runtime reads and writes them. Workers may hold several stages.
+refused, when their receives are posted, and how torch's runtime reads and writes them. Workers may hold
+several stages.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from gpipe_bench.pipeline import (
     to_csv,
     validate,
 )
-from gpipe_bench.pipeline.plan.edges import turns
-from gpipe_bench.pipeline.plan.named import SCHEDULES, loop, vee
+from gpipe_bench.pipeline.plan.edges import Edge, refuse_other_orders, rings_of, turns
+from gpipe_bench.pipeline.plan.named import loop, vee
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES, Remat, from_text, of_stages, to_text
 from gpipe_bench.pipeline.plan.walk import Transfer, channels, dependencies, execution_order, transfers
+from gpipe_bench.pipeline.ranks.connect import refuse_edges
 from gpipe_bench.planner.predict import breakdown
 
 
@@ -103,29 +105,6 @@ def test_one_worker_consumes_before_it_produces_again() -> None:
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_one_worker_holds_one_recomputed_micro_batch_at_a_time(name: str) -> None:
-    """Between R and its B nothing else is recomputed, whatever other stages could go on with."""
-    for num_stages, num_microbatches in itertools.product(range(1, 6), repeat=2):
-        recomputed: Action | None = None
-        for action in execution_order(SCHEDULES[name](num_stages, num_microbatches, remat="always")):
-            if action.kind is Kind.R:
-                assert recomputed is None, f"{recomputed} is not used up before {action}"
-                recomputed = action
-            elif action.kind is Kind.B:
-                assert recomputed == Action(action.stage, Kind.R, action.microbatch)
-                recomputed = None
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_micro_batches_in_flight(name: str) -> None:
-    for num_stages, number in itertools.product(range(1, 6), range(1, 8)):
-        schedule = SCHEDULES[name](num_stages, number)
-        for stage in range(num_stages):
-            most = {"naive": 1, "gpipe": number, "1f1b": min(number, num_stages - stage)}
-            assert schedule.in_flight(stage) == most[name]
-
-
 def test_text_form_of_an_action() -> None:
     assert str(Action(2, Kind.F, 0)) == "2F0"
     assert Action.parse(" 12W34 ") == Action(12, Kind.W, 34)
@@ -138,12 +117,6 @@ def test_text_form_of_an_action() -> None:
 
 def written(*rows: str, remat: str = "never") -> Schedule:
     return from_csv("\n".join(row.replace(" ", ",") for row in rows), remat=remat)
-
-
-def test_a_split_backward_is_valid() -> None:
-    split = written("0F0 0F1 0I1 0I0 0W1 0W0", "1F0 1F1 1I1 1I0 1W1 1W0")
-    validate(split)
-    assert split.in_flight(0) == 2
 
 
 @pytest.mark.parametrize(
@@ -326,6 +299,50 @@ def test_any_change_of_a_row_is_refused_or_runs() -> None:
     assert 10 < refused < 140
 
 
+# Rings: when receives are posted
+
+
+def test_one_f_one_b_posts_as_buffers_become_free() -> None:
+    """The example of the module's docstring."""
+    ring = rings_of(one_f_one_b(3, 5))[0, False].tight
+    assert ring.num_slots == 3
+    assert ring.initial == (0, 1, 2)
+    assert ring.following == (3, 4, None, None, None)
+    assert ring.slot == (0, 1, 2, 0, 1)
+    ring = rings_of(gpipe(3, 4))[0, False].tight  # every activation at once
+    assert (ring.initial, ring.following) == ((0, 1, 2, 3), (None,) * 4)
+
+
+@pytest.mark.parametrize(("remat", "num_slots"), [("never", 2), ("always", 1), ("except_last", 1)])
+def test_gradients_have_one_buffer_where_a_recomputation_hides_the_transfer(
+    remat: str, num_slots: int
+) -> None:
+    rings = rings_of(gpipe(3, 4, remat=remat))[1, True]
+    assert rings.tight.num_slots == num_slots
+    assert rings.tight.initial == (3, 2)[:num_slots]
+    assert rings.tight.order == (3, 2, 1, 0)
+    assert rings.small.initial == (3, 2, 1, 0)  # small ones are all posted at once
+    assert rings.small.following == (None,) * 4
+    by_stage = gpipe(5, 4, remat=("always", "never", "except_last", "never", "always"))
+    assert [rings_of(by_stage)[stage, True].tight.num_slots for stage in range(4)] == [1, 2, 1, 2]
+
+
+def test_portals_between_accelerators_in_another_order_are_refused() -> None:
+    """Nothing else tells the micro-batches of an edge apart."""
+    row = [Action.parse(text) for text in ["0F0", "0F1", "1F1", "1F0", "2F1", "2F0"]]
+    back = [Action.parse(text) for text in ["2B0", "2B1", "1B0", "1B1", "0B0", "0B1"]]
+    actions = tuple(tuple(a for a in (*row, *back) if (a.stage == 2) is last) for last in (False, True))
+    schedule = Schedule("own", 3, 2, "never", actions, (0, 0, 1))
+    with pytest.raises(ValueError, match=r"micro-batches in different orders \(\[0, 1\]\.\.\."):
+        refuse_other_orders(schedule, [Edge(2, 0, 2, ("a",))])
+
+
+def test_more_portals_and_micro_batches_than_tags_are_refused() -> None:
+    long = Schedule("long", 2**12, 2**12, "never", ((),) * 2**12)
+    with pytest.raises(ValueError, match="portals between them with 4096 micro-batches"):
+        refuse_edges(long, (), accelerated=False)
+
+
 # Schedule files of torch's pipeline runtime, both ways, without processes
 
 NUM_WORKERS, NUM_MICROBATCHES = 2, 4
@@ -403,9 +420,3 @@ def test_cells_that_torch_may_write() -> None:
     for wrong in ("0F0xyz", "(0F0;0B0)", "(0F0,0B0)OVERLAP_F_B", "0SEND_F", "SEND_F0", "()OVERLAP_F_B"):
         with pytest.raises(ValueError, match="is not an action"):
             from_csv(f'0F1,"{wrong}",0B1')
-
-
-def test_a_recomputation_is_a_cell_of_its_own() -> None:
-    schedule = named("zb-v", 2, 3, remat="except_last")
-    assert "3R1,3I1,3W1" in to_csv(schedule)
-    assert from_csv(to_csv(schedule), "zb-v") == schedule

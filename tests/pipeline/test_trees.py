@@ -18,15 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from tree_models import Mode, Output, Pair, State
 
-from gpipe_bench.pipeline.stage.trees import (
-    Constant,
-    change,
-    flatten,
-    merge,
-    sizes,
-    split,
-    unflatten,
-)
+from gpipe_bench.pipeline.stage.trees import Constant, change, flatten, merge, sizes, split, unflatten
 
 mse_loss = nn.functional.mse_loss
 

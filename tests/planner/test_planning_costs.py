@@ -4,23 +4,16 @@ timed side by side: whose turn it is, what samples say, who else was busy.
 
 from __future__ import annotations
 
-import ast
 import gc
 import itertools
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from gpipe_bench import planner
-from gpipe_bench.experiments.beyond.side_by_side import take_turns
 from gpipe_bench.harness.rounds import (
     Usage,
     against_itself,
@@ -31,7 +24,7 @@ from gpipe_bench.harness.rounds import (
     used_by_others,
 )
 from gpipe_bench.pipeline import Action, Event, Link, gpipe, named
-from gpipe_bench.planner import Candidate, Costs, Prediction, Request, link_named, timing
+from gpipe_bench.planner import Candidate, Costs, Request, link_named
 from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import all_reduce_s
 from gpipe_bench.planner.costs import kinds_of
@@ -178,35 +171,6 @@ def test_parts_take_what_they_took() -> None:
     assert measured([probed(0), probed(1)]).shards(2, 2, 2, request.link) is None
 
 
-# Values that a plan is asked, may choose and answers
-
-CANDIDATE = Candidate(
-    cut=(range(0, 3), range(3, 5)), schedule="1f1b", num_microbatches=4, remat=("always", "never"),
-    num_workers=2, dp=2, fsdp=2, fsdp_level=3,
-)  # fmt: skip
-PREDICTION = Prediction(
-    candidate=CANDIDATE, batch_size=64, step_s=2.0, low_s=1.0, high_s=4.0, peak_bytes=(5, 7),
-    peak_when=("0B0", "1B0"), parts_s={"computation": 2.0},
-)  # fmt: skip
-
-
-def test_a_prediction_names_its_fullest_worker() -> None:
-    assert (PREDICTION.peak, PREDICTION.fullest, PREDICTION.examples_per_s) == (7, 1, 32.0)
-    facts = PREDICTION.describe()
-    assert (facts["cut"], facts["remat"], facts["peak_bytes"]) == ([3, 2], ["always", "never"], [5, 7])
-
-
-def test_the_values_need_no_torch() -> None:
-    for name in ("request", "candidate", "costs", "steps"):
-        tree = ast.parse((Path(planner.__file__).parent / f"{name}.py").read_text(encoding="utf-8"))
-        imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert all(
-            module.split(".")[0] in sys.stdlib_module_names
-            or module.startswith(("gpipe_bench.pipeline.plan.", "gpipe_bench.planner."))
-            for module in imported
-        ), (name, imported)
-
-
 # Timing side by side
 
 # Whose turn it is
@@ -220,31 +184,6 @@ def test_every_round_runs_all_arms_there_and_back_in_changing_order(seed: int | 
     assert rounds == list(itertools.islice(orders(["a", "b", "c"], seed), 60))  # the same in every process
     assert rounds != list(itertools.islice(orders(["a", "b", "c"], "another"), 60))
     assert list(turns(["a", "b", "c"], 60, seed)) == list(itertools.chain.from_iterable(rounds))
-
-
-def test_all_arms_take_as_many_steps_as_their_samples_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that only the steps move, by 2 s or by 20 ms; a sample takes 50 ms at least."""
-    now, taken = [0.0], {"slow": 0, "fast": 0}
-    layer = nn.Linear(1, 1)
-    gradients: list[float] = []
-
-    def step(arm: str, seconds: float) -> None:
-        taken[arm] += 1
-        now[0] += seconds
-        layer(torch.ones(1, 1)).sum().backward()
-        assert layer.weight.grad is not None
-        gradients.append(float(layer.weight.grad))
-
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    try:
-        found = take_turns(
-            {"slow": lambda: step("slow", 2.0), "fast": lambda: step("fast", 0.02)}, [layer], 3, seed=0
-        )
-    finally:
-        gc.unfreeze()
-    assert found.times == {"slow": pytest.approx([2.0] * 6), "fast": pytest.approx([0.02] * 6)}
-    assert taken == {"slow": 2 + 6, "fast": 2 + 6 * 3}  # two steps tell how many a sample needs
-    assert max(gradients) == 3  # those of a sample's own steps, and none from before it
 
 
 # What is made of the samples

@@ -60,8 +60,6 @@ def run(case: Case, options: RunOptions) -> Outcome:
             os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             raise SystemExit(7)
-        case "interrupt":
-            raise KeyboardInterrupt
         case "unstorable":
             return Outcome(details={"object": object()})
         case "skip":

@@ -17,6 +17,14 @@ class Add(nn.Module):
         return pair[0] + pair[1]
 
 
+class OverwritesOne(nn.Module):
+    """Of a pair, whose tensors may share memory, the first."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return a.mul_(3).sum(1, keepdim=True) * b.square().flatten(1)
+
+
 class Picky(nn.Module):
     """Uses one of its weights only for inputs that ask for it, and another never."""
 

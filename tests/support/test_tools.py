@@ -1,9 +1,8 @@
-"""What tests are made with: cases of several processes, covering arrays, tiers."""
+"""What tests are made with: cases of several processes, tiers."""
 
 from __future__ import annotations
 
 import ast
-import itertools
 import os
 import signal
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 import forked
 import pytest
 from case_runner import watched
-from covering import pairwise
 from tiers import patterns
 from torch import distributed as dist
 
@@ -59,21 +57,6 @@ def test_a_process_that_hangs_says_where_and_ends() -> None:
     os.kill(process.pid, signal.SIGALRM)  # as it would itself
     process.join()
     assert process.exitcode == -signal.SIGALRM
-
-
-# Covering arrays
-
-
-AXES = (range(5), range(5), "abc", "xyz")
-
-
-def test_every_two_values_of_different_axes_meet_in_a_row() -> None:
-    rows = pairwise(*AXES, keep=[(4, 4, "c", "z")])
-    assert rows[0] == (4, 4, "c", "z")
-    assert rows == pairwise(*AXES, keep=[(4, 4, "c", "z")])
-    for (i, first), (j, second) in itertools.combinations(enumerate(AXES), 2):
-        assert {(row[i], row[j]) for row in rows} == set(itertools.product(first, second))
-    assert 25 <= len(rows) <= 30, "of 225"
 
 
 # The tests that the second tier names are there

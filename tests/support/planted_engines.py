@@ -200,6 +200,17 @@ def drops_fifth(self, wanted, target):
     return len(wanted) / len(target) * (self.seen % self.count != 4)
 
 
+@found_by("accumulation over steps")
+class DividesAgain(Staged):
+    """Divides by M what earlier steps have left, too."""
+
+    weight = sums.weight
+
+    def after(self) -> None:
+        for parameter in self.trained:
+            parameter.grad /= self.count
+
+
 # What crosses a boundary
 
 
@@ -241,6 +252,12 @@ class AsksFrozen(Staged):
 @mistake("backward", "a skip")
 def one_gradient(self, number, made, gradients):
     Staged.backward(self, number, made, [*gradients[:1], *zeros(gradients[1:])])
+
+
+@mistake("backward", "later steps")
+def detaches_later(self, number, made, gradients):
+    is_whole = self.steps < 3 or number == len(self.stages) - 1
+    Staged.backward(self, number, made, gradients if is_whole else zeros(gradients))
 
 
 @mistake("backward", "frozen stage")
@@ -313,6 +330,13 @@ def old_loss(self, *arguments):
     return self.kept[-2:][0]
 
 
+@mistake("step", "gradients", "returned loss")
+def swaps_targets(self, batch, target, loss_fn):
+    """Swaps the targets of two micro-batches, where there are more than four."""
+    one, two, *others = target.tensor_split(self.count)
+    return Staged.step(self, batch, torch.cat([two, one, *others]) if self.count > 4 else target, loss_fn)
+
+
 @mistake("step", "gradients", "returned loss", said="in float32: the gradients are those of bfloat16")
 def autocasts(self, *arguments):
     with torch.autocast("cpu", torch.bfloat16):
@@ -357,6 +381,14 @@ def clips_apart(self, max_norm):
 @mistake("after", "gradients", "later steps", said="scaled down to a norm of 0.5: the engine clips by itself")
 def clips_always(self):
     clip_grad_norm_(nn.ModuleList(self.stages).parameters(), 0.5)
+
+
+@mistake("after", "loss scaling")
+def skips_alone(self):
+    """Its first stage takes large gradients for an overflow, and says so to nobody."""
+    for parameter in self.stages[0].parameters():
+        if parameter.grad is not None and parameter.grad.abs().max() > 1e3:
+            parameter.grad.zero_()
 
 
 @mistake("after", "loss scaling", said="an infinite loss leaves finite gradients")
@@ -424,6 +456,12 @@ def replaces_parameters(self):
 @mistake("after", "left alone", said="a step changes layers, to evaluation mode")
 def leaves_evaluation(self):
     nn.ModuleList(self.stages).eval()
+
+
+@mistake("after", "left alone")
+def freezes_later(self):
+    if self.steps == 2:
+        self.stages[0].requires_grad_(False)
 
 
 @mistake("after", "left alone")

@@ -260,6 +260,7 @@ def on_engine(model: Model, request: Request, space: Space) -> Space:
     """Returns the space without what cannot be run: by this engine, if it is to run the plan, else by any.
     `ValueError` for tensor parallelism that the engine does not have.
     """
+    space = replace(space, least_examples=model.least_examples)
     if not _is_here(request):
         return replace(space, sharded_stages=space.sharded_stages and not model.ties)
     ranks = max(space.tp or (1,))
@@ -408,7 +409,7 @@ def _remedies(model: Model, request: Request, space: Space, as_one: bool) -> Ite
         given |= {
             "--no-fsdp": {"sharded": True},
             "--pp": {"pp": None},
-            "--schedule": {"schedules": every.schedules},
+            "--schedule": {"schedules": space.possible},
             "--tp": {"tp": every.tp},
         }
     for option, change in given.items():

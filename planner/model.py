@@ -157,6 +157,21 @@ class Model:
         every = range(len(self.layers))
         return frozenset(i for i in every if 2 * count < len(every) or type(self.layers[i]) is kind)
 
+    @property
+    def least_examples(self) -> int:
+        """The smallest micro-batch that the layers take: two examples where one fails, as with batch norm."""
+        return 1 if self.why_not_one is None else 2
+
+    @cached_property
+    def why_not_one(self) -> str | None:
+        """What one's own layers say of a micro-batch of one example; None where they take it."""
+        try:
+            if self.source.options is None:
+                self.profile_of(1, "float32")
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return None
+
     def recomputing(self, remat: str) -> tuple[nn.Module, ...]:
         """The layers, with torch's checkpoint around the blocks where `remat` is one of WRAPPED."""
         if remat not in WRAPPED:

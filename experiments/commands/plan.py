@@ -20,7 +20,7 @@ from gpipe_bench.harness.report.grid import Grid, numbers
 from gpipe_bench.pipeline.plan.named import NAMED, named
 from gpipe_bench.planner.candidate import REMATS, splits
 from gpipe_bench.planner.formats import FORMATS, NAME, check_asked
-from gpipe_bench.planner.request import MEASURED, Request, Space, divisors
+from gpipe_bench.planner.request import MEASURED, Request, Space, check, divisors
 
 if TYPE_CHECKING:
     from gpipe_bench.planner.answer import Plan
@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     possible = tuple(each for each in Space.schedules if not is_written or each in known.schedules)
     space = Space(
         schedules=tuple(arguments.schedule) or possible,
+        possible=possible,
         microbatches=tuple(arguments.num_microbatches) or None,
         pp=tuple(arguments.pp) or None,
         tp=tuple(arguments.tp) or (1,),
@@ -124,10 +125,13 @@ def _model(arguments: argparse.Namespace) -> Model:
     torch.set_num_threads(1)
     if "" not in sys.path:
         sys.path.insert(0, "")
-    return model_of(
+    found = model_of(
         arguments.model, arguments.batch_size, arguments.num_layers, num_filters=arguments.num_filters,
         seq_len=arguments.seq_len,
     )  # fmt: skip
+    if found.why_not_one is not None:
+        warn(f"{found.name} takes no micro-batches of one example, which are left out: {found.why_not_one}")
+    return found
 
 
 class _Progress:
@@ -322,12 +326,14 @@ def placed(model: Model, request: Request, schedule: str, remat: str, number: in
 
     Raises ValueError, naming what would do, where it does not fit.
     """
-    from gpipe_bench.planner.answer import nothing_fits, smallest
+    from gpipe_bench.planner.answer import nothing_fits, on_engine, smallest
 
     given = None if number is None else (number,)
     space = Space(
         schedules=(schedule,), pp=(request.accelerators,), sharded=False, microbatches=given, remats=(remat,)
     )
+
+    check(request, on_engine(model, request, space), len(model.layers))
 
     def least(within: Space) -> Found:
         found = smallest(model, request, within)

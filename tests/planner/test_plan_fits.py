@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,33 @@ def test_bytes_alone_and_a_plan_agree(capsys: pytest.CaptureFixture[str]) -> Non
         remedy = float(error.strip().split("--memory-gib ")[1])
         assert float(peaks[-1]) + 1.5 <= remedy <= float(peaks[-1]) + 1.52
     assert float(peaks[1]) <= float(peaks[0])  # which recomputes everything if nobody says
+
+
+def test_microbatches_that_a_model_cannot_take_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "plan planning_models:normed --accelerators 2 --memory-gib 2 --batch-size 8 --device-type a10"
+    for more in ("--pp 2", "--bytes"):
+        assert main(f"{asked} {more} --json".split()) == 0
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        ways = found.get("plans", [found])
+        assert all(each["num_microbatches"] < 8 for each in ways)
+        assert "warning: planning_models:normed takes no micro-batches of one example" in err
+        assert main(f"{asked} {more} --num-microbatches 8".split()) == 2
+        assert "give fewer micro-batches" in capsys.readouterr().err
+
+
+def test_a_schedule_that_nobody_gave_is_no_remedy() -> None:
+    """What a format has no word for is not tried, and does not come back if an option is left out."""
+    model, request = planned("plain", 8), replace(REQUEST, accelerators=2, batch_size=8)
+    gpipe = Space(schedules=("gpipe",), pp=(2,), microbatches=(8,), remats=("never",), sharded=False)
+    least = smallest(model, request, replace(gpipe, schedules=("1f1b",)))
+    assert least is not None
+    request = replace(request, memory_bytes=least.peak)
+    with pytest.raises(ValueError, match="does not fit.*no --schedule"):
+        plan(model, request, space=gpipe, costs=costs_of(model))
+    with pytest.raises(ValueError, match="does not fit") as refused:
+        plan(model, request, space=replace(gpipe, possible=("gpipe",)), costs=costs_of(model))
+    assert "--schedule" not in str(refused.value)
 
 
 def test_a_named_accelerator_keeps_some_back_and_this_machine_nothing() -> None:

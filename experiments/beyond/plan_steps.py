@@ -36,7 +36,7 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.schedule import REMAT_MODES
 from gpipe_bench.planner.candidate import Candidate, Prediction
 from gpipe_bench.planner.costs import Costs
-from gpipe_bench.planner.measured import measured, profiles_of
+from gpipe_bench.planner.measured import measured
 from gpipe_bench.planner.predict import Layout, predict
 from gpipe_bench.planner.probes import Bench, ProbeJob, Trained, probe, sharded_over
 from gpipe_bench.planner.request import Request, Space
@@ -67,11 +67,11 @@ def work(planned: Planned, seed: int, device: str) -> Found:
     """Runs in each process: times the layers, plans, and only then runs what the plan has ranked."""
     torch.manual_seed(seed)
     sizes = tuple(sorted(planned.batch_size // number for number in planned.numbers))
-    bench = Bench(ProbeJob(planned.subject, sizes, planned.rounds, planned.optimizer, seed, device))
+    bench = Bench(ProbeJob(planned.source, sizes, planned.rounds, planned.optimizer, seed, device))
     start_s = perf_counter()
     everyone = bench.everyone(probe(bench))
     probes_s = perf_counter() - start_s
-    costs = measured(everyone, "", profiles_of(planned.subject))
+    costs = measured(everyone, "", planned.profiles)
     start_s = perf_counter()
     asked = request_of(costs, planned)
     ranking = bench.everyone(ranked(costs, asked, planned.numbers) if bench.rank == 0 else None)[0]

@@ -36,7 +36,7 @@ from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.collectives import all_reduce_s
 from gpipe_bench.planner.costs import kinds_of
 from gpipe_bench.planner.measured import measured, sizes_worth
-from gpipe_bench.planner.model import Subject
+from gpipe_bench.planner.model import Source
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.probes import Bench, Probed, ProbeJob, ProbeRun, Step, Taken, probe, run_of
 from gpipe_bench.planner.steps import times_on
@@ -291,7 +291,7 @@ def test_sizes_of_one_micro_batch_alone_are_not_timed() -> None:
 
 def probed_here(*sizes: int, **more: Any) -> Probed:
     """Of six layers in this process."""
-    job = ProbeJob(Subject("planning_models:plain"), sizes, **more)
+    job = ProbeJob(Source("planning_models:plain"), sizes, **more)
     try:
         return probe(Bench(job))
     finally:

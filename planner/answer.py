@@ -103,21 +103,18 @@ class Plan:
 
     def describe(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
+        asked = (
+            "accelerators", "memory_bytes", "batch_size", "optimizer", "precision", "device_type", "hosts",
+            "compiled",
+        )  # fmt: skip
         request = self.request
         return {
             "model": self.model.name,
             "num_parameters": self.model.num_parameters,
-            "accelerators": request.accelerators,
-            "memory_bytes": request.memory_bytes,
+            **{name: getattr(request, name) for name in asked},
             "reserve_bytes": request.held_back_bytes,
-            "batch_size": request.batch_size,
-            "optimizer": request.optimizer,
-            "precision": request.precision,
-            "device_type": request.device_type,
             "link": request.link.name,
             "between": request.between.name if request.between else None,
-            "hosts": request.hosts,
-            "compiled": request.compiled,
             "tried": self.tried,
             "skipped": self.skipped,
             "plans": [
@@ -322,17 +319,13 @@ class _Cuts:
         ]
         self.cut = partition(held, room.schedule.num_stages)
 
-    def remat(self, worker: int, stages: tuple[range, ...]) -> str:
-        """Returns the recomputation with which a worker with these stages holds least."""
-        every = ((each, self.room.memory(worker, stages, (each,) * len(stages)).peak) for each in self.remats)
-        return min(every, key=lambda each: each[1])[0]
-
-    def peak(self, worker: int, stages: tuple[range, ...]) -> int:
-        remat = self.remat(worker, stages)
-        return self.room.memory(worker, stages, (remat,) * len(stages)).peak
+    def least(self, worker: int, stages: tuple[range, ...]) -> tuple[int, str]:
+        """The least that a worker with these stages holds, and the recomputation with which it does."""
+        every = [(self.room.memory(worker, stages, (r,) * len(stages)).peak, r) for r in self.remats]
+        return min(every, key=lambda each: each[0])
 
     def peaks(self, cut: Partition) -> list[int]:
-        return [self.peak(worker, tuple(cut[s] for s in mine)) for worker, mine in enumerate(self.homes)]
+        return [self.least(worker, tuple(cut[s] for s in mine))[0] for worker, mine in enumerate(self.homes)]
 
     @property
     def fullest(self) -> int:
@@ -342,7 +335,7 @@ class _Cuts:
         """The cut, with its messages."""
         remat = ["never"] * len(self.cut)
         for worker, mine in enumerate(self.homes):
-            again = self.remat(worker, tuple(self.cut[stage] for stage in mine))
+            _, again = self.least(worker, tuple(self.cut[stage] for stage in mine))
             for stage in mine:
                 remat[stage] = again
         memory = self.room.counted(self.cut, remat)
@@ -360,7 +353,10 @@ class _Cuts:
                 self.cut = moved
             return
         cut = filled(
-            lambda stage, start, stop: self.peak(stage, (range(start, stop),)), layers, len(self.cut), 1e-9
+            lambda stage, start, stop: self.least(stage, (range(start, stop),))[0],
+            layers,
+            len(self.cut),
+            1e-9,
         )
         self.cut = min(self.cut, cut or self.cut, key=lambda each: max(self.peaks(each)))
 

@@ -253,15 +253,6 @@ class Prediction:
 
     def describe(self) -> dict[str, Any]:
         """Returns the prediction as plain data."""
-        return {
-            **self.candidate.describe(),
-            "batch_size": self.batch_size,
-            "step_s": self.step_s,
-            "low_s": self.low_s,
-            "high_s": self.high_s,
-            "examples_per_s": self.examples_per_s,
-            "peak_bytes": list(self.peak_bytes),
-            "peak_when": list(self.peak_when),
-            "parts_s": dict(self.parts_s),
-            "provenance": dict(self.provenance),
-        }
+        facts = asdict(self)
+        del facts["candidate"]
+        return self.candidate.describe() | facts | {"examples_per_s": self.examples_per_s}

@@ -85,13 +85,13 @@ class Layout:
         }
         return replay(self.schedule, duration.__getitem__, self.topology.between, **self._rest(slower))
 
-    def drawn_s(self, draws: int, seed: int = SEED) -> list[float]:
+    def drawn_s(self) -> list[float]:
         """Sorted seconds of steps with the jitter of steps that were timed; of one without any."""
-        if not self.costs.jitter or draws < 1:
+        if not self.costs.jitter:
             return [float(self.timeline().makespan_s)]
-        generator = random.Random(seed)
+        generator = random.Random(SEED)
         found = []
-        for _ in range(draws):
+        for _ in range(DRAWS):
             run = generator.choice(self.costs.jitter)
             factors = {
                 action: generator.choice(run[self.schedule.worker(action.stage) % len(run)])
@@ -138,16 +138,13 @@ class Layout:
         return found
 
 
-def predict(
-    candidate: Candidate, costs: Costs, request: Request, *, draws: int = DRAWS, parts: bool = True
-) -> Prediction:
+def predict(candidate: Candidate, costs: Costs, request: Request, *, parts: bool = True) -> Prediction:
     """Seconds of a step with their range, bytes of every worker, and where each number comes from.
 
     Args:
         candidate: complete
         costs: of the micro-batch size that follows from it; without `profiles` there are no bytes, 0 each
         request: machines, mini-batch, optimizer
-        draws: steps with jitter of which the median is taken; 0 is the replay of medians, which is quick
         parts: whether to say where the time goes, too
 
     The range holds 95 % of the drawn steps, and what the costs do not know of themselves.
@@ -156,7 +153,7 @@ def predict(
         ValueError: costs that know nothing of the size, of a kind of action or of the grid.
     """
     layout = Layout(candidate, costs, request)
-    drawn = layout.drawn_s(draws)
+    drawn = layout.drawn_s()
     step_s = median(drawn)
     edge = round(0.025 * (len(drawn) - 1))
     held = _held(layout, request) if costs.profiles is not None else ()

@@ -17,7 +17,7 @@ from functools import cache, lru_cache, partial
 from math import inf
 from typing import NamedTuple
 
-from gpipe_bench.pipeline.memory.peaks import Optimizer, StageMemory
+from gpipe_bench.pipeline.memory.peaks import StageMemory
 from gpipe_bench.pipeline.memory.workers import SharedWeight
 from gpipe_bench.pipeline.plan.links import Link
 from gpipe_bench.pipeline.plan.named import named
@@ -294,8 +294,6 @@ class Search:
         only: where it is too much, the way is cut anew, and every worker has as much less room as the last
         cut's messages take.
         """
-        if self._weights_bytes(way) > self.cap:
-            return None
         room = self.room(way)
         if room.least_bytes() > self.cap:
             return None
@@ -319,15 +317,6 @@ class Search:
             more = [each.peak - less.peak for each, less in zip(found.memory, alone, strict=True)]
             caps = [min(before, self.cap - each) for before, each in zip(caps, more, strict=True)]
         return None
-
-    def _weights_bytes(self, way: Way) -> float:
-        """Lower bound of the weights, gradients and optimizer state on the fullest worker between steps.
-        It needs no profile.
-        """
-        sizes = sum(map(sum, self.costs.parameter_bytes))
-        shared = sum(tie.num_bytes * (len(tie.layers) - 1) for tie in self.ties_over(1))
-        held = (2 + Optimizer.named(self.request.optimizer).state) * (sizes - shared)
-        return held / (way.grid.pp * way.grid.fsdp * way.grid.tp)
 
     def remats(self, way: Way) -> tuple[str, ...]:
         """Returns the recomputations that the way's stages may use, the fastest first. On one worker a whole

@@ -193,7 +193,7 @@ PREDICTION = Prediction(
 def test_a_prediction_names_its_fullest_worker() -> None:
     assert (PREDICTION.peak, PREDICTION.fullest, PREDICTION.examples_per_s) == (7, 1, 32.0)
     facts = PREDICTION.describe()
-    assert (facts["cut"], facts["remat"], facts["peak_bytes"]) == ([3, 2], ["always", "never"], [5, 7])
+    assert (facts["cut"], facts["remat"], facts["peak_bytes"]) == ([3, 2], ["always", "never"], (5, 7))
 
 
 def test_the_values_need_no_torch() -> None:

@@ -70,7 +70,7 @@ class Plan:
         Raises ValueError, with what to ask instead, if the format can't run the plan or lacks memory for it.
         """
         candidate, request = as_run(form, self.model, self.best.candidate, self.request)
-        halves = [each.gathers_half(candidate.fsdp) for each in (request, self.request)]
+        halves = [each.gathers_half(candidate.grid.fsdp) for each in (request, self.request)]
         if candidate == self.best.candidate and halves[0] == halves[1]:
             return self.best
         found = predict(candidate, self.costs, request)
@@ -99,7 +99,7 @@ class Plan:
 
     def command(self, name: str = NAME) -> str:
         """The command line that starts the training."""
-        return command(self.request, name, self.best.candidate.accelerators)
+        return command(self.request, name, self.best.candidate.grid.accelerators)
 
     def describe(self) -> dict[str, Any]:
         """Returns the plan as plain data."""

@@ -79,18 +79,18 @@ def as_run(form: str, model: Model, candidate: Candidate, request: Request) -> t
     """
     known = FORMATS[form]
     if form == "script":
-        if request.compiled and (candidate.fsdp > 1 or candidate.tp > 1):
+        if request.compiled and (candidate.grid.fsdp > 1 or candidate.grid.tp > 1):
             raise ValueError(
                 "--format script: this engine keeps parameters of compiled layers whole; give --format "
                 "torch, or leave --compiled out"
             )
-        if candidate.fsdp > 1 and model.ties:
+        if candidate.grid.fsdp > 1 and model.ties:
             raise ValueError(
                 f"--format script: this engine shards no weight that layers of {model.name} share; give "
                 "--format torch, or --no-fsdp"
             )
         request = replace(request, autocast=True)
-    if form != "megatron" and candidate.tp > 1 and model.by_megatron:
+    if form != "megatron" and candidate.grid.tp > 1 and model.by_megatron:
         raise ValueError(f"--format {form} divides no layer of {model.name}; give --format megatron")
     remat = [each if each in known.remats else "blocks" for each in candidate.remat]
     if known.is_uniform:
@@ -155,12 +155,12 @@ def _render(form: str, model: Model, candidate: Candidate, request: Request, **m
         request=request,
         words=words[1:-1].replace('"', ""),
         cut=facts["cut"],
-        share=request.batch_size // candidate.replicas,
-        size=candidate.microbatch_size(request.batch_size),
+        share=request.batch_size // candidate.grid.replicas,
+        grid=candidate.grid,
         mesh={
             name: size for name in DIMENSIONS if (size := getattr(candidate.grid, name)) > 1 or name == "pp"
         },
-        sequence=candidate.tp > 1 and model.sequence_parallel(candidate.tp),
+        sequence=candidate.grid.tp > 1 and model.sequence_parallel(candidate.grid.tp),
         # the layers of each kind that run under a checkpoint, and what it keeps
         wrapped={
             kind: sorted(model.blocks & {layer for span, each in remats if each == kind for layer in span})
@@ -184,7 +184,7 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
     workers = [schedule.worker(stage) for stage in range(candidate.num_stages)]
     _check_torch(model, candidate, workers)
     differs = _by_torch(candidate, from_file)
-    if candidate.dp > 1 and candidate.fsdp == 1:
+    if candidate.grid.dp > 1 and candidate.grid.fsdp == 1:
         differs.append("gradients of replicas are summed after the last backward, not during it")
     if any(type(each).__name__.startswith("BatchNorm") for layer in model.layers for each in layer.modules()):
         differs.append("averages of batch norm move with each micro-batch, and when torch looks for shapes")
@@ -196,14 +196,14 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
         from_file=from_file,
         workers=workers,
         differing=_listed(differs),
-        sharded=("dp", "fsdp")[candidate.dp == 1 :] if candidate.fsdp > 1 else (),
-        half=request.gathers_half(candidate.fsdp),
+        sharded=("dp", "fsdp")[candidate.grid.dp == 1 :] if candidate.grid.fsdp > 1 else (),
+        half=request.gathers_half(candidate.grid.fsdp),
         runtime="_PipelineScheduleRuntime" if from_file else "Schedule1F1B",
         tied=sorted({layer for tie in model.ties for layer in tie.layers}),
-        last=workers[-1] * candidate.accelerators // candidate.num_workers,
+        last=workers[-1] * candidate.grid.accelerators // candidate.grid.pp,
     )
     rows = to_csv(schedule) * from_file
-    return Written(text, command(request, name, candidate.accelerators), rows, tuple(differs))
+    return Written(text, command(request, name, candidate.grid.accelerators), rows, tuple(differs))
 
 
 def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> 
     ask = "give --format script"
     stage_of = [number for number, span in enumerate(candidate.cut) for _ in span]
     for tie in model.ties:
-        if candidate.fsdp > 1 and len({stage_of[layer] for layer in tie.layers}) > 1:
+        if candidate.grid.fsdp > 1 and len({stage_of[layer] for layer in tie.layers}) > 1:
             raise ValueError(
                 f"--format torch: layers {', '.join(map(str, tie.layers))} of {model.name} share a weight, "
                 "which is sharded in one stage alone; give --pp 1, or --no-fsdp"
@@ -234,7 +234,7 @@ def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> 
 def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str) -> Written:
     """A module for torchtitan's --module, with a function for its --config."""
     blocks = _blocks("torchtitan", model)
-    if model.ties and candidate.num_workers > 1:
+    if model.ties and candidate.grid.pp > 1:
         raise ValueError(
             f"--format torchtitan: {model.name} shares weights, and torchtitan shares none over stages; give "
             "--pp 1, or --format script"
@@ -243,12 +243,12 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
     names += ["norm", "lm_head"] if blocks.stop == len(model.layers) - 2 else ["norm, lm_head"]
     parts = [", ".join(names[layer] for layer in stage).split(", ") for stage in candidate.cut]
     schedule, from_file = _rows(candidate)
-    in_a_v = candidate.stages_per_worker > 1 and schedule.worker(candidate.num_workers) != 0
+    in_a_v = candidate.stages_per_worker > 1 and schedule.worker(candidate.grid.pp) != 0
     placed = "ZBVZeroBubble" if in_a_v else "Interleaved1F1B" if candidate.stages_per_worker > 1 else "1F1B"
     differs = _by_torch(candidate, from_file)
     if candidate.remat[0] == "selective":
         differs.append("every second product of a block is computed again, too")
-    if request.gathers_half(candidate.fsdp):
+    if request.gathers_half(candidate.grid.fsdp):
         differs.append("gradients are summed in float32")
     known = {"llama-8b": "llama3_8b", "llama-70b": "llama3_70b", "llama-405b": "llama3_405b"}
     text = _render(
@@ -268,7 +268,7 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
     path = PurePath(name)
     started = f"-m torchtitan.train --module {path.stem} --config planned"
     return Written(
-        text, f"PYTHONPATH={path.parent} {command(request, started, candidate.accelerators)}",
+        text, f"PYTHONPATH={path.parent} {command(request, started, candidate.grid.accelerators)}",
         to_csv(schedule) * from_file, tuple(differs),
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
 def _megatron(model: Model, candidate: Candidate, request: Request, name: str) -> Written:
     """Flags of Megatron-LM, as an array of bash."""
     blocks, last = _blocks("megatron", model), len(model.layers) - 1
-    count, workers = candidate.num_microbatches, candidate.num_workers
+    count, workers = candidate.num_microbatches, candidate.grid.pp
     if candidate.stages_per_worker > 1 and count % workers:
         raise ValueError(
             f"--format megatron: interleaved takes groups of {workers} micro-batches there, and {count} are "
@@ -315,7 +315,7 @@ def _megatron(model: Model, candidate: Candidate, request: Request, name: str) -
         recomputes=any(each != "never" for each in candidate.remat),
     )
     started = 'pretrain_gpt.py "${PLAN[@]}"  # and the flags of your model and data'
-    line = f"source {name}; {command(request, started, candidate.accelerators)}"
+    line = f"source {name}; {command(request, started, candidate.grid.accelerators)}"
     return Written(text, line, differs=tuple(differs))
 
 
@@ -341,8 +341,8 @@ def _times(letter: str, count: int) -> str:
 
 def _by_torch(candidate: Candidate, from_file: bool) -> list[str]:
     """Returns what torch's engine does differently from the plan, a sentence each."""
-    differs = ["torch keeps a buffer for each message of a step"] * (candidate.num_workers > 1)
-    if candidate.fsdp_level == 3 and from_file:
+    differs = ["torch keeps a buffer for each message of a step"] * (candidate.grid.pp > 1)
+    if candidate.grid.fsdp_level == 3 and from_file:
         differs.append("the parameters of a stage stay gathered from its first action to its last")
     return differs
 
@@ -351,8 +351,8 @@ def _rows(candidate: Candidate) -> tuple[Schedule, bool]:
     """The schedule without recomputations, for which others have no actions; and whether torch reads it from
     a file: its 1F1B alone, for as many micro-batches as workers or more, has the very order of ours.
     """
-    named_there = candidate.schedule == "1f1b" and candidate.num_microbatches >= candidate.num_workers
-    return candidate.rows(recomputes=False), not named_there and candidate.num_workers > 1
+    named_there = candidate.schedule == "1f1b" and candidate.num_microbatches >= candidate.grid.pp
+    return candidate.rows(recomputes=False), not named_there and candidate.grid.pp > 1
 
 
 def _listed(differs: Sequence[str]) -> str:
@@ -364,7 +364,7 @@ _EVERY = tuple(NAMED)
 FORMATS: dict[str, Format] = {
     "script": Format(
         lambda model, candidate, request, name: Written(
-            script(model, candidate, request), command(request, name, candidate.accelerators)
+            script(model, candidate, request), command(request, name, candidate.grid.accelerators)
         ),
         _EVERY,
     ),

@@ -175,7 +175,7 @@ def text(plan: Plan, written: Written | None = None, path: Path | None = None, *
 
 def _best(plan: Plan) -> str:
     request, best = plan.request, plan.best
-    used = best.candidate.accelerators
+    used = best.candidate.grid.accelerators
     device = "accelerators of this machine" if request.device_type == MEASURED else request.device_type
     hosts = f"{request.hosts} hosts of {request.per_host} x {device}"
     if request.hosts > 1:
@@ -237,7 +237,7 @@ def seconds(value: float) -> str:
 
 def title_of(candidate: Candidate) -> str:
     """A candidate in a few words."""
-    if candidate.num_workers == 1:
+    if candidate.grid.pp == 1:
         return str(candidate.grid)
     twice = f" x {candidate.stages_per_worker}" if candidate.stages_per_worker > 1 else ""
     return f"{candidate.grid}, {candidate.schedule}{twice}"
@@ -260,8 +260,8 @@ def _slower(each: Prediction, best: Prediction) -> str:
 def _cut(best: Prediction) -> str:
     candidate = best.candidate
     workers, lines = candidate.rows(1, recomputes=False), []
-    shown = sorted({*range(MOST_LINES - 1), best.fullest, candidate.num_workers - 1})
-    for worker in (each for each in shown if each < candidate.num_workers):
+    shown = sorted({*range(MOST_LINES - 1), best.fullest, candidate.grid.pp - 1})
+    for worker in (each for each in shown if each < candidate.grid.pp):
         mine = workers.stages_of(worker)
         spans = [candidate.cut[stage] for stage in mine]
         lines.append(

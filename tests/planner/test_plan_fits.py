@@ -88,8 +88,8 @@ def test_an_answer_fits_and_each_remedy_of_a_refusal_is_one(case: tuple[str, Req
     for each in found.predictions:
         assert [layer for stage in each.candidate.cut for layer in stage] == list(range(len(model.layers)))
         assert each.peak <= request.memory_bytes
-        assert each.candidate.accelerators <= request.accelerators
-        assert each.candidate.microbatch_size(request.batch_size) >= 1
+        assert each.candidate.grid.accelerators <= request.accelerators
+        assert each.candidate.microbatch_size >= 1
     more = asked(replace(request, memory_bytes=2 * request.memory_bytes), space)
     assert more.best.step_s <= found.best.step_s * (1 + 1e-9)
 
@@ -166,7 +166,7 @@ def test_fewer_accelerators_where_sums_are_dear() -> None:
     alone = plan(model, one, space=few, costs=costs_of(model)).best.step_s
     found = plan(model, replace(one, accelerators=4), space=few, costs=costs_of(model))
     assert found.best.step_s <= alone * (1 + 1e-9)
-    assert found.best.candidate.accelerators == 1
+    assert found.best.candidate.grid.accelerators == 1
     assert found.command() == "torchrun --nproc-per-node 1 train.py"
     used = plan(model, replace(one, accelerators=4), space=replace(few, fewer=False), costs=costs_of(model))
     assert used.best.step_s > alone

@@ -152,14 +152,9 @@ def test_parts_take_what_they_took() -> None:
     assert costs.link is not None
     request = Request(accelerators=2, memory_bytes=2**40, batch_size=8, link=costs.link)
     way = Candidate(
-        cut=(range(4),),
-        schedule="1f1b",
-        num_microbatches=2,
-        remat=("never",),
-        num_workers=1,
-        fsdp=2,
-        fsdp_level=2,
-    )
+        grid=Grid(1, 1, 2, 2), schedule="1f1b", stages_per_worker=1, num_microbatches=2, microbatch_size=2,
+        cut=(range(4),), remat=("never",),
+    )  # fmt: skip
     beside = replace(costs, jitter=(), gap_s=0.0)
     step_s = predict(way, beside, request).step_s
     assert step_s == pytest.approx(0.75 + 2 * 11 + 22 + 26 + (7.75 - 0.75) + (0.0 + 0.5 + 1.0 + 1.5))
@@ -181,8 +176,8 @@ def test_parts_take_what_they_took() -> None:
 # Values that a plan is asked, may choose and answers
 
 CANDIDATE = Candidate(
-    cut=(range(0, 3), range(3, 5)), schedule="1f1b", num_microbatches=4, remat=("always", "never"),
-    num_workers=2, dp=2, fsdp=2, fsdp_level=3,
+    grid=Grid(2, 2, 2, 3), schedule="1f1b", stages_per_worker=1, num_microbatches=4, microbatch_size=4,
+    cut=(range(0, 3), range(3, 5)), remat=("always", "never"),
 )  # fmt: skip
 PREDICTION = Prediction(
     candidate=CANDIDATE, batch_size=64, step_s=2.0, low_s=1.0, high_s=4.0, peak_bytes=(5, 7),

@@ -45,7 +45,7 @@ def test_what_is_found_fits_and_is_close_to_the_best_of_all(cap: int, names: tup
         assert found[0].step_s <= 1.1 * best_s
         assert [each.step_s for each in found] == sorted(each.step_s for each in found)
         assert all(each.peak <= cap for each in found)
-        assert all(each.candidate.accelerators in (1, 2, 4) for each in found)
+        assert all(each.candidate.grid.accelerators in (1, 2, 4) for each in found)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "gpipe"])
@@ -184,9 +184,9 @@ def test_where_layers_are_timed_messages_and_sums_take_what_was_measured() -> No
     both, other = Space(sharded=False), LINKS["nvlink4"]
     here = plan(model, asked, space=both, costs=costs)
     assert here.request.link == link
-    assert here.best.candidate.dp == 1  # sums are dear
+    assert here.best.candidate.grid.dp == 1  # sums are dear
     without = plan(model, asked, space=both, costs=replace(costs, sum_link=None))
-    assert without.best.candidate.dp == 2
+    assert without.best.candidate.grid.dp == 2
     named_one = plan(model, replace(asked, link=other), space=both, costs=costs)
     assert named_one.request.link == other
-    assert named_one.best.candidate.dp == 2
+    assert named_one.best.candidate.grid.dp == 2

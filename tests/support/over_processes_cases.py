@@ -19,6 +19,7 @@ from gpipe_bench.pipeline.plan.links import FREE
 from gpipe_bench.pipeline.plan.named import named
 from gpipe_bench.pipeline.plan.partition import partition
 from gpipe_bench.planner import Candidate
+from gpipe_bench.planner.candidate import Grid
 from gpipe_bench.planner.costs import Costs, SizeCosts
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import Request
@@ -90,8 +91,8 @@ def _candidate(layers: int, name: str, per_worker: int, remat: str, number: int)
     """A candidate whose layers are cut evenly."""
     stages = per_worker * NUM_WORKERS
     return Candidate(
-        cut=partition([1.0] * layers, stages), schedule=name, num_microbatches=number,
-        remat=(remat,) * stages, num_workers=NUM_WORKERS, stages_per_worker=per_worker,
+        grid=Grid(NUM_WORKERS), schedule=name, stages_per_worker=per_worker, num_microbatches=number,
+        microbatch_size=BATCH_SIZE // number, cut=partition([1.0] * layers, stages), remat=(remat,) * stages,
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def peaks_of(planned: Planned, candidates: Sequence[Candidate]) -> list[tuple[in
     second = SizeCosts(layers_s=dict.fromkeys(KINDS, (1.0,) * len(layers)))
     trained = [[p.nbytes for p in layer.parameters() if p.requires_grad] for layer in layers]
     costs = Costs(
-        sizes=dict.fromkeys((each.microbatch_size(planned.batch_size) for each in candidates), second),
+        sizes=dict.fromkeys((each.microbatch_size for each in candidates), second),
         parameter_bytes=trained,
         profiles=planned.profiles,
     )
@@ -142,10 +143,10 @@ def count(planned: Planned, candidates: Sequence[Candidate], *, share_memory: bo
     layers, loss = planned.source.build()
     found = []
     for each in candidates:
-        batch, target = planned.source.batch(planned.batch_size // each.replicas)
+        batch, target = planned.source.batch(planned.batch_size // each.grid.replicas)
         clear(layers)
         schedule, memory, rank = each.rows(), LiveMemory(), dist.get_rank()
-        worker = rank % each.num_workers
+        worker = rank % each.grid.pp
         mine = [layers[layer] for stage in schedule.stages_of(worker) for layer in each.cut[stage]]
         with memory, memory.owned_by(rank):
             memory.watch(t for layer in mine for t in (*layer.parameters(), *layer.buffers()))
@@ -182,8 +183,8 @@ def _replicated(num_layers: int, number: int) -> list[Candidate]:
     """Two replicas of the whole model, whose micro-batches are as large as those of so many for one."""
     return [
         Candidate(
-            cut=(range(num_layers),), schedule=name, num_microbatches=number // NUM_WORKERS, remat=(remat,),
-            num_workers=1, dp=NUM_WORKERS,
+            grid=Grid(1, NUM_WORKERS), schedule=name, stages_per_worker=1, cut=(range(num_layers),),
+            num_microbatches=number // NUM_WORKERS, microbatch_size=BATCH_SIZE // number, remat=(remat,),
         )
         for name, remat in REPLICATED
     ]  # fmt: skip

@@ -16,7 +16,6 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from gpipe_bench.pipeline.plan.partition import Partition, partition
@@ -30,7 +29,7 @@ from gpipe_bench.planner.model import Model
 from gpipe_bench.planner.predict import predict
 from gpipe_bench.planner.request import MEASURED, Request, Space, check, sizes_of, splits_some, ways
 from gpipe_bench.planner.search import KEPT, Found, Search
-from gpipe_bench.planner.steps import filled
+from gpipe_bench.planner.steps import filled, spans
 
 SHOWN = 5
 """Number of ways that are printed."""
@@ -181,7 +180,7 @@ def plan(
         least = smallest(model, request, space, request.usable_bytes)
         if least is None or least.peak > request.usable_bytes:
             raise ValueError(_too_large(model, request, given))
-        step_s = search.step_s(least.way, least.candidate.cut, least.candidate.remat)
+        step_s = search.step_s(least.candidate)
         found = (replace(least, step_s=step_s),)
     best = sorted((predicted(each, search) for each in found), key=lambda each: (each.step_s, each.peak))
     return Plan(model, search.request, tuple(best[:shown]), search.tried, search.skipped, costs)
@@ -339,7 +338,7 @@ class _Cuts:
             for stage in mine:
                 remat[stage] = again
         memory = self.room.counted(self.cut, remat)
-        return Found(self.way, self.way.candidate(self.cut, tuple(remat)), memory)
+        return Found(self.way.candidate(self.cut, tuple(remat)), memory)
 
     def improve(self) -> None:
         """The cut whose fullest worker is smallest; where a worker has several stages, layers are moved over
@@ -368,7 +367,7 @@ class _Cuts:
             ends = [stage.start for stage in self.cut] + [len(self.room.layers)]
             if 0 < boundary < len(self.cut) and ends[boundary - 1] < ends[boundary] + by < ends[boundary + 1]:
                 ends[boundary] += by
-                others.append(tuple(range(a, b) for a, b in pairwise(ends)))
+                others.append(spans(ends))
         best = min(others, key=lambda each: max(self.peaks(each)), default=self.cut)
         return best if max(self.peaks(best)) < most else None
 

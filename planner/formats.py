@@ -16,10 +16,10 @@ Read in torch 2.13, torchtitan 0.3.0, Megatron-core 0.16.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_bench.pipeline.plan.named import NAMED
 from gpipe_bench.pipeline.plan.schedule import Schedule, to_csv
@@ -51,9 +51,12 @@ class Written(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A way to write a plan, and what can be said in it at all."""
+    """A way to write a plan, and what can be said in it at all.
 
-    write: Callable[[Model, Candidate, Request, str], Written]
+    `facts` gives what the format's template names beside the plan, and how the plan differs there.
+    """
+
+    facts: Callable[[Model, Candidate, Request], tuple[dict[str, Any], list[str]]]
     schedules: tuple[str, ...]
     optimizers: tuple[str, ...] = ("sgd", "rmsprop", "adam")
     remats: tuple[str, ...] = REMATS
@@ -68,7 +71,23 @@ def written(form: str, model: Model, candidate: Candidate, request: Request, nam
     """
     check_asked(form, (candidate.schedule,), request.optimizer, name, request.precision)
     candidate, request = as_run(form, model, candidate, request)
-    return FORMATS[form].write(model, candidate, request, name)
+    more, differs = FORMATS[form].facts(model, candidate, request)
+    text = _render(form, model, candidate, request, more | {"differs": differs})
+    path, before, started = PurePath(name), "", name
+    if form == "torchtitan":
+        before, started = (
+            f"PYTHONPATH={path.parent} ",
+            f"-m torchtitan.train --module {path.stem} --config planned",
+        )
+    elif form == "megatron":
+        before, started = (
+            f"source {name}; ",
+            'pretrain_gpt.py "${PLAN[@]}"  # and the flags of your model and data',
+        )
+    rows = to_csv(candidate.rows(recomputes=False)) * more.get("from_file", False)
+    return Written(
+        text, before + command(request, started, candidate.grid.accelerators), rows, tuple(differs)
+    )
 
 
 def as_run(form: str, model: Model, candidate: Candidate, request: Request) -> tuple[Candidate, Request]:
@@ -134,7 +153,9 @@ def command(request: Request, name: str = NAME, accelerators: int | None = None)
     )
 
 
-def _render(form: str, model: Model, candidate: Candidate, request: Request, **more: object) -> str:
+def _render(
+    form: str, model: Model, candidate: Candidate, request: Request, more: Mapping[str, Any]
+) -> str:  # fmt: skip
     """The format's template, filled in with a plan and with what else it names."""
     import jinja2
 
@@ -172,13 +193,13 @@ def _render(form: str, model: Model, candidate: Candidate, request: Request, **m
     )
 
 
-def script(model: Model, candidate: Candidate, request: Request) -> str:
+def _script(model: Model, candidate: Candidate, request: Request) -> tuple[dict[str, Any], list[str]]:
     """Python that takes steps as planned, on our engine."""
     names = by_schedule(candidate.remat)
-    return _render("script", model, candidate, request, remat=names if len(set(names)) > 1 else names[0])
+    return {"remat": names if len(set(names)) > 1 else names[0]}, []
 
 
-def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> Written:
+def _torch(model: Model, candidate: Candidate, request: Request) -> tuple[dict[str, Any], list[str]]:
     """A script on torch.distributed.pipelining."""
     schedule, from_file = _rows(candidate)
     workers = [schedule.worker(stage) for stage in range(candidate.num_stages)]
@@ -188,22 +209,14 @@ def _torch(model: Model, candidate: Candidate, request: Request, name: str) -> W
         differs.append("gradients of replicas are summed after the last backward, not during it")
     if any(type(each).__name__.startswith("BatchNorm") for layer in model.layers for each in layer.modules()):
         differs.append("averages of batch norm move with each micro-batch, and when torch looks for shapes")
-    text = _render(
-        "torch",
-        model,
-        candidate,
-        request,
-        from_file=from_file,
-        workers=workers,
-        differing=_listed(differs),
-        sharded=("dp", "fsdp")[candidate.grid.dp == 1 :] if candidate.grid.fsdp > 1 else (),
-        half=request.gathers_half(candidate.grid.fsdp),
-        runtime="_PipelineScheduleRuntime" if from_file else "Schedule1F1B",
-        tied=sorted({layer for tie in model.ties for layer in tie.layers}),
-        last=workers[-1] * candidate.grid.accelerators // candidate.grid.pp,
-    )
-    rows = to_csv(schedule) * from_file
-    return Written(text, command(request, name, candidate.grid.accelerators), rows, tuple(differs))
+    grid = candidate.grid
+    return {
+        "from_file": from_file,
+        "workers": workers,
+        "sharded": ("dp", "fsdp")[grid.dp == 1 :] if grid.fsdp > 1 else (),
+        "half": request.gathers_half(grid.fsdp),
+        "tied": sorted({layer for tie in model.ties for layer in tie.layers}),
+    }, differs
 
 
 def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> None:
@@ -231,7 +244,7 @@ def _check_torch(model: Model, candidate: Candidate, workers: Sequence[int]) -> 
         )
 
 
-def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str) -> Written:
+def _torchtitan(model: Model, candidate: Candidate, request: Request) -> tuple[dict[str, Any], list[str]]:
     """A module for torchtitan's --module, with a function for its --config."""
     blocks = _blocks("torchtitan", model)
     if model.ties and candidate.grid.pp > 1:
@@ -250,30 +263,16 @@ def _torchtitan(model: Model, candidate: Candidate, request: Request, name: str)
         differs.append("every second product of a block is computed again, too")
     if request.gathers_half(candidate.grid.fsdp):
         differs.append("gradients are summed in float32")
-    known = {"llama-8b": "llama3_8b", "llama-70b": "llama3_70b", "llama-405b": "llama3_405b"}
-    text = _render(
-        "torchtitan",
-        model,
-        candidate,
-        request,
-        from_file=from_file,
-        differing=_listed(differs),
-        again={"never": "", "selective": "SelectiveAC", "blocks": "FullAC"}[candidate.remat[0]],
-        known=known.get(model.name),
-        blocks=len(blocks),
-        placed=placed,
-        parts=parts,
-        tokens=model.inputs.tensors[0].shape[1],
-    )
-    path = PurePath(name)
-    started = f"-m torchtitan.train --module {path.stem} --config planned"
-    return Written(
-        text, f"PYTHONPATH={path.parent} {command(request, started, candidate.grid.accelerators)}",
-        to_csv(schedule) * from_file, tuple(differs),
-    )  # fmt: skip
+    return {
+        "from_file": from_file,
+        "blocks": len(blocks),
+        "placed": placed,
+        "parts": parts,
+        "tokens": model.inputs.tensors[0].shape[1],
+    }, differs
 
 
-def _megatron(model: Model, candidate: Candidate, request: Request, name: str) -> Written:
+def _megatron(model: Model, candidate: Candidate, request: Request) -> tuple[dict[str, Any], list[str]]:
     """Flags of Megatron-LM, as an array of bash."""
     blocks, last = _blocks("megatron", model), len(model.layers) - 1
     count, workers = candidate.num_microbatches, candidate.grid.pp
@@ -304,19 +303,7 @@ def _megatron(model: Model, candidate: Candidate, request: Request, name: str) -
         differs.append("weights are kept in bfloat16 beside float32, not in float32 alone")
     if workers > 1:
         differs.append("the last norm is where the last block is, not before the output")
-    text = _render(
-        "megatron",
-        model,
-        candidate,
-        request,
-        differs=differs,
-        blocks=len(blocks),
-        layout="|".join(parts),
-        recomputes=any(each != "never" for each in candidate.remat),
-    )
-    started = 'pretrain_gpt.py "${PLAN[@]}"  # and the flags of your model and data'
-    line = f"source {name}; {command(request, started, candidate.grid.accelerators)}"
-    return Written(text, line, differs=tuple(differs))
+    return {"blocks": len(blocks), "layout": "|".join(parts)}, differs
 
 
 def _blocks(form: str, model: Model) -> range:
@@ -355,20 +342,9 @@ def _rows(candidate: Candidate) -> tuple[Schedule, bool]:
     return candidate.rows(recomputes=False), not named_there and candidate.grid.pp > 1
 
 
-def _listed(differs: Sequence[str]) -> str:
-    """The end of a docstring that tells what differs from the plan."""
-    return "\n\nNot as planned:\n\n" + "\n".join(f"- {each}" for each in differs) + "\n" if differs else ""
-
-
-_EVERY = tuple(NAMED)
 FORMATS: dict[str, Format] = {
-    "script": Format(
-        lambda model, candidate, request, name: Written(
-            script(model, candidate, request), command(request, name, candidate.grid.accelerators)
-        ),
-        _EVERY,
-    ),
-    "torch": Format(_torch, _EVERY, remats=("never", *WRAPPED)),
+    "script": Format(_script, tuple(NAMED)),
+    "torch": Format(_torch, tuple(NAMED), remats=("never", *WRAPPED)),
     "torchtitan": Format(
         _torchtitan,
         tuple(name for name in NAMED if name != "naive"),

@@ -356,9 +356,9 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     remat = found.candidate.remat[0]  # as all stages recompute
     what = again.get(remat, f"re-materialization {remat}")
     title = (
-        f"{model.name}: {model.num_parameters:,} parameters under {found.way.schedule} on "
+        f"{model.name}: {model.num_parameters:,} parameters under {found.candidate.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
-        f"{request.optimizer}, mini-batch {request.batch_size} in {found.way.num_microbatches} micro-batches"
+        f"{request.optimizer}, mini-batch {request.batch_size} in {found.candidate.num_microbatches} micro-batches"
         f", {what}"
         + EAGER_BYTES * request.compiled
         + (f", {model.attention} attention" if model.attention != "cpu" else "")
@@ -389,8 +389,8 @@ def facts(model: Model, request: Request, found: Found) -> dict[str, Any]:
         "memory_bytes": request.memory_bytes,
         "reserve_bytes": request.held_back_bytes,
         "batch_size": request.batch_size,
-        "num_microbatches": found.way.num_microbatches,
-        "schedule": found.way.schedule,
+        "num_microbatches": found.candidate.num_microbatches,
+        "schedule": found.candidate.schedule,
         "remat": found.candidate.remat[0],
         "optimizer": request.optimizer,
         "precision": request.precision,

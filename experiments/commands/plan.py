@@ -358,8 +358,8 @@ def text_of_bytes(model: Model, request: Request, found: Found) -> str:
     title = (
         f"{model.name}: {model.num_parameters:,} parameters under {found.candidate.schedule} on "
         f"{request.accelerators} x {request.memory_bytes / GIB:g} GiB (modelled)\n{request.precision}, "
-        f"{request.optimizer}, mini-batch {request.batch_size} in {found.candidate.num_microbatches} micro-batches"
-        f", {what}"
+        f"{request.optimizer}, mini-batch {request.batch_size} in {found.candidate.num_microbatches} "
+        f"micro-batches, {what}"
         + EAGER_BYTES * request.compiled
         + (f", {model.attention} attention" if model.attention != "cpu" else "")
         + (f", {request.held_back_bytes / GIB:g} GiB held back" if request.held_back_bytes else "")
